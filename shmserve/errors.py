@@ -162,7 +162,9 @@ class Internal(ShmserveError):
     server_fault = True
 
 
-_BY_CODE = {cls.code: cls for cls in ShmserveError.__subclasses__()}
+# Modules and programs may define further subclasses, which no message of a server refers to.
+KINDS = tuple(ShmserveError.__subclasses__())
+_BY_CODE = {kind.code: kind for kind in KINDS}
 
 
 def from_code(code: str, message: str) -> ShmserveError:
@@ -172,7 +174,7 @@ def from_code(code: str, message: str) -> ShmserveError:
 
 def from_status(status: int, message: str) -> ShmserveError:
     """Return the exception of an HTTP status; an unknown status is an `Internal`."""
-    kinds = [kind for kind in ShmserveError.__subclasses__() if kind.status == status]
+    kinds = [kind for kind in KINDS if kind.status == status]
     return (kinds or [Internal])[0](message)
 
 

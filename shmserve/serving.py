@@ -22,7 +22,7 @@ from typing import Any
 
 from shmserve.client import discovery, sync
 from shmserve.client.session import opened
-from shmserve.errors import Disconnected, InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import KINDS, Disconnected, InvalidArgument, ShmserveError, Unavailable
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
 
@@ -158,7 +158,7 @@ _FAILED = re.compile(r"(?s)failed to load '[^']*' version \d+: ([A-Z][a-z ]+): (
 def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
     """Return the error of a server that has ended, or that is not ready in time."""
     lines = [line.strip() for line in _ERROR_LINE.findall(log)]
-    kinds = {kind.title: kind for kind in ShmserveError.__subclasses__()}
+    kinds = {kind.title: kind for kind in KINDS}
     matches = [match for match in map(_FAILED.match, lines) if match]
     if matches:
         kind = kinds.get(matches[0][1], ShmserveError)

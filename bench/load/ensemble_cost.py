@@ -76,9 +76,9 @@ class _Outbox:
         ):
             self.posted.append(message[-1])
 
-    def to(self, peer: bytes) -> Callable[[Any], object]:
+    def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return a function that queues a message for a peer."""
-        if self._neighbours is not None and self._neighbours.has(peer):
+        if self._neighbours is not None and self._neighbours.is_registered(peer):
             return partial(self._neighbours.post, peer, self._endpoint)
         return partial(self.post, peer)
 
@@ -146,7 +146,7 @@ class Chain:
                 peer, name, m.Finished(message.id, _response_schema(gives), [_DATA], 1, 2, 3)
             )
 
-        links.enter(name, respond)
+        links.register(name, respond)
         return ModelSpec.of(self._config(name, takes, gives))
 
     @staticmethod
@@ -172,7 +172,7 @@ class Chain:
             self._touched[front] = None
             front.from_client(peer, message, time.monotonic_ns())
 
-        self._neighbours.enter(name, from_neighbour)
+        self._neighbours.register(name, from_neighbour)
         peer, now_ns = b"0.%d" % (100 + index), time.monotonic_ns()
         front.from_control(InstanceExpected(0, 100 + index), now_ns)
         core.results.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
@@ -205,7 +205,7 @@ class Chain:
         self._clients.posted.clear()
 
     def _turn(self) -> None:
-        while self._touched or self._neighbours.posted:
+        while self._touched or self._neighbours.queued:
             self._neighbours.deliver()
             touched = list(self._touched)
             self._touched.clear()

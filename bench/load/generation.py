@@ -194,7 +194,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
             ]
             stepped = Stepped(number, results, 0, 20_000_000, 0)
             answered = time.thread_time()
-            engine.done(stepped)
+            engine.finish_step(stepped)
             took.append(time.thread_time() - answered + planned - began)
             if len(results) == sequences:
                 full.append(took[-1])

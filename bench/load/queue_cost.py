@@ -55,7 +55,7 @@ class _Outbox:
         if type(message[-1]) is m.Execute:
             self.batches.append(message[-1])
 
-    def to(self, peer: bytes) -> Callable[[Any], object]:
+    def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return a function that queues a message for a peer."""
         return partial(self.post, peer)
 
@@ -96,7 +96,7 @@ class BusyQueue:
         self._now += _STEP_NS
         self._submit(timeout_us=20)
         came = 1
-        while self.scheduler.live < self._live:
+        while self.scheduler.live_requests < self._live:
             self._submit()
             came += 1
         self.scheduler.from_client(_GATEWAY, m.Cancel(self._drawn()), self._now)

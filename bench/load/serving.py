@@ -107,7 +107,7 @@ class Serving:
             return False
         stepped = self._worker.step(step)
         took, passed = time.thread_time() - began, time.perf_counter() - wall
-        self._engine.done(_scaled(stepped, took / passed))
+        self._engine.finish_step(_scaled(stepped, took / passed))
         self.clock += took
         owners = {number: each.prompt.key for number, each in self._worker._sequences.items()}
         for result in stepped.results:

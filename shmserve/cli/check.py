@@ -37,7 +37,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.protocols.tensors import ModelTensor, encode, load, split_input
+from shmserve.protocols.tensors import ModelTensor, encode, load_value, split_input
 from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         The largest status of the models' outcomes; 128 + N if signal N interrupts the check.
     """
     config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
-    values = {name: load(name, text) for name, text in map(split_input, args.input)}
+    values = {name: load_value(name, text) for name, text in map(split_input, args.input)}
     with written_to(config.log.log_file):
         return _checked(config, values, as_json=args.json)
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.protocols import AdminTransport, InputTensor, OutgoingRequest, Transport, servers
-from shmserve.protocols.tensors import encode, input_named, load, split_input
+from shmserve.protocols import (
+    AdminTransport,
+    InputTensor,
+    OutgoingRequest,
+    Parameter,
+    Transport,
+    servers,
+)
+from shmserve.protocols.tensors import encode, find_input, load_value, split_input
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
 _EXIT = (
@@ -54,11 +62,11 @@ def _infer_arguments(parser: argparse.ArgumentParser) -> None:
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Send the request given on the command line. Raises InvalidArgument or TransportError."""
     named_values = [split_input(text) for text in args.input]
-    values = [(name, load(name, value)) for name, value in named_values]
+    values = [(name, load_value(name, value)) for name, value in named_values]
     model = transport.inputs(args.model, args.model_version)
     inputs = []
     for name, value in values:
-        tensor = input_named(name, model)
+        tensor = find_input(name, model)
         shape, raw = encode(tensor, value)
         inputs.append(InputTensor(name, tensor.datatype, shape, raw))
     yield from transport.infer(
@@ -72,8 +80,26 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
             int(args.sequence) if args.sequence.isdecimal() else args.sequence,
             args.start,
             args.end,
+            parameters=dict(map(_parameter, args.parameter)),
         )
     )
+
+
+def _parameter(text: str) -> tuple[str, Parameter]:
+    """Return the name and the value of a `--parameter`. Raises InvalidArgument."""
+    name, value = split_input(text, "parameter")
+    found: Any = value
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(value)
+    if isinstance(found, int) and not -(2**63) <= found < 2**63:
+        raise InvalidArgument(f"--parameter: '{name}' must be a 64-bit integer, got {value}")
+    if isinstance(found, float) and not math.isfinite(found):
+        raise InvalidArgument(f"--parameter: '{name}' must be a finite number, got {value}")
+    if not isinstance(found, bool | int | float | str):
+        raise InvalidArgument(
+            f"--parameter: '{name}' must be true, false, a number or a string, got {value}"
+        )
+    return name, found
 
 
 def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
@@ -136,7 +162,9 @@ def run(arguments: Sequence[str]) -> int:
         return _DONE
     where, infers = "", name == "infer"
     try:
-        transport: Any = (servers.transport if infers else servers.admin_transport)(args)
+        transport: Any = (servers.create_transport if infers else servers.create_admin_transport)(
+            args
+        )
         with contextlib.closing(transport):
             where = f"{transport.where}: "
             answers = _infer(transport, args) if infers else _answers(transport, name, args)

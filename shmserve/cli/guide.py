@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import pydoc
 import re
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ _CONTENTS = "contents"
 _LAST = frozenset(
     f"{_CONTENTS} architecture design differences events measurements protocol trust".split()
 )
+_WIDEST = 140  # columns of text in a wide terminal
 # Methods of a region that only other modules of the client use.
 _INTERNAL = ("memory_range", "ref", "remember", "output_range", "within")
 
@@ -46,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         InvalidArgument: The page is unknown, or no section has the words.
     """
     words = " ".join(arguments.search or ())
-    pydoc.pager(search(words) if words else page(arguments.topic))
+    width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+    pydoc.pager(search(words) if words else with_columns(page(arguments.topic), width))
     return 0
 
 
@@ -62,14 +66,67 @@ def page(topic: str) -> str:
     pages = _pages()
     name = topic.lower()
     if name in pages:
-        # In a terminal, a link to another page is replaced by the command that shows it.
-        text = re.sub(r"\]\((\w+)\.md\)", r"] (shmserve guide \1)", pages[name]())
+        links = rf"\[([^]]*)\]\([\w./]*?\b({'|'.join(pages)})\.md\)"
+        text = re.sub(links, _command, pages[name](), flags=re.IGNORECASE)
         return text.rstrip("\n") + "\n"
     near = nearest(name, tuple(pages), likeness=0.55)
     hint = f", did you mean '{near}'?" if near else ";"
     raise InvalidArgument(
         f"guide: there is no page '{topic}'{hint} `shmserve guide` lists the pages"
     )
+
+
+def _command(link: re.Match[str]) -> str:
+    """Replace a link to another page by the command that shows it in a terminal."""
+    label, topic = link[1], link[2].lower()
+    command = f"shmserve guide {topic}"
+    return f"`{command}`" if label == topic else f"{label} ({command})"
+
+
+def with_columns(text: str, width: int) -> str:
+    """Return a page with its Markdown tables as columns of text, wrapped to `width`."""
+    lines: list[str] = []
+    rows: list[list[str]] = []
+    in_code = False
+    for line in text.splitlines(keepends=True):
+        in_code ^= line.startswith("```")
+        if line.startswith("|") and not in_code:
+            cells = re.split(r"(?<!\\)\|", line)[1:-1]
+            rows.append([cell.strip().replace("\\|", "|") for cell in cells])
+            continue
+        lines += [*_columns(rows, width), line]
+        rows = []
+    return "".join([*lines, *_columns(rows, width)])
+
+
+def _columns(rows: list[list[str]], width: int) -> Iterator[str]:
+    """Yield the lines of a table.
+
+    Narrow columns keep their width, and the others share the rest. An empty line follows each row
+    that has several lines.
+    """
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(rows[0], *rows[2:], strict=True)]
+    free = width - 2 * (len(widths) - 1)
+    for done, index in enumerate(sorted(range(len(widths)), key=widths.__getitem__)):
+        widths[index] = max(1, min(widths[index], free // (len(widths) - done)))
+        free -= widths[index]
+    rows = [*(rows[:1] if any(rows[0]) else []), ["-" * size for size in widths], *rows[2:]]
+    wrapped = [
+        [
+            textwrap.wrap(cell, size, break_on_hyphens=False)
+            for cell, size in zip(row, widths, strict=True)
+        ]
+        for row in rows
+    ]
+    for row in wrapped:
+        lines = list(itertools.zip_longest(*row, fillvalue=""))
+        for line in lines:
+            cells = (part.ljust(size) for part, size in zip(line, widths, strict=True))
+            yield "  ".join(cells).rstrip() + "\n"
+        if len(lines) > 1 and row is not wrapped[-1]:
+            yield "\n"
 
 
 def search(words: str) -> str:

@@ -131,7 +131,7 @@ def table(model: str, profile: Profile) -> str:
             f"{model}: 0 steps in {profile.seconds:.1f} s: the model generated nothing in this "
             "time. "
             f"Send it prompts while it is profiled, for example with\n"
-            f"    shmserve perf {model} --openai chat --concurrency 4"
+            f"    shmserve perf {model} --openai chat --concurrency 4 --url http://HOST:PORT"
         )
     steps = profile.steps
     rates = sorted(profile.throughput)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.cli.arguments import add_flags
 from shmserve.errors import Unavailable, missing_package
-from shmserve.protocols.servers import token
+from shmserve.protocols.servers import read_token
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     address = args.metrics_url.rstrip("/").removesuffix("/metrics") + "/live"
     request = urllib.request.Request(address)
     if args.token_file:
-        request.add_header("Authorization", f"Bearer {token(args.token_file)}")
+        request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
     top, console = Top(), Console(highlight=False)
     if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         events = watch(request)

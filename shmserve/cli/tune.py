@@ -72,7 +72,7 @@ def _milliseconds(text: str) -> float:
 
 
 def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
-    server = stack.enter_context(contextlib.closing(servers.admin_transport(args)))
+    server = stack.enter_context(contextlib.closing(servers.create_admin_transport(args)))
     config = server.config(args.model, "")
     start = search.start(config)
     processors = len(os.sched_getaffinity(0))

@@ -23,7 +23,7 @@ from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, TransportError
-from shmserve.protocols.tensors import ModelTensor, encode, input_named, load, split_input
+from shmserve.protocols.tensors import ModelTensor, encode, find_input, load_value, split_input
 
 _MOST = 1000  # maximum number of requests read from a file or a program
 _SEED = 0
@@ -135,7 +135,7 @@ class _Maker:
 
     def tensor(self, name: str) -> ModelTensor:
         """Return an input of the model; raise InvalidArgument."""
-        return input_named(name, self.model.inputs)
+        return find_input(name, self.model.inputs)
 
     def shape(self, name: str, row_shape: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return the shape of an input as sent; `row_shape` is the shape of a row, if known."""
@@ -219,8 +219,8 @@ def _shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:
 
 def _value(text: str, model: ModelInterface) -> tuple[str, InputTensor]:
     name, value = split_input(text)
-    tensor = input_named(name, model.inputs)
-    shape, raw = encode(tensor, load(name, value))
+    tensor = find_input(name, model.inputs)
+    shape, raw = encode(tensor, load_value(name, value))
     return name, InputTensor(name, tensor.datatype, shape, raw)
 
 

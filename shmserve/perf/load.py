@@ -173,7 +173,7 @@ class LoadGenerator:
         end = _clock() + int(seconds * 1e9)
         while (now := _clock()) < end or self._ended() == ended:
             wait = max(end - now, 0) or _LOOK_AROUND_NS
-            self._poller.turn(min(wait, _LOOK_AROUND_NS, self._send_due(now)))
+            self._poller.run_turn(min(wait, _LOOK_AROUND_NS, self._send_due(now)))
             self._check_alive()
 
     def _ended(self) -> int:
@@ -231,7 +231,7 @@ class LoadGenerator:
         self._waiting.clear()
         self._last_ns = _clock()
         while len(self._free) < self._count:
-            self._poller.turn(_LOOK_AROUND_NS)
+            self._poller.run_turn(_LOOK_AROUND_NS)
             self._check_alive()
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
         while observer.error is None:
             if _clock() > end:
                 raise Unavailable(f"the server has not responded within {patience_s:g} s")
-            poller.turn(_LOOK_AROUND_NS)
+            poller.run_turn(_LOOK_AROUND_NS)
         return observer.error
     finally:
         lane.close()

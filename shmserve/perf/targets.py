@@ -68,7 +68,7 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     """
     if args.openai:
         return _openai(args, poller, stack)
-    address = servers.address(args.url) if args.url else None
+    address = servers.parse_address(args.url) if args.url else None
     run_dir = discovery.find(args.run_dir) if address is None else None
     transport: Any = stack.enter_context(contextlib.closing(_describing_transport(args, address)))
     model = data.signature(transport, args.model, args.model_version)
@@ -100,11 +100,11 @@ def _describing_transport(args: argparse.Namespace, address: Address | None) -> 
     listener it is shared memory, which offers less information.
     """
     try:
-        return servers.admin_transport(args)
+        return servers.create_admin_transport(args)
     except Unavailable:
         if address is not None:
             raise
-        return servers.transport(args)
+        return servers.create_transport(args)
 
 
 def _native(
@@ -131,7 +131,7 @@ def _native(
 
 
 def _door(args: argparse.Namespace, address: Address, poller: Poller, streams: bool) -> Door:
-    credentials = servers.credentials(args)
+    credentials = servers.read_credentials(args)
     if address.protocol == "grpc":
         from shmserve.protocols.grpc import GrpcDoor
 
@@ -199,14 +199,14 @@ def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any)
 
 
 def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
-    from shmserve.protocols.http import OPENAI, OpenAIDoor, OpenAIRequest
+    from shmserve.protocols.http import OPENAI_PATHS, OpenAIDoor, OpenAIRequest
 
     if args.url is None:
         raise InvalidArgument("--openai requires --url http://HOST:PORT")
-    address = servers.address(args.url)
+    address = servers.parse_address(args.url)
     if address.protocol != "http":
         raise InvalidArgument(f"--openai requires --url http://HOST:PORT, got '{args.url}'")
-    door = OpenAIDoor(address, servers.credentials(args), poller, OPENAI[args.openai])
+    door = OpenAIDoor(address, servers.read_credentials(args), poller, OPENAI_PATHS[args.openai])
     requests = [door.encode(OpenAIRequest(body)) for body in _bodies(args)]
     _try_one(args, poller, door, requests[0])
     where = address.where + door.route

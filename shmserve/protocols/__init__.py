@@ -22,6 +22,8 @@ from shmserve.protocols.tensors import ModelTensor, decode
 
 NOT_READY = "the server is not ready"
 
+Parameter = bool | int | float | str
+
 
 class TransportError(Unavailable):
     """The error of a transport: no connection, a rejected request, or a malformed response."""
@@ -81,12 +83,13 @@ class OutgoingRequest:
     start: bool = False
     end: bool = False
     parts: Mapping[str, RegionPart] = field(default_factory=dict)
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
-    def sequence_parameters(self) -> dict[str, int | str | bool]:
-        """Return the parameters of the request's sequence, as protocols name them."""
-        parameters = {"sequence_id": self.sequence, "sequence_start": self.start}
-        parameters["sequence_end"] = self.end
-        return {name: value for name, value in parameters.items() if value}
+    def request_parameters(self) -> dict[str, Parameter]:
+        """Return the parameters, including those of the sequence, as protocols name them."""
+        sequence = {"sequence_id": self.sequence, "sequence_start": self.start}
+        sequence["sequence_end"] = self.end
+        return {**self.parameters, **{name: value for name, value in sequence.items() if value}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,19 +227,19 @@ class Door(Protocol):
         """Close the door, after its lanes."""
 
 
-def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
+def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
     """Return the JSON object of an output. Raises ValueError or KeyError if it is malformed."""
     data = decode(datatype, list(shape), memoryview(raw))
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
 
 
-def response(
+def response_json(
     model: str, version: str, request_id: str, parameters: Any, outputs: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the JSON object of a response."""
-    named = {"id": request_id, "model_name": model, "model_version": version}
+    identity = {"id": request_id, "model_name": model, "model_version": version}
     return {
-        **{key: value for key, value in named.items() if value},
+        **{key: value for key, value in identity.items() if value},
         **({"parameters": parameters} if parameters else {}),
         "outputs": outputs,
     }

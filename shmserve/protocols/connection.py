@@ -19,10 +19,10 @@ from shmserve.ipc.processes import PreciseWait, disable_timer_slack
 from shmserve.protocols import Address, Credentials
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
-_COARSE_NS = 1_000_000  # epoll rounds its timeout to this unit
-_AT_ONCE = 1 << 18  # maximum number of bytes read at once
-_CONNECT_S = 10.0
-_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_EPOLL_UNIT_NS = 1_000_000  # epoll rounds its timeout to this unit
+_MAX_READ_BYTES = 1 << 18  # maximum number of bytes read at once
+_CONNECT_TIMEOUT_S = 10.0
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Poller:
@@ -33,7 +33,7 @@ class Poller:
         self._epoll = select.epoll()
         self._short_wait = PreciseWait(self._epoll.fileno())
         self._handlers: dict[int, Callable[[int], None]] = {}
-        self._soon: list[Callable[[], None]] = []
+        self._scheduled_calls: list[Callable[[], None]] = []
 
     def watch(self, fd: int, handler: Callable[[int], None], events: int = READ) -> None:
         """Register `handler(events)`, to be called when a descriptor is ready."""
@@ -49,24 +49,24 @@ class Poller:
         if self._handlers.pop(fd, None):
             self._epoll.unregister(fd)
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         """Schedule a call before the next wait."""
-        self._soon.append(call)
+        self._scheduled_calls.append(call)
 
-    def turn(self, wait_ns: int) -> None:
+    def run_turn(self, wait_ns: int) -> None:
         """Wait until a descriptor is ready or the time has expired, and call all ready handlers."""
-        calls, self._soon = self._soon, []
-        for call in calls:
+        scheduled_calls, self._scheduled_calls = self._scheduled_calls, []
+        for call in scheduled_calls:
             call()
-        if self._soon:  # these handlers are called in the next turn without waiting
+        if self._scheduled_calls:  # these handlers are called in the next turn without waiting
             wait_ns = 0
-        if 0 < wait_ns < 2 * _COARSE_NS:
+        if 0 < wait_ns < 2 * _EPOLL_UNIT_NS:
             if not self._short_wait.wait(wait_ns):
                 return
             wait_ns = 0
         # The remainder is waited for in the next turn.
-        coarse = max(wait_ns // _COARSE_NS - 1, 0) * _COARSE_NS
-        for fd, events in self._epoll.poll(coarse / 1e9):
+        epoll_wait_ns = max(wait_ns // _EPOLL_UNIT_NS - 1, 0) * _EPOLL_UNIT_NS
+        for fd, events in self._epoll.poll(epoll_wait_ns / 1e9):
             handler = self._handlers.get(fd)
             if handler is not None:  # otherwise another handler of this turn has removed it
                 handler(events)
@@ -95,17 +95,17 @@ class ClientConnection:
     ) -> None:
         """Connect to an address. Raises Unavailable if the server cannot be reached."""
         try:
-            self._sock = connect(address, tls, _CONNECT_S)
+            self._sock = connect(address, tls, _CONNECT_TIMEOUT_S)
         except OSError as error:
             reason = error.strerror or str(error)
             raise Unavailable(f"{address.where} cannot be reached: {reason}") from None
         self._sock.setblocking(False)
-        self._tls = tls is not None
+        self._uses_tls = tls is not None
         self._poller = poller
         self._receiver = receiver
         self._unsent: deque[memoryview] = deque()
         self.open = True
-        poller.watch(self._sock.fileno(), self._ready)
+        poller.watch(self._sock.fileno(), self._on_ready)
 
     def write(self, data: bytes) -> None:
         """Send bytes as soon as the peer accepts them."""
@@ -114,24 +114,24 @@ class ClientConnection:
             return
         try:
             sent = self._sock.send(data)
-        except _NOT_NOW:
+        except _WOULD_BLOCK:
             sent = 0
         except OSError as error:
             self.close()
             # Deferred, because a callback may send the next request while this one is being sent.
-            self._poller.soon(partial(self._on_lost, error.strerror or "it failed"))
+            self._poller.call_soon(partial(self._on_lost, error.strerror or "it failed"))
             return
         if sent < len(data):
             self._unsent.append(memoryview(data)[sent:])
             self._poller.change(self._sock.fileno(), READ | WRITE)
 
-    def _ready(self, events: int) -> None:
+    def _on_ready(self, events: int) -> None:
         if events & ~WRITE:
-            self._read()
+            self._receive_available()
         if events & WRITE and self.open:
-            self._write_more()
+            self._write_unsent()
 
-    def _write_more(self) -> None:
+    def _write_unsent(self) -> None:
         unsent = self._unsent
         try:
             while unsent:
@@ -141,16 +141,16 @@ class ClientConnection:
                 else:
                     unsent.popleft()
             self._poller.change(self._sock.fileno(), READ)
-        except _NOT_NOW:
+        except _WOULD_BLOCK:
             pass
         except OSError as error:
             self._on_lost(error.strerror or "it failed")
 
-    def _read(self) -> None:
+    def _receive_available(self) -> None:
         while self.open:
             try:
-                data = self._sock.recv(_AT_ONCE)
-            except _NOT_NOW:
+                data = self._sock.recv(_MAX_READ_BYTES)
+            except _WOULD_BLOCK:
                 return
             except OSError as error:
                 self._on_lost(error.strerror or "it failed")
@@ -159,7 +159,7 @@ class ClientConnection:
                 self._on_lost("the server closed it")
                 return
             self._receiver.received(data)
-            if not self._tls:  # TLS may buffer more than the descriptor reports
+            if not self._uses_tls:  # TLS may buffer more than the descriptor reports
                 return
 
     def _on_lost(self, reason: str) -> None:
@@ -174,7 +174,9 @@ class ClientConnection:
             self._sock.close()
 
 
-def tls_of(address: Address, credentials: Credentials, protocol: str) -> ssl.SSLContext | None:
+def create_tls_context(
+    address: Address, credentials: Credentials, protocol: str
+) -> ssl.SSLContext | None:
     """Return the TLS context of an address, None without TLS. `protocol` is the name in ALPN."""
     if not address.tls:
         return None
@@ -188,16 +190,16 @@ def connect(
 ) -> socket.socket:
     """Return a blocking socket that is connected to an address. Raises OSError."""
     host, _, port = address.target.rpartition(":")
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as cleanup:
         if address.unix_socket:
-            sock = undo.enter_context(socket.socket(socket.AF_UNIX))
+            sock = cleanup.enter_context(socket.socket(socket.AF_UNIX))
             sock.settimeout(timeout_s)
             sock.connect(address.unix_socket)
         else:
             target = (host.strip("[]"), int(port))
-            sock = undo.enter_context(socket.create_connection(target, timeout_s))
+            sock = cleanup.enter_context(socket.create_connection(target, timeout_s))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             sock = tls.wrap_socket(sock, server_hostname=host.strip("[]"))
-        undo.pop_all()
+        cleanup.pop_all()
     return sock

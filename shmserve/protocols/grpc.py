@@ -23,7 +23,7 @@ from hpack import Decoder
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import frames as h2
-from shmserve.gateway.http2.header_blocks import encode
+from shmserve.gateway.http2.header_blocks import encode_block
 from shmserve.proto import grpc_service_pb2
 from shmserve.protocols import (
     NOT_READY,
@@ -31,25 +31,31 @@ from shmserve.protocols import (
     Credentials,
     LaneObserver,
     OutgoingRequest,
+    Parameter,
     TransportError,
-    output,
-    response,
+    output_json,
+    response_json,
 )
-from shmserve.protocols.connection import ClientConnection, Poller, tls_of
+from shmserve.protocols.connection import ClientConnection, Poller, create_tls_context
 from shmserve.protocols.tensors import ModelTensor
 
 pb: Any = grpc_service_pb2
 
 _SERVICE = "/inference.GRPCInferenceService/"
-_FINAL = "triton_final_response"  # a parameter that belongs to the stream, not to the model
+_FINAL_PARAMETER = (
+    "triton_final_response"  # a parameter that belongs to the stream, not to the model
+)
 # The same parameter as true, serialised.
-_IS_FINAL = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
-_FAILED = b"\x0a"  # the first byte of a stream message that is an error
-_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-_SHARE = 6  # lanes per connection, as in Triton's client
-_HEADER_TABLE_SIZE = 1
-_TOP_UP = 1 << 30  # bytes read after which a window is restored to its initial size
-_MESSAGE_HEAD = 5  # size of a gRPC message's prefix: the compression flag and the length
+_FINAL_MARK = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
+_ERROR_TAG = b"\x0a"  # the first byte of a stream message that is an error
+_UNLIMITED_MESSAGES = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+]
+_LANES_PER_CONNECTION = 6  # lanes per connection, as in Triton's client
+_HEADER_TABLE_SIZE_SETTING = 1
+_WINDOW_REFILL_BYTES = 1 << 30  # bytes read after which a window is restored to its initial size
+_MESSAGE_PREFIX_SIZE = 5  # size of a gRPC message's prefix: the compression flag and the length
 
 
 class GrpcTransport:
@@ -59,9 +65,11 @@ class GrpcTransport:
         self.where = address.where
         self._metadata = [(name.lower(), value) for name, value in credentials.headers]
         self._channel = (
-            grpc.secure_channel(address.target, _tls(credentials), _UNLIMITED)
+            grpc.secure_channel(
+                address.target, _channel_credentials(credentials), _UNLIMITED_MESSAGES
+            )
             if address.tls
-            else grpc.insecure_channel(address.target, _UNLIMITED)
+            else grpc.insecure_channel(address.target, _UNLIMITED_MESSAGES)
         )
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
@@ -79,11 +87,13 @@ class GrpcTransport:
             pb.ModelInferRequest.SerializeToString,
             pb.ModelStreamInferResponse.FromString,
         )
-        with _failing():
-            for received in call(iter([infer_message(request)]), metadata=self._metadata):
-                if received.error_message:
-                    raise TransportError(received.error_message)
-                yield _response(received.infer_response)
+        with _transport_errors():
+            for stream_response in call(
+                iter([encode_infer_message(request)]), metadata=self._metadata
+            ):
+                if stream_response.error_message:
+                    raise TransportError(stream_response.error_message)
+                yield _decode_response(stream_response.infer_response)
 
     def ready(self, model: str, version: str) -> None:
         """Call ServerReady or ModelReady."""
@@ -94,8 +104,8 @@ class GrpcTransport:
 
     def models(self) -> list[dict[str, Any]]:
         """Call RepositoryIndex."""
-        rows = [as_json(row) for row in self._call("RepositoryIndex").models]
-        return [{name: text for name, text in row.items() if text} for row in rows]
+        rows = [message_to_json(row) for row in self._call("RepositoryIndex").models]
+        return [{name: value for name, value in row.items() if value} for row in rows]
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
         """Call RepositoryModelLoad."""
@@ -110,17 +120,17 @@ class GrpcTransport:
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
         """Call ModelStatistics."""
         reply = self._call("ModelStatistics", name=model, version=version)
-        return [as_json(row) for row in reply.model_stats]
+        return [message_to_json(row) for row in reply.model_stats]
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Call ModelConfig."""
         reply = self._call("ModelConfig", name=model, version=version)
-        return dict(as_json(reply.config))
+        return dict(message_to_json(reply.config))
 
     def regions(self) -> list[dict[str, Any]]:
         """Call SystemSharedMemoryStatus and CudaSharedMemoryStatus."""
         return [
-            as_json(reply.regions[name])
+            message_to_json(reply.regions[name])
             for kind in ("System", "Cuda")
             for reply in [self._call(f"{kind}SharedMemoryStatus")]
             for name in sorted(reply.regions)
@@ -141,7 +151,7 @@ class GrpcTransport:
             type(request).SerializeToString,
             getattr(pb, f"{method}Response").FromString,
         )
-        with _failing():
+        with _transport_errors():
             return call(request, metadata=self._metadata)
 
     def close(self) -> None:
@@ -150,17 +160,17 @@ class GrpcTransport:
 
 
 @contextlib.contextmanager
-def _failing() -> Iterator[None]:
+def _transport_errors() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        text = error.details() or str(error.code())
-        if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in text:
-            text = f"no response: {text}"
-        raise TransportError(text) from error
+        details = error.details() or str(error.code())
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in details:
+            details = f"no response: {details}"
+        raise TransportError(details) from error
 
 
-def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
+def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
     credentials.tls()  # gRPC's own error does not name the invalid file
     files = (credentials.root_cert, credentials.client_key, credentials.client_cert)
     return grpc.ssl_channel_credentials(
@@ -168,28 +178,30 @@ def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
     )
 
 
-def infer_message(request: OutgoingRequest) -> Any:
+def encode_infer_message(request: OutgoingRequest) -> Any:
     """Return the ModelInferRequest message of a request."""
-    asked = pb.ModelInferRequest(
+    message = pb.ModelInferRequest(
         model_name=request.model, model_version=request.version, id=request.id
     )
     if request.timeout_us:
-        asked.parameters["deadline_us"].int64_param = request.timeout_us
-    set_parameters(asked, request.sequence_parameters())
+        message.parameters["deadline_us"].int64_param = request.timeout_us
+    set_parameters(message, request.request_parameters())
     for tensor in request.inputs:
-        added = asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        input_message = message.inputs.add(
+            name=tensor.name, datatype=tensor.datatype, shape=tensor.shape
+        )
         if tensor.part:
-            set_parameters(added, tensor.part.parameters())
+            set_parameters(input_message, tensor.part.parameters())
         else:
-            asked.raw_input_contents.append(tensor.raw)
+            message.raw_input_contents.append(tensor.raw)
     for name in request.outputs:
-        requested = asked.outputs.add(name=name)
+        output_message = message.outputs.add(name=name)
         if name in request.parts:
-            set_parameters(requested, request.parts[name].parameters())
-    return asked
+            set_parameters(output_message, request.parts[name].parameters())
+    return message
 
 
-def set_parameters(message: Any, values: Mapping[str, int | str | bool]) -> None:
+def set_parameters(message: Any, values: Mapping[str, Parameter]) -> None:
     """Set parameters of a request, an input or an output."""
     for name, value in values.items():
         if isinstance(value, bool):
@@ -197,41 +209,43 @@ def set_parameters(message: Any, values: Mapping[str, int | str | bool]) -> None
         elif isinstance(value, int):
             # The protocol has no other integers for it; the server reads it without the sign.
             message.parameters[name].int64_param = (value + 2**63) % 2**64 - 2**63
+        elif isinstance(value, float):
+            message.parameters[name].double_param = value
         else:
             message.parameters[name].string_param = value
 
 
-def as_json(value: Any, field: Any = None) -> Any:
+def message_to_json(value: Any, field: Any = None) -> Any:
     """Return a message, or the value of a field, in the form of the JSON of HTTP."""
     if isinstance(value, Message):
         return {
-            each.name: as_json(getattr(value, each.name), each)
-            for each in value.DESCRIPTOR.fields
-            if not each.has_presence or value.HasField(each.name)
+            item.name: message_to_json(getattr(value, item.name), item)
+            for item in value.DESCRIPTOR.fields
+            if not item.has_presence or value.HasField(item.name)
         }
     if isinstance(value, Mapping):
-        return {key: as_json(value[key]) for key in sorted(value)}
+        return {key: message_to_json(value[key]) for key in sorted(value)}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [as_json(each, field) for each in value]
+        return [message_to_json(item, field) for item in value]
     if field is not None and field.enum_type is not None:
         return field.enum_type.values_by_number[value].name
     return value
 
 
-def _response(reply: Any) -> dict[str, Any]:
+def _decode_response(reply: Any) -> dict[str, Any]:
     try:
         outputs = [
-            output(each.name, each.datatype, each.shape, raw)
-            for each, raw in zip(reply.outputs, reply.raw_output_contents, strict=True)
+            output_json(tensor.name, tensor.datatype, tensor.shape, raw)
+            for tensor, raw in zip(reply.outputs, reply.raw_output_contents, strict=True)
         ]
     except (KeyError, ValueError) as error:
         raise TransportError("the server's response is malformed") from error
     parameters = {
         name: getattr(value, value.WhichOneof("parameter_choice"))
         for name, value in reply.parameters.items()
-        if name != _FINAL
+        if name != _FINAL_PARAMETER
     }
-    return response(reply.model_name, reply.model_version, reply.id, parameters, outputs)
+    return response_json(reply.model_name, reply.model_version, reply.id, parameters, outputs)
 
 
 class GrpcDoor:
@@ -250,7 +264,7 @@ class GrpcDoor:
         self.streams = streams
         self.poller = poller
         self._connect = partial(
-            ClientConnection, address, tls_of(address, credentials, "h2"), poller
+            ClientConnection, address, create_tls_context(address, credentials, "h2"), poller
         )
         fields = {
             ":method": "POST",
@@ -261,21 +275,21 @@ class GrpcDoor:
             "te": "trailers",
             **{name.lower(): value for name, value in credentials.headers},
         }
-        self.head = encode((name.encode(), value.encode()) for name, value in fields.items())
+        self.head = encode_block((name.encode(), value.encode()) for name, value in fields.items())
         self._connections: list[Http2Client] = []
         self._lanes = 0
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return a message with its length prefix."""
-        message = infer_message(request)
+        message = encode_infer_message(request)
         if self.streams:
             set_parameters(message, {"triton_enable_empty_final_response": True})
-        packed: bytes = message.SerializeToString()
-        return b"\0" + h2.pack_long(len(packed)) + packed
+        serialized: bytes = message.SerializeToString()
+        return b"\0" + h2.pack_uint32(len(serialized)) + serialized
 
     def lane(self, observer: LaneObserver) -> GrpcLane:
         """Open a lane on a connection that several lanes share."""
-        number, self._lanes = self._lanes // _SHARE, self._lanes + 1
+        number, self._lanes = self._lanes // _LANES_PER_CONNECTION, self._lanes + 1
         if number == len(self._connections):
             self._connections.append(Http2Client(self._connect, self.poller))
         return GrpcLane(self, number, observer)
@@ -301,70 +315,72 @@ class GrpcLane:
         self._number = number
         self._connection = door.connection(number)
         self._stream = 0
-        self._busy = False
+        self._is_busy = False
         self._messages = bytearray()
 
     def send(self, message: bytes) -> None:
         """Send a request."""
-        self._busy = True
+        self._is_busy = True
         if not self._stream:
             self._connection = self._door.connection(self._number)
             self._stream = self._connection.start(self, self._door.head)
-        self._connection.send(self._stream, message, end=not self._door.streams)
+        self._connection.send(self._stream, message, is_last=not self._door.streams)
 
-    def data(self, payload: bytes) -> None:
+    def receive_data(self, payload: bytes) -> None:
         """Parse the messages in a DATA frame, which may be partial."""
         if not self._door.streams:
             return
         messages = self._messages
         messages += payload
-        at, end = 0, len(messages)
-        while end - at >= _MESSAGE_HEAD:
-            begin = at + _MESSAGE_HEAD
-            next_ = begin + int.from_bytes(messages[at + 1 : begin], "big")
-            if next_ > end:
+        position, received_size = 0, len(messages)
+        while received_size - position >= _MESSAGE_PREFIX_SIZE:
+            content_start = position + _MESSAGE_PREFIX_SIZE
+            next_position = content_start + int.from_bytes(
+                messages[position + 1 : content_start], "big"
+            )
+            if next_position > received_size:
                 break
-            self._response(bytes(messages[begin:next_]))
-            at = next_
-        del messages[:at]
+            self._response(bytes(messages[content_start:next_position]))
+            position = next_position
+        del messages[:position]
 
     def _response(self, message: bytes) -> None:
-        if not self._busy:
+        if not self._is_busy:
             return
-        if message[:1] == _FAILED:
-            self._busy = False
+        if message[:1] == _ERROR_TAG:
+            self._is_busy = False
             self.observer.ended(pb.ModelStreamInferResponse.FromString(message).error_message)
-        elif _IS_FINAL not in message:
+        elif _FINAL_MARK not in message:
             self.observer.responded()
         else:
             # A final response without outputs only marks the end.
             if pb.ModelStreamInferResponse.FromString(message).infer_response.outputs:
                 self.observer.responded()
-            self._busy = False
+            self._is_busy = False
             self.observer.ended()
 
-    def finished(self, error: str) -> None:
+    def handle_end(self, error: str) -> None:
         """Handle the end of the call or of the stream."""
         self._stream = 0
         self._messages.clear()
-        busy, self._busy = self._busy, False
-        if busy:
+        was_busy, self._is_busy = self._is_busy, False
+        if was_busy:
             self.observer.ended(
                 error or ("the server ended the stream" if self._door.streams else "")
             )
 
     def close(self) -> None:
         """Ignore later responses; the door closes the connection."""
-        self._busy = False
+        self._is_busy = False
 
 
-class _Outgoing:
+class _LaneStream:
     """The state of a stream: its lane, send window, and bytes read since the last window update."""
 
     def __init__(self, lane: GrpcLane, window: int) -> None:
         self.lane = lane
         self.window = window
-        self.read = 0  # bytes read since the last window update
+        self.unacknowledged_bytes = 0  # bytes read since the last window update
 
 
 class Http2Client:
@@ -373,24 +389,30 @@ class Http2Client:
     def __init__(self, connect: partial[ClientConnection], poller: Poller) -> None:
         self._poller = poller
         self._connection: ClientConnection = connect(self)
-        self._streams: dict[int, _Outgoing] = {}
-        self._next = 1
-        self._out: list[bytes] = []
+        self._streams: dict[int, _LaneStream] = {}
+        self._next_stream_id = 1
+        self._output: list[bytes] = []
         # Data that waits for window updates: the stream, the bytes, whether they are the last.
         self._waiting: deque[tuple[int, memoryview, bool]] = deque()
-        self._window = self._first_window = h2.DEFAULT_WINDOW
+        self._window = self._initial_window = h2.DEFAULT_WINDOW
         self._read = 0
-        self._largest = h2.SMALLEST_FRAME
-        self._rest = b""
+        self._max_frame_size = h2.SMALLEST_FRAME
+        self._partial_frame = b""
         self._block = b""
         # This client announces a header table of size 0, so equal blocks mean the same headers.
         self._decoder = Decoder()
         self._decoder.header_table_size = 0
         self._errors_by_block: dict[bytes, str] = {}
-        wide = h2.settings(
-            {_HEADER_TABLE_SIZE: 0, h2.INITIAL_WINDOW_SIZE: h2.LARGEST_WINDOW, h2.ENABLE_PUSH: 0}
+        settings = h2.encode_settings(
+            {
+                _HEADER_TABLE_SIZE_SETTING: 0,
+                h2.INITIAL_WINDOW_SIZE: h2.LARGEST_WINDOW,
+                h2.ENABLE_PUSH: 0,
+            }
         )
-        self._post(h2.PREFACE + wide + _window_update(0, h2.LARGEST_WINDOW - h2.DEFAULT_WINDOW))
+        self._queue_output(
+            h2.PREFACE + settings + _encode_window_update(0, h2.LARGEST_WINDOW - h2.DEFAULT_WINDOW)
+        )
 
     @property
     def open(self) -> bool:
@@ -404,118 +426,133 @@ class Http2Client:
             lane: The lane that receives the data of the stream.
             head: The header block of the call.
         """
-        stream = self._next
-        self._next += 2
-        self._streams[stream] = _Outgoing(lane, self._first_window)
-        self._post(h2.head(len(head), h2.HEADERS, h2.END_HEADERS, stream) + head)
+        stream = self._next_stream_id
+        self._next_stream_id += 2
+        self._streams[stream] = _LaneStream(lane, self._initial_window)
+        self._queue_output(
+            h2.encode_frame_header(len(head), h2.HEADERS, h2.END_HEADERS, stream) + head
+        )
         return stream
 
-    def send(self, stream: int, message: bytes, *, end: bool) -> None:
-        """Send a message on a stream, the last if `end`."""
+    def send(self, stream: int, message: bytes, *, is_last: bool) -> None:
+        """Send a message on a stream, the last if `is_last`."""
         size = len(message)
         outgoing = self._streams[stream]
-        allowed = min(self._window, outgoing.window, self._largest)
-        if size <= allowed and not self._waiting:
+        sendable_bytes = min(self._window, outgoing.window, self._max_frame_size)
+        if size <= sendable_bytes and not self._waiting:
             self._window -= size
             outgoing.window -= size
-            flags = h2.END_STREAM if end else 0
-            self._post(h2.head(size, h2.DATA, flags, stream) + message)
+            flags = h2.END_STREAM if is_last else 0
+            self._queue_output(h2.encode_frame_header(size, h2.DATA, flags, stream) + message)
         else:
-            self._waiting.append((stream, memoryview(message), end))
+            self._waiting.append((stream, memoryview(message), is_last))
             self._send_waiting()
 
     def _send_waiting(self) -> None:
         for _ in range(len(self._waiting)):
-            stream, message, end = self._waiting.popleft()
+            stream, message, is_last = self._waiting.popleft()
             outgoing = self._streams.get(stream)
             if outgoing is None:
                 continue  # the stream has ended in the meantime
-            while message and (allowed := min(self._window, outgoing.window, self._largest)) > 0:
-                part, message = message[:allowed], message[allowed:]
+            while (
+                message
+                and (sendable_bytes := min(self._window, outgoing.window, self._max_frame_size)) > 0
+            ):
+                part, message = message[:sendable_bytes], message[sendable_bytes:]
                 self._window -= len(part)
                 outgoing.window -= len(part)
-                flags = h2.END_STREAM if end and not message else 0
-                self._post(h2.head(len(part), h2.DATA, flags, stream) + bytes(part))
+                flags = h2.END_STREAM if is_last and not message else 0
+                self._queue_output(
+                    h2.encode_frame_header(len(part), h2.DATA, flags, stream) + bytes(part)
+                )
             if message:
-                self._waiting.append((stream, message, end))
+                self._waiting.append((stream, message, is_last))
 
-    def _post(self, data: bytes) -> None:
-        if not self._out:
-            self._poller.soon(self._flush)
-        self._out.append(data)
+    def _queue_output(self, data: bytes) -> None:
+        if not self._output:
+            self._poller.call_soon(self._flush)
+        self._output.append(data)
 
     def _flush(self) -> None:
-        out, self._out = self._out, []
+        out, self._output = self._output, []
         self._connection.write(b"".join(out))
 
     def received(self, data: bytes) -> None:
         """Parse the frames in received bytes, which may be partial."""
-        data = self._rest + data if self._rest else data
-        at, end = 0, len(data)
-        while end - at >= h2.HEAD_SIZE:
-            high, low, kind, flags, stream = h2.HEAD.unpack_from(data, at)
-            next_ = at + h2.HEAD_SIZE + (high << 8 | low)
-            if next_ > end:
+        data = self._partial_frame + data if self._partial_frame else data
+        position, data_size = 0, len(data)
+        while data_size - position >= h2.FRAME_HEADER_SIZE:
+            high, low, frame_type, flags, stream = h2.FRAME_HEADER.unpack_from(data, position)
+            next_position = position + h2.FRAME_HEADER_SIZE + (high << 8 | low)
+            if next_position > data_size:
                 break
-            self._frame(kind, flags, stream, data[at + h2.HEAD_SIZE : next_])
-            at = next_
-        self._rest = data[at:]
+            self._handle_frame(
+                frame_type, flags, stream, data[position + h2.FRAME_HEADER_SIZE : next_position]
+            )
+            position = next_position
+        self._partial_frame = data[position:]
 
-    def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        if flags & h2.PADDED and kind in (h2.DATA, h2.HEADERS):
+    def _handle_frame(self, frame_type: int, flags: int, stream: int, payload: bytes) -> None:
+        if flags & h2.PADDED and frame_type in (h2.DATA, h2.HEADERS):
             raise Unavailable("the server sent padded frames, which are not supported")
-        match kind:
+        match frame_type:
             case h2.DATA:
-                self._data(stream, payload)
+                self._handle_data(stream, payload)
             case h2.HEADERS | h2.CONTINUATION:
                 self._block += payload
                 if flags & h2.END_HEADERS:
-                    self._head(stream, flags)
+                    self._handle_headers(stream, flags)
             case h2.SETTINGS | h2.PING if not flags & h2.ACK:
-                if kind == h2.SETTINGS:
-                    self._settings(payload)
-                self._post(h2.frame(kind, h2.ACK, 0, payload if kind == h2.PING else b""))
+                if frame_type == h2.SETTINGS:
+                    self._handle_settings(payload)
+                self._queue_output(
+                    h2.encode_frame(
+                        frame_type, h2.ACK, 0, payload if frame_type == h2.PING else b""
+                    )
+                )
             case h2.WINDOW_UPDATE:
-                self._widen(stream, h2.parse_long(payload, "WINDOW_UPDATE"))
+                self._enlarge_window(stream, h2.parse_uint32(payload, "WINDOW_UPDATE"))
             case h2.RST_STREAM:
-                self._finish(stream, f"the server reset the call ({int.from_bytes(payload)})")
+                self._finish_stream(
+                    stream, f"the server reset the call ({int.from_bytes(payload)})"
+                )
             case h2.GOAWAY:
                 self._connection.close()
                 self.lost(f"the server ended a connection: {payload[8:].decode(errors='replace')}")
 
-    def _data(self, stream: int, payload: bytes) -> None:
+    def _handle_data(self, stream: int, payload: bytes) -> None:
         size = len(payload)
         self._read += size
-        if self._read > _TOP_UP:
-            self._post(_window_update(0, self._read))
+        if self._read > _WINDOW_REFILL_BYTES:
+            self._queue_output(_encode_window_update(0, self._read))
             self._read = 0
         outgoing = self._streams.get(stream)
         if outgoing is not None:
-            outgoing.read += size
-            if outgoing.read > _TOP_UP:
-                self._post(_window_update(stream, outgoing.read))
-                outgoing.read = 0
-            outgoing.lane.data(payload)
+            outgoing.unacknowledged_bytes += size
+            if outgoing.unacknowledged_bytes > _WINDOW_REFILL_BYTES:
+                self._queue_output(_encode_window_update(stream, outgoing.unacknowledged_bytes))
+                outgoing.unacknowledged_bytes = 0
+            outgoing.lane.receive_data(payload)
 
-    def _head(self, stream: int, flags: int) -> None:
+    def _handle_headers(self, stream: int, flags: int) -> None:
         block, self._block = self._block, b""
         error = self._errors_by_block.get(block)
         if error is None:
-            error = self._errors_by_block[block] = _error_of(self._decoder.decode(block))
+            error = self._errors_by_block[block] = _response_error(self._decoder.decode(block))
         if flags & h2.END_STREAM:
-            self._finish(stream, error)
+            self._finish_stream(stream, error)
 
-    def _settings(self, payload: bytes) -> None:
+    def _handle_settings(self, payload: bytes) -> None:
         for key, value in h2.parse_settings(payload):
             if key == h2.INITIAL_WINDOW_SIZE:
                 for outgoing in self._streams.values():
-                    outgoing.window += value - self._first_window
-                self._first_window = value
+                    outgoing.window += value - self._initial_window
+                self._initial_window = value
             elif key == h2.MAX_FRAME_SIZE:
-                self._largest = value
+                self._max_frame_size = value
         self._send_waiting()
 
-    def _widen(self, stream: int, size: int) -> None:
+    def _enlarge_window(self, stream: int, size: int) -> None:
         if not stream:
             self._window += size
         elif stream in self._streams:
@@ -523,31 +560,31 @@ class Http2Client:
         if self._waiting:
             self._send_waiting()
 
-    def _finish(self, stream: int, error: str) -> None:
+    def _finish_stream(self, stream: int, error: str) -> None:
         outgoing = self._streams.pop(stream, None)
         if outgoing is not None:
-            outgoing.lane.finished(error)
+            outgoing.lane.handle_end(error)
 
     def lost(self, reason: str) -> None:
         """Fail all calls, because the connection has ended."""
         for stream in list(self._streams):
-            self._finish(stream, reason)
+            self._finish_stream(stream, reason)
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
 
-def _window_update(stream: int, size: int) -> bytes:
-    return h2.frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_long(size))
+def _encode_window_update(stream: int, size: int) -> bytes:
+    return h2.encode_frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_uint32(size))
 
 
-def _error_of(decoded: Iterable[Any]) -> str:
+def _response_error(decoded: Iterable[Any]) -> str:
     """Return the error in the headers or trailers of a response, or ""."""
     fields: dict[str, str] = dict(decoded)
     if fields.get("grpc-status", "0") != "0":
-        text = unquote(fields.get("grpc-message", ""))
-        return f"{text} (gRPC status {fields['grpc-status']})"
+        message = unquote(fields.get("grpc-message", ""))
+        return f"{message} (gRPC status {fields['grpc-status']})"
     if fields.get(":status", "200") != "200":
         return f"HTTP status {fields[':status']}"
     return ""

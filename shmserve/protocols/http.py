@@ -31,26 +31,26 @@ from shmserve.protocols import (
     LaneObserver,
     OutgoingRequest,
     TransportError,
-    response,
+    response_json,
 )
-from shmserve.protocols.connection import ClientConnection, Poller, connect, tls_of
+from shmserve.protocols.connection import ClientConnection, Poller, connect, create_tls_context
 from shmserve.protocols.tensors import ModelTensor, decode
 
-_LINES = "application/x-ndjson"
+_JSON_LINES = "application/x-ndjson"
 HEADER_LENGTH = "Inference-Header-Content-Length"
-_length = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n").search
+_find_content_length = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n").search
 _is_chunked = re.compile(rb"(?i)\r\ntransfer-encoding: *chunked\r\n").search
-_closes = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
+_closes_connection = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
 _CHUNKED = -1
-_LONGEST_ERROR = 300
-OPENAI = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_MAX_ERROR_LENGTH = 300
+OPENAI_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 # Part of the error for a request to a decoupled model without lines of JSON.
-_DECOUPLED = "models with decoupled transaction policy"
-_JSON = {"Content-Type": "application/json"}
+_DECOUPLED_ERROR = "models with decoupled transaction policy"
+_JSON_HEADERS = {"Content-Type": "application/json"}
 
 # Non-empty text: the first chunk of a chat has only the role.
 _has_text = re.compile(rb'"(?:content|text|reasoning_content)" ?: ?"(?!")').search
-_completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
+_find_completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 
 
 class _Exchange(http.client.HTTPConnection):
@@ -76,7 +76,7 @@ class HttpTransport:
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """Send GET /v2/models/NAME and return the inputs by name."""
-        metadata = self._json(model_path(model, version))
+        metadata = self._get_object(model_path(model, version))
         try:
             return {
                 tensor["name"]: ModelTensor(
@@ -93,28 +93,32 @@ class HttpTransport:
         If the model is decoupled, the request is sent again for lines of JSON.
         """
         try:
-            yield _response(*self._exchange(*_inference(request, binary=True)))
+            yield _decode_response(*self._exchange(*_encode_inference(request, binary=True)))
             return
         except TransportError as error:
-            if _DECOUPLED not in error.message:
+            if _DECOUPLED_ERROR not in error.message:
                 raise
-        with self._requested(*_inference(request, binary=False), accept=_LINES) as reply:
+        with self._open_response(
+            *_encode_inference(request, binary=False), accept=_JSON_LINES
+        ) as reply:
             for line in reply:
-                yield _response(line, None)
+                yield _decode_response(line, None)
 
     def ready(self, model: str, version: str) -> None:
         """Send GET /v2/health/ready, or GET /v2/models/NAME/ready."""
         if model:
             self._exchange("GET", f"{model_path(model, version)}/ready")
             return
-        accepted = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
-        with self._requested("GET", "/v2/health/ready", accepted=accepted) as reply:
+        accepted_statuses = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
+        with self._open_response(
+            "GET", "/v2/health/ready", accepted_statuses=accepted_statuses
+        ) as reply:
             if reply.status != http.HTTPStatus.OK:
                 raise TransportError(NOT_READY)
 
     def models(self) -> list[dict[str, Any]]:
         """Send POST /v2/repository/index."""
-        return self._rows("POST", "/v2/repository/index")
+        return self._request_list("POST", "/v2/repository/index")
 
     def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
         """Send POST /v2/repository/models/NAME/load."""
@@ -129,25 +133,27 @@ class HttpTransport:
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
         """Send GET /v2/models[/NAME]/stats."""
         path = model_path(model, version) if model else "/v2/models"
-        return list(self._json(f"{path}/stats")["model_stats"])
+        return list(self._get_object(f"{path}/stats")["model_stats"])
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Send GET /v2/models/NAME/config."""
-        return self._json(f"{model_path(model, version)}/config")
+        return self._get_object(f"{model_path(model, version)}/config")
 
     def regions(self) -> list[dict[str, Any]]:
         """Send GET /v2/systemsharedmemory/status and /v2/cudasharedmemory/status."""
         return [
             row
             for kind in ("system", "cuda")
-            for row in self._rows("GET", f"/v2/{kind}sharedmemory/status")
+            for row in self._request_list("GET", f"/v2/{kind}sharedmemory/status")
         ]
 
     def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
         """Send POST /v2/systemsharedmemory/region/NAME/register, or the same for cuda."""
-        raw = fields.get("raw_handle")
-        coded = {} if raw is None else {"raw_handle": {"b64": base64.b64encode(raw).decode()}}
-        body = json.dumps({**fields, **coded}).encode()
+        handle = fields.get("raw_handle")
+        encoded_handle = (
+            {} if handle is None else {"raw_handle": {"b64": base64.b64encode(handle).decode()}}
+        )
+        body = json.dumps({**fields, **encoded_handle}).encode()
         self._exchange("POST", f"{_region_path(kind, name)}/register", body)
 
     def unregister(self, kind: str, name: str) -> None:
@@ -157,11 +163,11 @@ class HttpTransport:
     def close(self) -> None:
         """Do nothing: every exchange opens and closes its own connection."""
 
-    def _json(self, path: str) -> dict[str, Any]:
-        return _object(self._exchange("GET", path)[0])
+    def _get_object(self, path: str) -> dict[str, Any]:
+        return _parse_object(self._exchange("GET", path)[0])
 
-    def _rows(self, method: str, path: str) -> list[dict[str, Any]]:
-        rows = _parsed(self._exchange(method, path)[0])
+    def _request_list(self, method: str, path: str) -> list[dict[str, Any]]:
+        rows = _parse_json(self._exchange(method, path)[0])
         if not isinstance(rows, list):
             raise TransportError("the server did not answer with a JSON list")
         return rows
@@ -170,21 +176,21 @@ class HttpTransport:
         self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
     ) -> tuple[bytes, int | None]:
         """Return the body of a response and its `Inference-Header-Content-Length`."""
-        with self._requested(method, path, body, header_length) as reply:
+        with self._open_response(method, path, body, header_length) as reply:
             length = reply.getheader(HEADER_LENGTH)
             return reply.read(), None if length is None else int(length)
 
     @contextlib.contextmanager
-    def _requested(
+    def _open_response(
         self,
         method: str,
         path: str,
         body: bytes | None = None,
         header_length: int | None = None,
         accept: str = "",
-        accepted: Container[int] = (http.HTTPStatus.OK,),
+        accepted_statuses: Container[int] = (http.HTTPStatus.OK,),
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield an unread response with an `accepted` status.
+        """Yield an unread response with an `accepted_statuses` status.
 
         Raises:
             TransportError: There is no response, or it has another status.
@@ -198,18 +204,18 @@ class HttpTransport:
             with contextlib.closing(self._connect()) as connection:
                 connection.request(method, path, body, headers)
                 reply = connection.getresponse()
-                if reply.status not in accepted:
-                    text = _error_text(reply.read())
-                    raise TransportError(text or f"{reply.status} {reply.reason}")
+                if reply.status not in accepted_statuses:
+                    message = _error_text(reply.read())
+                    raise TransportError(message or f"{reply.status} {reply.reason}")
                 yield reply
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise TransportError(f"no response: {reason}") from error
 
 
-def _inference(request: OutgoingRequest, binary: bool) -> tuple[str, str, bytes, int]:
+def _encode_inference(request: OutgoingRequest, binary: bool) -> tuple[str, str, bytes, int]:
     """Return the method, path, body and JSON header length of an inference request."""
-    header = json.dumps(inference_header(request, binary)).encode()
+    header = json.dumps(encode_inference_header(request, binary)).encode()
     body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
     path = f"{model_path(request.model, request.version)}/infer"
     return "POST", path, body, len(header)
@@ -225,7 +231,7 @@ def model_path(model: str, version: str) -> str:
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 
 
-def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
+def encode_inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     """Return the JSON header of a request, to which the bytes of inputs are appended.
 
     If `binary`, the request asks for outputs as bytes.
@@ -233,7 +239,7 @@ def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if request.timeout_us:
         parameters["deadline_us"] = request.timeout_us
-    parameters |= request.sequence_parameters()
+    parameters |= request.request_parameters()
     inputs = [
         {
             "name": tensor.name,
@@ -249,31 +255,32 @@ def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     if request.id:
         header["id"] = request.id
     if request.outputs:
-        how = {"binary_data": True} if binary else {}
+        default_parameters = {"binary_data": True} if binary else {}
         parts = {name: part.parameters() for name, part in request.parts.items()}
         header["outputs"] = [
-            {"name": name, "parameters": parts.get(name, how)} for name in request.outputs
+            {"name": name, "parameters": parts.get(name, default_parameters)}
+            for name in request.outputs
         ]
     elif binary:
         parameters["binary_data_output"] = True
     return header
 
 
-def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
+def _decode_response(body: bytes, header_length: int | None) -> dict[str, Any]:
     """Return the response, with each output as nested lists of its shape."""
-    header = _object(body if header_length is None else body[:header_length])
+    header = _parse_object(body if header_length is None else body[:header_length])
     if "error" in header:
         raise TransportError(str(header["error"]))
-    rest = memoryview(body)[len(body) if header_length is None else header_length :]
+    binary_data = memoryview(body)[len(body) if header_length is None else header_length :]
     try:
         for output in header["outputs"]:
             size = output.pop("parameters", {}).get("binary_data_size", 0)
             if "data" in output:
                 output["data"] = np.array(output["data"], object).reshape(output["shape"]).tolist()
             else:
-                output["data"] = decode(output["datatype"], output["shape"], rest[:size])
-                rest = rest[size:]
-        return response(
+                output["data"] = decode(output["datatype"], output["shape"], binary_data[:size])
+                binary_data = binary_data[size:]
+        return response_json(
             header["model_name"],
             header["model_version"],
             header.get("id", ""),
@@ -284,14 +291,14 @@ def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
         raise TransportError("the server's response is malformed") from error
 
 
-def _object(content: bytes) -> dict[str, Any]:
-    value = _parsed(content)
+def _parse_object(content: bytes) -> dict[str, Any]:
+    value = _parse_json(content)
     if not isinstance(value, dict):
         raise TransportError("the server did not answer with a JSON object")
     return value
 
 
-def _parsed(content: bytes) -> Any:
+def _parse_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
@@ -314,14 +321,14 @@ class HttpDoor:
 
     def __init__(self, address: Address, credentials: Credentials, poller: Poller) -> None:
         """Prepare the door. Raises InvalidArgument for invalid TLS files."""
-        tls = tls_of(address, credentials, "http/1.1")
+        tls = create_tls_context(address, credentials, "http/1.1")
         self.connect = partial(ClientConnection, address, tls, poller)
         self._host = address.target or "localhost"
         self._headers = credentials.headers
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return a POST of .../infer with binary tensors in both directions."""
-        _, path, body, header_length = _inference(request, binary=True)
+        _, path, body, header_length = _encode_inference(request, binary=True)
         return self.post(path, body, {HEADER_LENGTH: str(header_length)})
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -350,46 +357,46 @@ class HttpLane:
         self.observer = observer
         self._door = door
         self._connection: ClientConnection = door.connect(self)
-        self._busy = False
+        self._is_busy = False
         self._in_body = False
         self._remaining = 0  # bytes of the body that have not been received
-        self._rest = b""  # received bytes of an incomplete head or chunk size line
+        self._partial_data = b""  # received bytes of an incomplete head or chunk size line
         self._is_ok = True
-        self._closing = False
+        self._closes_after_response = False
         self._error = b""  # the server's error message
 
     def send(self, request: bytes) -> None:
         """Send a request."""
         if not self._connection.open:
             self._connection = self._door.connect(self)
-        self._busy = True
+        self._is_busy = True
         self._connection.write(request)
 
     def received(self, data: bytes) -> None:
         """Parse the next bytes of a response."""
         if not self._in_body:
-            data = self._rest + data if self._rest else data
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                self._rest = data
+            data = self._partial_data + data if self._partial_data else data
+            head_end = data.find(b"\r\n\r\n")
+            if head_end < 0:
+                self._partial_data = data
                 return
-            self._begin(data[: end + 2])
-            data = data[end + 4 :]
+            self._start_response(data[: head_end + 2])
+            data = data[head_end + 4 :]
         if self._remaining == _CHUNKED:
-            self._chunks(data)
+            self._receive_chunks(data)
             return
         self._remaining -= len(data)
         if not self._is_ok:
             self._error += data
         if self._remaining <= 0:
-            self._end()
+            self._finish_response()
 
-    def _begin(self, head: bytes) -> None:
-        self._in_body, self._rest = True, b""
+    def _start_response(self, head: bytes) -> None:
+        self._in_body, self._partial_data = True, b""
         self._is_ok = head[9:12] == b"200"
         self._error = b""
-        self._closing = _closes(head) is not None
-        length = _length(head)
+        self._closes_after_response = _closes_connection(head) is not None
+        length = _find_content_length(head)
         if length is not None:
             self._remaining = int(length[1])
         else:
@@ -397,47 +404,52 @@ class HttpLane:
         if not self._is_ok:
             self._error = head[9 : head.find(b"\r\n")] + b": "
 
-    def _chunks(self, data: bytes) -> None:
-        data = self._rest + data if self._rest else data
-        at = 0
+    def _receive_chunks(self, data: bytes) -> None:
+        data = self._partial_data + data if self._partial_data else data
+        position = 0
         while True:
-            line_end = data.find(b"\r\n", at)
+            line_end = data.find(b"\r\n", position)
             if line_end < 0:
                 break
-            size = int(data[at:line_end].partition(b";")[0], 16)
-            end = line_end + 2 + size + 2
-            if len(data) < end:
+            size = int(data[position:line_end].partition(b";")[0], 16)
+            chunk_end = line_end + 2 + size + 2
+            if len(data) < chunk_end:
                 break
             if not size:
-                self._rest = b""
-                self._end()
+                self._partial_data = b""
+                self._finish_response()
                 return
-            self.piece(data[line_end + 2 : end - 2])
-            at = end
-        self._rest = data[at:]
+            self.handle_chunk(data[line_end + 2 : chunk_end - 2])
+            position = chunk_end
+        self._partial_data = data[position:]
 
-    def piece(self, data: bytes) -> None:
+    def handle_chunk(self, data: bytes) -> None:
         """Handle a chunk of the body."""
         if not self._is_ok:
             self._error += data
 
-    def _end(self) -> None:
-        self._in_body = self._busy = False
-        if self._closing:
+    def _finish_response(self) -> None:
+        self._in_body = self._is_busy = False
+        if self._closes_after_response:
             self._connection.close()
         if self._is_ok:
-            self.complete()
+            self.handle_success()
         else:
-            self.observer.ended(_described(self._error))
+            self.observer.ended(_describe_error(self._error))
 
-    def complete(self) -> None:
+    def handle_success(self) -> None:
         """Handle the end of a successful response."""
         self.observer.ended()
 
     def lost(self, reason: str) -> None:
         """Report the exchange in flight, if any, as failed."""
-        busy, self._busy, self._in_body, self._rest = self._busy, False, False, b""
-        if busy:
+        was_busy, self._is_busy, self._in_body, self._partial_data = (
+            self._is_busy,
+            False,
+            False,
+            b"",
+        )
+        if was_busy:
             self.observer.ended(reason)
 
     def close(self) -> None:
@@ -445,10 +457,10 @@ class HttpLane:
         self._connection.close()
 
 
-def _described(error: bytes) -> str:
+def _describe_error(error: bytes) -> str:
     status, _, body = error.partition(b": ")
-    text = _error_text(body) or body.decode(errors="replace")
-    return f"{status.decode()}: {' '.join(text.split())[:_LONGEST_ERROR]}"
+    message = _error_text(body) or body.decode(errors="replace")
+    return f"{status.decode()}: {' '.join(message.split())[:_MAX_ERROR_LENGTH]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,31 +478,31 @@ class EventLane(HttpLane):
     ) -> None:
         super().__init__(door, observer)
         self._is_response = is_response
-        self._part = b""
-        self._failed = b""
-        self._tokens = -1
+        self._partial_event = b""
+        self._error_event = b""
+        self._token_count = -1
 
-    def piece(self, data: bytes) -> None:
+    def handle_chunk(self, data: bytes) -> None:
         """Parse the events in a chunk, which may be partial."""
         if not self._is_ok:
-            super().piece(data)
+            super().handle_chunk(data)
             return
-        *events, self._part = (self._part + data).split(b"\n\n")
+        *events, self._partial_event = (self._partial_event + data).split(b"\n\n")
         for event in events:
-            text = event.strip().removeprefix(b"data:").lstrip()
-            if text.startswith(b'{"error"'):
-                self._failed = text
-            elif self._is_response(text):
+            content = event.strip().removeprefix(b"data:").lstrip()
+            if content.startswith(b'{"error"'):
+                self._error_event = content
+            elif self._is_response(content):
                 self.observer.responded()
-            token_count = _completion_tokens(text)
+            token_count = _find_completion_tokens(content)
             if token_count is not None:
-                self._tokens = int(token_count[1])
+                self._token_count = int(token_count[1])
 
-    def complete(self) -> None:
+    def handle_success(self) -> None:
         """Handle the end of the events."""
-        failed, tokens = self._failed, self._tokens
-        self._part, self._failed, self._tokens = b"", b"", -1
-        self.observer.ended(failed.decode(errors="replace")[:_LONGEST_ERROR], tokens)
+        error_event, token_count = self._error_event, self._token_count
+        self._partial_event, self._error_event, self._token_count = b"", b"", -1
+        self.observer.ended(error_event.decode(errors="replace")[:_MAX_ERROR_LENGTH], token_count)
 
 
 class GenerateDoor(HttpDoor):
@@ -500,10 +512,10 @@ class GenerateDoor(HttpDoor):
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return the bytes of a POST request to .../generate_stream."""
-        body: dict[str, Any] = {tensor.name: _value(tensor) for tensor in request.inputs}
-        body |= request.sequence_parameters()
+        body: dict[str, Any] = {tensor.name: _tensor_value(tensor) for tensor in request.inputs}
+        body |= request.request_parameters()
         path = f"{model_path(request.model, request.version)}/generate_stream"
-        return self.post(path, json.dumps(body).encode(), _JSON)
+        return self.post(path, json.dumps(body).encode(), _JSON_HEADERS)
 
     def lane(self, observer: LaneObserver) -> EventLane:
         """Open a connection on which each event is a response."""
@@ -528,19 +540,19 @@ class OpenAIDoor(HttpDoor):
     def encode(self, request: Any) -> bytes:
         """Return the bytes of a POST request with a body."""
         assert isinstance(request, OpenAIRequest)
-        return self.post(self.route, json.dumps(request.body).encode(), _JSON)
+        return self.post(self.route, json.dumps(request.body).encode(), _JSON_HEADERS)
 
     def lane(self, observer: LaneObserver) -> EventLane:
         """Open a connection and return its lane."""
         return EventLane(self, observer, _has_text)
 
 
-def _value(tensor: InputTensor) -> Any:
+def _tensor_value(tensor: InputTensor) -> Any:
     if tensor.part is not None:
         raise InvalidArgument(
             "generate_stream does not support shared memory; use gRPC, or --run-dir"
         )
-    flat = decode(tensor.datatype, tensor.shape, memoryview(tensor.raw))
-    while isinstance(flat, list) and len(flat) == 1:
-        flat = flat[0]
-    return flat
+    value = decode(tensor.datatype, tensor.shape, memoryview(tensor.raw))
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value

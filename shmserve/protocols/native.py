@@ -27,14 +27,14 @@ from shmserve.protocols import (
     LaneObserver,
     OutgoingRequest,
     TransportError,
-    output,
-    response,
+    output_json,
+    response_json,
 )
 from shmserve.protocols.connection import Poller
 from shmserve.protocols.tensors import ModelTensor
 
-_MEMORY_LIMIT = 1 << 40  # no limit: the requests in flight bound the memory
-_WELCOME_WITHIN_S = 10.0
+_MAX_MEMORY_BYTES = 1 << 40  # no limit: the requests in flight bound the memory
+_WELCOME_TIMEOUT_S = 10.0
 
 
 class NativeTransport:
@@ -42,7 +42,7 @@ class NativeTransport:
 
     def __init__(self, run_dir: Path) -> None:
         self.where = str(run_dir)
-        self._session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
+        self._session = Session(run_dir, _MAX_MEMORY_BYTES, _WELCOME_TIMEOUT_S)
         self._server = Server(self._session)
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
@@ -69,7 +69,7 @@ class NativeTransport:
             datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
             with self._server.stream(
                 request.model,
-                {tensor.name: array_of(tensor, request.model) for tensor in request.inputs},
+                {tensor.name: tensor_array(tensor, request.model) for tensor in request.inputs},
                 outputs=request.outputs or None,
                 version=request.version,
                 timeout=timeout_s,
@@ -77,11 +77,14 @@ class NativeTransport:
                 sequence=request.sequence,
                 start=request.start,
                 end=request.end,
+                parameters=request.parameters,
             ) as results:
                 for result in results:
-                    outputs = [_output(name, datatypes[name], result[name]) for name in result]
-                    named = (request.model, model.version, request.id)
-                    yield response(*named, result.parameters, outputs)
+                    outputs = [
+                        _encode_output(name, datatypes[name], result[name]) for name in result
+                    ]
+                    identity = (request.model, model.version, request.id)
+                    yield response_json(*identity, result.parameters, outputs)
         except ShmserveError as error:
             raise TransportError(error.message) from error
 
@@ -90,16 +93,16 @@ class NativeTransport:
         self._server.close()
 
 
-def array_of(tensor: InputTensor, model: str) -> Array:
+def tensor_array(tensor: InputTensor, model: str) -> Array:
     """Return an input as an array for a request of the client."""
     if tensor.datatype == "BYTES":
         return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
     return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)
 
 
-def _output(name: str, datatype: str, array: Array) -> dict[str, Any]:
+def _encode_output(name: str, datatype: str, array: Array) -> dict[str, Any]:
     raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
-    return output(name, datatype, array.shape, raw)
+    return output_json(name, datatype, array.shape, raw)
 
 
 class NativeDoor:
@@ -122,10 +125,10 @@ class NativeDoor:
         self.poller = poller
         self._device = device
         self._output_specs = output_specs or {}
-        self.session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
+        self.session = Session(run_dir, _MAX_MEMORY_BYTES, _WELCOME_TIMEOUT_S)
         self.connection = self.session.connection()
         self.channel = RequestChannel(self.connection, self._watch, poller.unwatch)
-        self._flushing = False
+        self._is_flush_scheduled = False
         self.regions: list[Region] = []
 
     def _watch(self, fd: int) -> None:
@@ -133,19 +136,21 @@ class NativeDoor:
 
     def flush_soon(self) -> None:
         """Send queued requests at the end of this turn of the loop."""
-        if not self._flushing:
-            self._flushing = True
-            self.poller.soon(self._flush)
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            self.poller.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing = False
+        self._is_flush_scheduled = False
         self.channel.flush()
 
     def encode(self, request: OutgoingRequest) -> Call:
         """Return a call for all outputs; with a device, in a region with space for the outputs."""
-        arrays: Any = {tensor.name: array_of(tensor, request.model) for tensor in request.inputs}
+        arrays: Any = {
+            tensor.name: tensor_array(tensor, request.model) for tensor in request.inputs
+        }
         if self._device:
-            arrays = self._in_region(request.inputs, arrays)
+            arrays = self._copy_to_region(request.inputs, arrays)
         return call_of(
             request.model,
             arrays,
@@ -155,10 +160,11 @@ class NativeDoor:
             sequence=request.sequence or 0,
             start=request.start,
             end=request.end,
+            parameters=request.parameters,
         )
 
-    def _in_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
-        specs = {each.name: (each.shape, each.datatype) for each in inputs}
+    def _copy_to_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
+        specs = {tensor.name: (tensor.shape, tensor.datatype) for tensor in inputs}
         region = self.session.allocate({**specs, **self._output_specs}, device=self._device)
         self.regions.append(region)
         for name, array in arrays.items():
@@ -186,33 +192,33 @@ class NativeLane:
     def send(self, request: Call) -> None:
         """Queue a request."""
         door = self._door
-        built = door.session.built(door.connection, request, stream=door.streams)
+        built_request = door.session.built(door.connection, request, stream=door.streams)
         if door.streams:
-            pending = ClientStream(door.channel, built)
-            pending.on_item = partial(self._read, pending)
+            pending = ClientStream(door.channel, built_request)
+            pending.on_item = partial(self._on_responses, pending)
             door.channel.start(pending)
         else:
-            door.channel.submit(built, self._done)
+            door.channel.submit(built_request, self._on_completed)
         door.flush_soon()
 
-    def _done(self, done: ClientRequest) -> None:
-        outcome, done.outcome = done.outcome, None
+    def _on_completed(self, request: ClientRequest) -> None:
+        outcome, request.outcome = request.outcome, None
         self._observer.ended(outcome.message if isinstance(outcome, ShmserveError) else "")
 
-    def _read(self, pending: ClientStream) -> None:
+    def _on_responses(self, pending: ClientStream) -> None:
         error = ""
         while pending.items:
             try:
                 pending.take()
                 self._observer.responded()
-            except ShmserveError as failed:
-                error = failed.message
+            except ShmserveError as failure:
+                error = failure.message
             credit = pending.read()
             if credit:
                 self._door.channel.schedulers.credit(pending, credit)
                 self._door.flush_soon()
         if pending.finished:
-            pending.on_item = _nothing
+            pending.on_item = _ignore_item
             pending.abandon()
             self._observer.ended(error)
 
@@ -220,5 +226,5 @@ class NativeLane:
         """Do nothing: the door closes the channel."""
 
 
-def _nothing() -> None:
+def _ignore_item() -> None:
     """Ignore an item."""

@@ -12,52 +12,54 @@ from shmserve.errors import InvalidArgument, Unavailable, how_to_install, refuse
 from shmserve.protocols import Address, AdminTransport, Credentials, Transport
 from shmserve.protocols.http import HttpTransport
 
-_USUAL_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
-_FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HOST:PORT"
+_DEFAULT_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
+_URL_FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HOST:PORT"
 
 
-def transport(args: argparse.Namespace) -> Transport:
+def create_transport(args: argparse.Namespace) -> Transport:
     """Return the transport for inference: shared memory unless a URL or headers are given."""
     if args.url or args.header:
-        return admin_transport(args)
+        return create_admin_transport(args)
     from shmserve.protocols.native import NativeTransport
 
     return NativeTransport(discovery.find(args.run_dir))
 
 
-def admin_transport(args: argparse.Namespace) -> AdminTransport:
+def create_admin_transport(args: argparse.Namespace) -> AdminTransport:
     """Return the transport for all operations; raise InvalidArgument, or Disconnected."""
-    client_credentials = credentials(args)
+    client_credentials = read_credentials(args)
     return (
-        transport_at(address(args.url), client_credentials)
+        connect_to(parse_address(args.url), client_credentials)
         if args.url
-        else _discovered(args, client_credentials)
+        else _discover_transport(args, client_credentials)
     )
 
 
-def _discovered(args: argparse.Namespace, client_credentials: Credentials) -> AdminTransport:
+def _discover_transport(
+    args: argparse.Namespace, client_credentials: Credentials
+) -> AdminTransport:
     run_dir = discovery.find(args.run_dir)
     for url in discovery.addresses(run_dir):
-        return transport_at(address(url), client_credentials)
+        return connect_to(parse_address(url), client_credentials)
     raise Unavailable(f"the server of {run_dir} listens for neither HTTP nor gRPC")
 
 
-def credentials(args: argparse.Namespace) -> Credentials:
+def read_credentials(args: argparse.Namespace) -> Credentials:
     """Return the credentials that the flags give. Raises InvalidArgument."""
     headers = []
-    for text in args.header:
-        name, colon, value = text.partition(":")
+    for header in args.header:
+        name, colon, value = header.partition(":")
         if not (name.strip() and colon):
-            raise InvalidArgument(f"--header: expected NAME:VALUE, got '{text}'")
+            raise InvalidArgument(f"--header: expected NAME:VALUE, got '{header}'")
         headers.append((name.strip(), value.strip()))
     if args.token_file:
-        headers.append(("Authorization", f"Bearer {token(args.token_file)}"))
+        headers.append(("Authorization", f"Bearer {read_token(args.token_file)}"))
     if bool(args.client_cert) != bool(args.client_key):
         raise InvalidArgument("--client-cert and --client-key must be given together")
     return Credentials(headers, args.root_cert, args.client_cert, args.client_key)
 
 
-def token(path: str) -> str:
+def read_token(path: str) -> str:
     """Return the first token of a file, which may be the token file of the server."""
     with refused(f"--token-file: cannot read '{path}'", "not text"):
         lines = Path(path).read_text().splitlines()
@@ -67,30 +69,34 @@ def token(path: str) -> str:
     raise InvalidArgument(f"--token-file: '{path}' has no token")
 
 
-def address(url: str) -> Address:
+def parse_address(url: str) -> Address:
     """Return the address of a `--url`. Raises InvalidArgument."""
     try:
         if url.startswith("unix:"):
             path = url.removeprefix("unix:").replace("///", "/", 1)
             return Address("unix:" + path, "http", unix_socket=path)
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme in _USUAL_PORTS and parts.hostname and parts.path in ("", "/"):
-            host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-            target = f"{host}:{parts.port or _USUAL_PORTS[parts.scheme]}"
-            tls = parts.scheme.endswith("s")
-            return Address(f"{parts.scheme}://{target}", parts.scheme[:4], target, tls)
+        split_url = urlsplit(url if "://" in url else f"http://{url}")
+        if (
+            split_url.scheme in _DEFAULT_PORTS
+            and split_url.hostname
+            and split_url.path in ("", "/")
+        ):
+            host = f"[{split_url.hostname}]" if ":" in split_url.hostname else split_url.hostname
+            target = f"{host}:{split_url.port or _DEFAULT_PORTS[split_url.scheme]}"
+            tls = split_url.scheme.endswith("s")
+            return Address(f"{split_url.scheme}://{target}", split_url.scheme[:4], target, tls)
     except ValueError:
         pass
-    raise InvalidArgument(f"--url: expected {_FORMS}, got '{url}'")
+    raise InvalidArgument(f"--url: expected {_URL_FORMS}, got '{url}'")
 
 
-def transport_at(address: Address, client_credentials: Credentials) -> AdminTransport:
+def connect_to(address: Address, client_credentials: Credentials) -> AdminTransport:
     """Return the transport to an address. Raises InvalidArgument."""
     if address.protocol == "http":
         return HttpTransport(address, client_credentials)
     if importlib.util.find_spec("grpc") is None:
-        needed = how_to_install("grpcio", "grpc")
-        raise InvalidArgument(f"--url grpc://... needs the package grpcio: {needed}")
+        instruction = how_to_install("grpcio", "grpc")
+        raise InvalidArgument(f"--url grpc://... needs the package grpcio: {instruction}")
     from shmserve.protocols.grpc import GrpcTransport
 
     return GrpcTransport(address, client_credentials)

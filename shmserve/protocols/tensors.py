@@ -17,15 +17,15 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 _Array = np.ndarray[Any, Any]
 
-_MOST_DIMENSIONS = 32  # numpy's maximum number of dimensions
+_MAX_DIMENSIONS = 32  # numpy's maximum number of dimensions
 
 # The required type of JSON elements of a datatype, and its name in messages.
-_INTEGER = (int, "integers")
-_NUMBER = ((int, float), "numbers")
-_ELEMENTS: dict[str, tuple[type | tuple[type, ...], str]] = {
+_INTEGER_TYPE = (int, "integers")
+_NUMBER_TYPE = ((int, float), "numbers")
+_ELEMENT_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "BOOL": (bool, "true and false"),
     "BYTES": (str, "texts"),
-    **dict.fromkeys(("FP16", "FP32", "FP64", "BF16"), _NUMBER),
+    **dict.fromkeys(("FP16", "FP32", "FP64", "BF16"), _NUMBER_TYPE),
 }
 
 
@@ -38,22 +38,22 @@ class ModelTensor:
     shape: tuple[int, ...]
 
 
-def input_named(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
+def find_input(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
     """Return the input of this name. Raises InvalidArgument if the model has none."""
     if name not in inputs:
         raise InvalidArgument(f"the model has no input '{name}'; it has {', '.join(inputs)}")
     return inputs[name]
 
 
-def split_input(text: str) -> tuple[str, str]:
+def split_input(text: str, flag: str = "input") -> tuple[str, str]:
     """Return the name and the value of an `--input`. Raises InvalidArgument."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise InvalidArgument(f"--input: expected NAME=VALUE, got '{text}'")
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise InvalidArgument(f"--{flag}: expected NAME=VALUE, got '{text}'")
     return name, value
 
 
-def load(name: str, text: str) -> Any:
+def load_value(name: str, text: str) -> Any:
     """Return the value of a command-line text: JSON, or the content of a file named after @.
 
     A .npy file is read as an array, and any other file as its bytes (see `encode`). Raises
@@ -112,44 +112,44 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
 def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
     """Return an output as nested lists. Raises ValueError or KeyError if it is malformed."""
     if datatype == "BYTES":
-        elements = np.array([*_texts(raw), None], dtype=np.object_)[:-1]
+        elements = np.array([*_decode_texts(raw), None], dtype=np.object_)[:-1]
         return elements.reshape(shape).tolist()
     if datatype == "BF16":
-        wide = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
-        return wide.view(np.float32).reshape(shape).tolist()
+        bits = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(shape).tolist()
     return np.frombuffer(raw, NUMPY[datatype]).reshape(shape).tolist()
 
 
-def _texts(raw: memoryview) -> Iterator[str]:
+def _decode_texts(raw: memoryview) -> Iterator[str]:
     r"""Yield the elements of a BYTES tensor, with `\xNN` for bytes that are not UTF-8."""
-    at = 0
-    while at < len(raw):
-        length = int.from_bytes(raw[at : at + 4], "little")
-        at += 4
-        if at + length > len(raw):
+    position = 0
+    while position < len(raw):
+        length = int.from_bytes(raw[position : position + 4], "little")
+        position += 4
+        if position + length > len(raw):
             raise ValueError("an element is longer than its tensor")
-        yield bytes(raw[at : at + length]).decode("utf-8", "backslashreplace")
-        at += length
+        yield bytes(raw[position : position + length]).decode("utf-8", "backslashreplace")
+        position += length
 
 
 def _from_json(tensor: ModelTensor, value: Any) -> _Array:
-    shape = _shape(value)
-    if len(shape) > _MOST_DIMENSIONS:
+    shape = _nested_shape(value)
+    if len(shape) > _MAX_DIMENSIONS:
         raise InvalidArgument(f"input '{tensor.name}': the lists are nested too deeply")
-    kind, called = _ELEMENTS.get(tensor.datatype, _INTEGER)
+    kind, element_name = _ELEMENT_TYPES.get(tensor.datatype, _INTEGER_TYPE)
     elements: list[Any] = []
     for element in _leaves(tensor, value, shape):
         # In Python, True is an integer, too.
         if not isinstance(element, kind) or (isinstance(element, bool) and kind is not bool):
             raise InvalidArgument(
-                f"input '{tensor.name}' is {tensor.datatype}: its elements are {called}, not "
+                f"input '{tensor.name}' is {tensor.datatype}: its elements are {element_name}, not "
                 f"{json.dumps(element)}"
             )
         elements.append(element)
-    return _typed(tensor, elements).reshape(shape)
+    return _typed_array(tensor, elements).reshape(shape)
 
 
-def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
+def _typed_array(tensor: ModelTensor, elements: list[Any]) -> _Array:
     dtype = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
@@ -166,7 +166,7 @@ def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
     return to_bf16(array) if tensor.datatype == "BF16" else array
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _nested_shape(value: Any) -> tuple[int, ...]:
     """Return the shape of nested lists by the first element of each list."""
     shape = []
     while isinstance(value, list):
@@ -211,8 +211,8 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
             f"{subject}: decoding an image needs Pillow (pip install pillow)"
         ) from error
     dims = tensor.shape[-3:]
-    first = len(dims) == 3 and dims[0] in (1, 3) and dims[2] not in (1, 3)
-    channels = dims[0 if first else -1] if len(dims) == 3 else 1
+    has_channels_first = len(dims) == 3 and dims[0] in (1, 3) and dims[2] not in (1, 3)
+    channels = dims[0 if has_channels_first else -1] if len(dims) == 3 else 1
     try:
         with Image.open(io.BytesIO(content)) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
@@ -220,21 +220,21 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
         raise InvalidArgument(f"{subject}, but the file is not an image: {error}") from error
     if len(dims) == 3:
         pixels = pixels.reshape(*pixels.shape[:2], -1)
-    if first:
+    if has_channels_first:
         pixels = pixels.transpose(2, 0, 1)
     pixels = pixels.reshape([1] * (len(tensor.shape) - len(dims)) + list(pixels.shape))
-    pairs = zip(tensor.shape, pixels.shape, strict=False)
-    if len(tensor.shape) != pixels.ndim or any(dim not in (-1, size) for dim, size in pairs):
+    size_pairs = zip(tensor.shape, pixels.shape, strict=False)
+    if len(tensor.shape) != pixels.ndim or any(dim not in (-1, size) for dim, size in size_pairs):
         raise InvalidArgument(f"{subject}, and the image has {list(pixels.shape)}: resize it")
     return np.ascontiguousarray(pixels)
 
 
 def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
-    floating = tensor.datatype == "BF16" or NUMPY[tensor.datatype].kind == "f"
+    is_floating = tensor.datatype == "BF16" or NUMPY[tensor.datatype].kind == "f"
     if tensor.datatype == "BYTES":
         if array.dtype.kind in "SUO":
             return array
-    elif floating and array.dtype.kind == "f":
+    elif is_floating and array.dtype.kind == "f":
         # The model's datatype may have less precision; every other conversion must keep the values.
         with np.errstate(over="ignore"):
             if tensor.datatype == "BF16":

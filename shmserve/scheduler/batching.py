@@ -83,12 +83,12 @@ class BatchingCore(Core[ScheduledRequest]):
         self._to_control = control
         self._name = settings.name
         self._fits = fits
-        self._ordered = settings.preserve_ordering
+        self._preserves_order = settings.preserve_ordering
         self.statistics = Statistics(settings)
-        self._responses = Responses(workers, self.statistics, self._ordered, cache)
+        self._responses = Responses(workers, self.statistics, self._preserves_order, cache)
         self._queue = RequestQueue(settings)
         self._tickets = InstanceTickets(control) if settings.rate_limited else None
-        self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
+        self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.max_open)
         self.executions = Executions(
             settings, self._pool, workers, control, self._responses, self.statistics
         )
@@ -131,17 +131,17 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
         queue, dispatch = self._queue, self._dispatch
-        crowded = queue.in_order.count >= queue.least_bound
-        if crowded and self._pool.free and queue.full(submit.priority):
+        may_be_full = queue.in_order.count >= queue.least_bound
+        if may_be_full and self._pool.free and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
         entries, schema = self._fits.entries, submit.schema
-        fit = entries[schema] if schema in entries else self._learn(submit)
-        sequence_key = dispatch.identify(client, submit, fit) if dispatch.follows else None
+        fit = entries[schema] if schema in entries else self._learn_schema(submit)
+        sequence_key = dispatch.identify(client, submit, fit) if dispatch.tracks_requests else None
         request = queue.enqueue(client, submit, fit, now_ns)
         request.lookup = lookup
-        self._responses.enqueued(request)
-        if dispatch.follows:
+        self._responses.register(request)
+        if dispatch.tracks_requests:
             dispatch.enqueued(request, sequence_key)
         if submit.callers:
             self._check_callers(request, now_ns)
@@ -151,11 +151,11 @@ class BatchingCore(Core[ScheduledRequest]):
 
         All waiting calls count: two callers may hold two instances and wait for a third one.
         """
-        calls = [Caller.read(each.submit.callers) for each in self._queue.calls()]
-        callers = {(each.pid, each.key) for chain in calls for each in chain}
-        home = getattr(request.sequence, "home", None)
-        slot = None if home is None else self._pool.by_peer(home.peer)
-        if self._pool.are_held(callers, [] if slot is None else [slot], self._ordered):
+        calls = [Caller.read(call.submit.callers) for call in self._queue.calls()]
+        callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
+        instance_slots = getattr(request.sequence, "instance_slots", None)
+        slot = None if instance_slots is None else self._pool.by_peer(instance_slots.peer)
+        if self._pool.are_held(callers, [] if slot is None else [slot], self._preserves_order):
             self._fail_held_call(request, "its instances", now_ns)
             return
         if self._report_calls_ns == NEVER:
@@ -169,28 +169,28 @@ class BatchingCore(Core[ScheduledRequest]):
         calls = self._queue.calls()
         self._report_calls_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
         occupants = self._pool.occupants()
-        everywhere: list[list[int]] = list(occupants.values())
-        general: list[Any] = []
+        occupants_by_instance: list[list[int]] = list(occupants.values())
+        unbound: list[Any] = []
         waits: list[Any] = []
-        for each in calls:
-            if each.enqueued_ns > now_ns - _CALL_REPORT_NS:
+        for request in calls:
+            if request.enqueued_ns > now_ns - _CALL_REPORT_NS:
                 continue
-            home = getattr(each.sequence, "home", None)
-            call = [each.key, each.submit.callers]
-            if home is None:
-                general.append(call)
-            elif home.peer in occupants:
-                waits.append([[call], [occupants[home.peer]]])
-        if general and self._ordered:  # a response waits for the responses of all instances
-            waits += [[general, [each]] for each in everywhere]
-        elif general:
-            waits.append([general, everywhere])
+            instance_slots = getattr(request.sequence, "instance_slots", None)
+            call = [request.key, request.submit.callers]
+            if instance_slots is None:
+                unbound.append(call)
+            elif instance_slots.peer in occupants:
+                waits.append([[call], [occupants[instance_slots.peer]]])
+        if unbound and self._preserves_order:  # a response waits for the responses of all instances
+            waits += [[unbound, [occupant]] for occupant in occupants_by_instance]
+        elif unbound:
+            waits.append([unbound, occupants_by_instance])
         if waits or self._calls_reported:
             self._to_control.post(CallsWaiting(self._name, waits))
         self._calls_reported = bool(waits)
 
     def _fail_held_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
-        callers = [each.model for each in Caller.read(request.submit.callers)]
+        callers = [caller.model for caller in Caller.read(request.submit.callers)]
         chain = " -> ".join([*callers, self._name])
         self._fail_call(request, f"{reason}, which its callers hold ({chain})", now_ns)
 
@@ -199,7 +199,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self._withdraw(request, now_ns)
         self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
 
-    def _learn(self, message: Submit) -> BatchFit:
+    def _learn_schema(self, message: Submit) -> BatchFit:
         """Return how requests of a new schema can be batched.
 
         Raises:
@@ -213,15 +213,15 @@ class BatchingCore(Core[ScheduledRequest]):
             logger.error("a request cannot be read: %s", error)
             raise Internal("internal error") from None
 
-    def hit(
+    def serve_cached(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         # The response may still have to wait for its turn.
         entries, schema = self._fits.entries, submit.schema
-        fit = entries[schema] if schema in entries else self._learn(submit)
+        fit = entries[schema] if schema in entries else self._learn_schema(submit)
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
-        self._responses.enqueued(request)
+        self._responses.register(request)
         timing = Timing(now_ns, 0, 0, 0, closed=CACHED)
         self._responses.finish(request, "", "", lookup.response, timing, now_ns)
 
@@ -285,7 +285,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
         match message:
             case InstanceExpected():
-                self.executions.expect(message.index, message.process)
+                self.executions.announce(message.index, message.process)
             case InstanceGone():
                 self._pool.instance_failed(message.index, message.reason)
             case RetireInstance():
@@ -296,7 +296,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self.statistics.instance_changes["more" if message.more else "fewer"] += 1
             case TicketGranted():
                 if self._tickets is not None:
-                    self._tickets.granted(message.ticket)
+                    self._tickets.record_grant(message.ticket)
             case ResourcesHeld() | CallDeadlocked():
                 for request in self._queue.calls():
                     if request.key != message.key:
@@ -330,11 +330,13 @@ class BatchingCore(Core[ScheduledRequest]):
 
     @property
     def unfinished(self) -> int:
-        return self._responses.live or (self._awaits_sequences and self._dispatch.open_sequences)
+        return self._responses.live_requests or (
+            self._awaits_sequences and self._dispatch.open_sequences
+        )
 
     @property
-    def live(self) -> int:
-        return self._responses.live
+    def live_requests(self) -> int:
+        return self._responses.live_requests
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -346,7 +348,7 @@ class BatchingCore(Core[ScheduledRequest]):
             for slot in pool.overdue(now_ns):
                 self.results.overrun(slot, now_ns)
         if pool.failure:
-            self._refuse_waiting(pool.failure, now_ns)
+            self._fail_waiting(pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
         if now_ns >= self._report_calls_ns:
             self._report_calls(now_ns)
@@ -354,7 +356,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._tickets.end_turn()
         if pool.retiring:
             self._release_retired()
-        if self._ordered:
+        if self._preserves_order:
             self._responses.release(now_ns)
             self._responses.sweep()
         for due_ns in (timers.due_ns, pool.due_ns, self._report_calls_ns):
@@ -367,7 +369,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._time_out(request, now_ns)
 
     def _time_out(self, request: ScheduledRequest, now_ns: int) -> None:
-        early, reason = False, Reason.OTHER
+        fails_early, reason = False, Reason.OTHER
         text = expired_text(request.submit, request.arrived_ns, request.deadline_ns)
         match request.state:
             case State.QUEUED:
@@ -377,17 +379,17 @@ class BatchingCore(Core[ScheduledRequest]):
                 reason = Reason.REJECTED
             case State.EXECUTING | State.RESPONDING:
                 self.executions.cancel(request)
-                early = True
+                fails_early = True
             case State.HELD:
                 pass
             case _:
                 return  # the request's other timer has ended it
-        self._responses.fail(request, "UNAVAILABLE", text, reason, now_ns, early)
+        self._responses.fail(request, "UNAVAILABLE", text, reason, now_ns, fails_early)
 
-    def _refuse_waiting(self, reason: str, now_ns: int) -> None:
+    def _fail_waiting(self, reason: str, now_ns: int) -> None:
         for request in self._queue.all():
             self._queue.remove(request)
-            self._dispatch.removed(request, now_ns, apart=True)
+            self._dispatch.removed(request, now_ns, keep_dependents=True)
             self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     def gauges(self) -> dict[str, Any]:

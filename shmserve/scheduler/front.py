@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 
 
 # The keys of a snapshot that are current values, not counts.
-_NOW = ("pending", "executing", "open_sequences", "live", "instances")
-_MOST_CLIENTS = 1024  # beyond this number, clients without requests are removed
+_GAUGE_KEYS = ("pending", "executing", "open_sequences", "live", "instances")
+_MAX_CLIENTS = 1024  # beyond this number, clients without requests are removed
 
 R = TypeVar("R")
 
@@ -70,7 +70,7 @@ class ClientLinks(Protocol):
     def malformed(self) -> int:
         """Return the number of unreadable frames so far."""
 
-    def to(self, peer: bytes) -> Callable[[Any], object]:
+    def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return the function that queues a message for the client at this address."""
 
 
@@ -82,10 +82,10 @@ class ClientTable(dict[bytes, Client[R]]):
         self._links = links
 
     def __missing__(self, peer: bytes) -> Client[R]:
-        if len(self) >= _MOST_CLIENTS:
-            for idle in [each for each in self.values() if not each.requests]:
-                del self[idle.peer]
-        client: Client[R] = Client(peer, self._links.to(peer))
+        if len(self) >= _MAX_CLIENTS:
+            for idle_client in [client for client in self.values() if not client.requests]:
+                del self[idle_client.peer]
+        client: Client[R] = Client(peer, self._links.sender_of(peer))
         self[peer] = client
         return client
 
@@ -132,8 +132,8 @@ class Reports:
         A published count must never decrease. `brief` is that of `Statistics.snapshot`.
         """
         gauges = self._count_malformed()
-        now = {name: gauges[name] for name in _NOW}
-        statistics = {**self._statistics.snapshot(brief), **now}
+        gauge_values = {name: gauges[name] for name in _GAUGE_KEYS}
+        statistics = {**self._statistics.snapshot(brief), **gauge_values}
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
     def set_base(self, message: BaseCounters) -> None:
@@ -163,12 +163,12 @@ class Reports:
         else:
             self._metrics.report(pid, families)
 
-    def exited(self, pid: int) -> None:
+    def process_exited(self, pid: int) -> None:
         """Record the exit of a process; the counts of its model are kept."""
         self._metrics.exited(pid)
 
 
-_EVERY_NS = 60_000_000_000
+_LOG_INTERVAL_NS = 60_000_000_000
 
 
 class OverloadLog:
@@ -190,7 +190,7 @@ class OverloadLog:
 
     def tick(self, now_ns: int) -> None:
         """Log the number of refused requests; called when `due_ns` has passed."""
-        self._next_ns = now_ns + _EVERY_NS
+        self._next_ns = now_ns + _LOG_INTERVAL_NS
         self.write()
 
     def write(self) -> None:
@@ -215,13 +215,13 @@ class Core(Protocol[R]):
     statistics: Statistics
 
     @property
-    def live(self) -> int:
+    def live_requests(self) -> int:
         """Return the number of requests that have not ended."""
 
     @property
     def unfinished(self) -> int:
         """Return the number of requests and sequences that a drain waits for."""
-        return self.live
+        return self.live_requests
 
     def check(self, submit: Submit, now_ns: int) -> None:
         """Raise ShmserveError if the request would not be admitted; `admit` checks the same."""
@@ -232,7 +232,7 @@ class Core(Protocol[R]):
         Raise ShmserveError if it is not admitted.
         """
 
-    def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
+    def serve_cached(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
         """Serve a request from the cache; it has passed `check`."""
 
     def cancel(self, request: R, now_ns: int, listening: bool = False) -> None:
@@ -278,7 +278,7 @@ class Core(Protocol[R]):
         """Return after how many seconds a refused client may retry; 0: unknown."""
         return 0
 
-    def worded(self, text: str) -> str:
+    def format_error(self, text: str) -> str:
         """Return an error text with the prefix or suffix that clients of this kind receive."""
         return text
 
@@ -310,9 +310,9 @@ class Front(Generic[R]):
         )
 
     @property
-    def live(self) -> int:
+    def live_requests(self) -> int:
         """Return the number of requests that have not ended."""
-        return self._core.live
+        return self._core.live_requests
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -335,8 +335,8 @@ class Front(Generic[R]):
                 if request is not None:
                     self._core.credit(request, message.responses, now_ns)
             case Release():
-                read = (client.pid, message.memory, message.offsets)
-                if self._cache is None or not self._cache.lent.release(*read):
+                outputs = (client.pid, message.memory, message.offsets)
+                if self._cache is None or not self._cache.lent.release(*outputs):
                     self._core.release(client, message)
             case ReportStatistics():
                 self._reports.answer(client, message.id, now_ns)
@@ -356,8 +356,8 @@ class Front(Generic[R]):
             if self._cache is not None:
                 core.check(submit, now_ns)
                 lookup = self._cache.look_up(submit)
-                if lookup is not None and lookup.hit:
-                    core.hit(client, submit, lookup, now_ns)
+                if lookup is not None and lookup.is_hit:
+                    core.serve_cached(client, submit, lookup, now_ns)
                     return
             core.admit(client, submit, lookup, now_ns)
         except ShmserveError as error:
@@ -377,10 +377,10 @@ class Front(Generic[R]):
     def _refuse(self, client: Client[R], submit: Submit, error: ShmserveError, now_ns: int) -> None:
         if not isinstance(error, InvalidArgument):
             arrived_ns = believable(submit.arrived_ns, now_ns)
-            self._core.statistics.failed(arrived_ns, Reason.REJECTED, now_ns)
+            self._core.statistics.count_failure(arrived_ns, Reason.REJECTED, now_ns)
         if isinstance(error, QueueFull):
             self._overload.refuse()
-        text, wait_s = self._core.worded(error.message), self._core.retry_after_s(error)
+        text, wait_s = self._core.format_error(error.message), self._core.retry_after_s(error)
         client.post(Failed(submit.id, error.code, text, wait_s, False))
 
     # --- supervisor -------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ class Front(Generic[R]):
         self._core.process_exited(pid, reason, now_ns)
         if self._cache is not None:
             self._cache.process_exited(pid)
-        self._reports.exited(pid)
+        self._reports.process_exited(pid)
         # Remembered, because frames of the exited process may still arrive.
         self._dead[pid] = None
         if len(self._dead) > REMEMBERED_EXITS:
@@ -469,7 +469,7 @@ class Front(Generic[R]):
 
     def _gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()
-        gauges["live"] = self._core.live
+        gauges["live"] = self._core.live_requests
         gauges["cache"] = {} if self._cache is None else self._cache.gauges()
         gauges["malformed"] += self._links.malformed + self._control.malformed
         return gauges

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 _DIGEST_SIZE = 32
 # The approximate overhead of an entry and of a tensor, in bytes.
-_ENTRY = 512
-_TENSOR = 256
+_ENTRY_OVERHEAD = 512
+_TENSOR_OVERHEAD = 256
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class _Entry(NamedTuple):
     small: bool
 
 
-class _Head(NamedTuple):
+class _SchemaKey(NamedTuple):
     """The part of a cache key that a request's schema determines.
 
     Attributes:
@@ -84,11 +84,11 @@ class ResponseCache:
     _clock: Callable[[], int] = time.monotonic_ns
     _mappings: Mappings = field(default_factory=Mappings)
     _lent_bytes: int = 0
-    _too_large: int = 0
+    _too_large_count: int = 0
 
     def __post_init__(self) -> None:
         self._entries: LruCache[_Entry] = LruCache(self._start.byte_size)
-        self._heads: Schemas[_Head] = Schemas(self._head)
+        self._schema_keys: Schemas[_SchemaKey] = Schemas(self._schema_key)
 
     def look_up(self, submit: Submit) -> Lookup | None:
         """Return the result of a lookup, or None if the request bypasses the cache.
@@ -99,66 +99,72 @@ class ResponseCache:
         copies: list[Block] = []
         try:
             schema = submit.schema
-            head = self._heads.find(schema) or self._heads.learn(schema)
-            if not head.prefix:
+            schema_key = self._schema_keys.find(schema) or self._schema_keys.learn(schema)
+            if not schema_key.prefix:
                 return None
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)
-            datas = [self._bytes(submit.data[index]) for index in head.order]
-            key = cache_key(head.prefix, sequence, datas)
+            contents = [self._tensor_bytes(submit.data[index]) for index in schema_key.order]
+            key = cache_key(schema_key.prefix, sequence, contents)
             entry = self._entries.find(key)
             if entry is None:
                 return Lookup(key, NOTHING, self._clock() - began_ns, copies)
-            data = entry.data if entry.small else self._copied(entry.data, copies)
+            response_data = entry.data if entry.small else self._copy_to_lent(entry.data, copies)
         except (MalformedMessage, ShmserveError, LookupError):
             return None
-        return Lookup(b"", (entry.schema, data), self._clock() - began_ns, copies)
+        return Lookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
 
-    def _head(self, schema: bytes) -> _Head:
+    def _schema_key(self, schema: bytes) -> _SchemaKey:
         """Return the head of a schema's requests; it is empty if they bypass the cache."""
         request = RequestSchema(schema)
         if request.count > len(request.inputs):
-            return _Head(b"", [])
-        return cache_head(self._model, self._version, request)
+            return _SchemaKey(b"", [])
+        return schema_key(self._model, self._version, request)
 
-    def _bytes(self, data: Any) -> Any:
+    def _tensor_bytes(self, tensor: Any) -> Any:
         """Return the bytes of a tensor that is inline or in a memory range.
 
         Raises:
             MalformedMessage: The memory range cannot be decoded.
-            Unavailable: The memory cannot be read; see `_read`.
+            Unavailable: The memory cannot be read; see `_map_range`.
         """
-        return data if type(data) is bytes else self._read(unpack_range(data))
+        return tensor if type(tensor) is bytes else self._map_range(unpack_range(tensor))
 
     def insert(self, key: bytes, response: Packed) -> int:
         """Store the response to a request that missed; return the duration in ns."""
         began_ns = self._clock()
         schema, data = response
         try:
-            contents = [bytes(self._bytes(each)) for each in data]
+            contents = [bytes(self._tensor_bytes(tensor)) for tensor in data]
         except (MalformedMessage, ShmserveError, ValueError, TypeError):
             return self._clock() - began_ns  # the response is in memory that schedulers do not read
-        small = all(type(each) is bytes for each in data)
+        small = all(type(tensor) is bytes for tensor in data)
         entry = _Entry(schema, contents, small)
-        byte_size = _ENTRY + len(schema) + sum([len(each) for each in contents])
+        byte_size = _ENTRY_OVERHEAD + len(schema) + sum([len(tensor) for tensor in contents])
         if not small:
-            byte_size += _TENSOR * len(contents)
+            byte_size += _TENSOR_OVERHEAD * len(contents)
         if not self._entries.insert(key, entry, byte_size):
-            self._refused(key, byte_size)
+            self._log_too_large(key, byte_size)
         return self._clock() - began_ns
 
-    def _refused(self, key: bytes, byte_size: int) -> None:
-        self._too_large += 1
+    def _log_too_large(self, key: bytes, byte_size: int) -> None:
+        self._too_large_count += 1
         # Log only the 1st, 2nd, 4th, 8th, ... refusal.
-        if self._too_large & (self._too_large - 1) == 0:
+        if self._too_large_count & (self._too_large_count - 1) == 0:
             logger.warning(
                 "Failed to insert key %s: a response of model '%s' takes %d bytes, its share of "
                 "the response cache is %d (so far %d were too large)",
-                *(key.hex()[:16], self._model, byte_size, self._entries.bound, self._too_large),
+                *(
+                    key.hex()[:16],
+                    self._model,
+                    byte_size,
+                    self._entries.bound,
+                    self._too_large_count,
+                ),
             )
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def _read(self, memory_range: Range) -> memoryview:
+    def _map_range(self, memory_range: Range) -> memoryview:
         """Return the bytes of a memory range.
 
         Raise Unavailable if a client may change them or they are gone.
@@ -170,29 +176,29 @@ class ResponseCache:
         view: memoryview = self._mappings.view(memory_range)
         return view
 
-    def _copied(self, datas: list[bytes], copies: list[Block]) -> list[Any]:
+    def _copy_to_lent(self, contents: list[bytes], copies: list[Block]) -> list[Any]:
         """Return the data of a large response, in memory that is lent.
 
         Raises:
             ShmserveError: The response does not fit.
         """
-        placed: list[Any] = []
+        response_data: list[Any] = []
         inline = INLINE_LIMIT
         try:
-            for data in datas:
-                if len(data) <= inline:
-                    inline -= len(data)
-                    placed.append(data)
+            for content in contents:
+                if len(content) <= inline:
+                    inline -= len(content)
+                    response_data.append(content)
                     continue
-                copy = self.lent.write(data, self.free)
+                copy = self.lent.write(content, self.free)
                 copies.append(copy)
-                self._lent_bytes += len(data)
-                placed.append(pack_range(copy.memory_range))
+                self._lent_bytes += len(content)
+                response_data.append(pack_range(copy.memory_range))
         except ShmserveError:
             for copy in copies:
                 copy.release()
             raise
-        return placed
+        return response_data
 
     def lend(self, reader: int, lookup: Lookup) -> None:
         """Lend the copies of a response to `reader` until it releases them."""
@@ -222,9 +228,9 @@ class ResponseCache:
     def gauges(self) -> dict[str, int]:
         """Return the current sizes and counts."""
         return {
-            "bytes": self._entries.used,
+            "bytes": self._entries.used_bytes,
             "entries": len(self._entries),
-            "evicted": self._entries.evicted,
+            "evicted": self._entries.evicted_count,
             "lent_bytes": self._lent_bytes,
         }
 
@@ -237,8 +243,8 @@ class LruCache(Generic[T]):
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
-        self.used = 0
-        self.evicted = 0
+        self.used_bytes = 0
+        self.evicted_count = 0
         self._entries: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -259,32 +265,32 @@ class LruCache(Generic[T]):
         """
         if byte_size > self.bound:
             return False
-        before = self._entries.pop(key, None)
-        if before is not None:
-            self.used -= before[0]
+        replaced = self._entries.pop(key, None)
+        if replaced is not None:
+            self.used_bytes -= replaced[0]
         self._evict(self.bound - byte_size)
         self._entries[key] = byte_size, value
-        self.used += byte_size
+        self.used_bytes += byte_size
         return True
 
     def clear(self) -> None:
         """Remove all values."""
         self._entries.clear()
-        self.used = 0
+        self.used_bytes = 0
 
     def resize(self, bound: int) -> None:
         """Change the bound."""
         self.bound = bound
         self._evict(bound)
 
-    def _evict(self, most: int) -> None:
-        while self.used > most:
+    def _evict(self, bound: int) -> None:
+        while self.used_bytes > bound:
             byte_size, _ = self._entries.popitem(last=False)[1]
-            self.used -= byte_size
-            self.evicted += 1
+            self.used_bytes -= byte_size
+            self.evicted_count += 1
 
 
-def cache_head(model: str, version: str, request: RequestSchema) -> _Head:
+def schema_key(model: str, version: str, request: RequestSchema) -> _SchemaKey:
     """Return the part of the cache key that all requests of one schema have in common.
 
     Triton's key has 64 bits and covers names and bytes only, so that other shapes with the same
@@ -293,27 +299,27 @@ def cache_head(model: str, version: str, request: RequestSchema) -> _Head:
     requested outputs in order. It does not cover the request's id, priority, timeout and deadline.
     """
     order = sorted(range(len(request.inputs)), key=lambda index: request.inputs[index].name)
-    head = (
+    key_parts = (
         model,
         version,
         [request.inputs[index][:3] for index in order],
         sorted(request.parameters.items()),
         [output.name for output in request.outputs],
     )
-    return _Head(msgpack.packb(head), order)
+    return _SchemaKey(msgpack.packb(key_parts), order)
 
 
-def cache_key(prefix: bytes, sequence: tuple[int, str, int], datas: list[Any]) -> bytes:
+def cache_key(prefix: bytes, sequence: tuple[int, str, int], contents: list[Any]) -> bytes:
     """Return the cache key of a request: BLAKE2b (RFC 7693) with 256 bits.
 
     Args:
         prefix: The part determined by its schema; see `cache_head`.
         sequence: The correlation id, as a number and as a text, and the flags.
-        datas: The bytes of the inputs, by name. Their sizes make the encoding unambiguous.
+        contents: The bytes of the inputs, by name. Their sizes make the encoding unambiguous.
     """
-    sizes = msgpack.packb((sequence, [len(data) for data in datas]))
+    sizes = msgpack.packb((sequence, [len(content) for content in contents]))
     digest = hashlib.blake2b(prefix, digest_size=_DIGEST_SIZE)
     digest.update(sizes)
-    for data in datas:
-        digest.update(data)
+    for content in contents:
+        digest.update(content)
     return digest.digest()

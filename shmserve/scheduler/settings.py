@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
 _IDLE_NS = _NS_PER_S
-_MOST_SEQUENCES = 16384  # limit per client of sequences that wait for a slot
+_MAX_SEQUENCES = 16384  # limit per client of sequences that wait for a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class QueuePolicies:
         """Return the level of requests with this priority."""
         return priority if 0 < priority <= self.levels else self.default_level
 
-    def of(self, level: int) -> LevelPolicy:
+    def policy(self, level: int) -> LevelPolicy:
         """Return the policy of a level."""
         return self.by_level.get(level, self.default)
 
@@ -85,14 +85,14 @@ class Sequencing:
     correlation_id: tuple[str, str]
     slots: int
     idle_ns: int
-    oldest: Batching | None = None
+    oldest_rules: Batching | None = None
     delay_ns: int = 0
-    most: int = _MOST_SEQUENCES
+    max_waiting: int = _MAX_SEQUENCES
 
     def without_delay(self) -> Sequencing:
         """Return these rules without delays: no further request is expected."""
-        oldest = None if self.oldest is None else replace(self.oldest, delay_ns=0)
-        return replace(self, delay_ns=0, oldest=oldest)
+        oldest = None if self.oldest_rules is None else replace(self.oldest_rules, delay_ns=0)
+        return replace(self, delay_ns=0, oldest_rules=oldest)
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
         """Raise InvalidArgument if the model's control input cannot hold this id."""
@@ -125,7 +125,7 @@ class Settings:
     sequences: Sequencing | None = None
     timeout_is_deadline: bool = False  # whether a request's `timeout` ends it
     decoupled: bool = False  # a request may have any number of responses
-    most_open: int = 0  # maximum open requests per instance of a decoupled model; 0: unlimited
+    max_open: int = 0  # maximum open requests per instance of a decoupled model; 0: unlimited
     quantiles: tuple[float, ...] = ()  # quantiles of the last minute's times to report
     first_response_buckets_ms: tuple[float, ...] = model_spec.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
@@ -136,7 +136,7 @@ class Settings:
     @property
     def queue_delay_ns(self) -> int:
         """The longest time that a request waits by configuration, so that its batch grows."""
-        batchings = (self.batching, self.sequences, self.sequences and self.sequences.oldest)
+        batchings = (self.batching, self.sequences, self.sequences and self.sequences.oldest_rules)
         return max((batching.delay_ns for batching in batchings if batching), default=0)
 
     @classmethod
@@ -144,7 +144,7 @@ class Settings:
         """Read the settings from a model's configuration and the server's limits."""
         dynamic, padding = config.dynamic_batching, config.padding
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
-        ordered = dynamic is not None and dynamic.preserve_ordering
+        preserves_order = dynamic is not None and dynamic.preserve_ordering
         engine = (
             config.parameters.get(ENGINE_PARAMETER, "") if config.backend == LLM_BACKEND else ""
         )
@@ -156,13 +156,13 @@ class Settings:
             batching=None if dynamic is None else _strategy(config, dynamic, padding),
             policies=_policies(dynamic or DynamicBatching(), limits.max_queue_size),
             # The responses of a decoupled model may never end, so that no order can be kept.
-            preserve_ordering=ordered and not config.decoupled,
+            preserve_ordering=preserves_order and not config.decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             hold=_hold(config, limits),
             timeout_is_deadline=limits.request_timeout_is_deadline,
             sequences=_sequencing(config, limits),
             decoupled=config.decoupled,
-            most_open=streams if config.decoupled else 0,
+            max_open=streams if config.decoupled else 0,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
             padding=padding,
@@ -207,10 +207,10 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         correlation_id=batching.correlation_id,
         slots=candidates or max(1, config.max_batch_size),
         idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
-        oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
+        oldest_rules=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=batching.direct_delay_microseconds * _NS_PER_US,
         # A limit, so that the sequences of one client cannot fill the queue.
-        most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
+        max_waiting=min(_MAX_SEQUENCES, -(-limits.max_queue_size // 2) or _MAX_SEQUENCES),
     )
 
 
@@ -229,24 +229,28 @@ def _buckets(config: ModelSpec) -> tuple[float, ...]:
 
 
 def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
-    levels, ordered = dynamic.priority_levels, dynamic.preserve_ordering
+    levels, preserves_order = dynamic.priority_levels, dynamic.preserve_ordering
     default = dynamic.default_queue_policy
     by_level = dynamic.priority_queue_policy if levels else {}
     return QueuePolicies(
-        default=_policy(default, default_bound, ordered),
+        default=_policy(default, default_bound, preserves_order),
         levels=levels,
         default_level=dynamic.default_priority_level if levels else 0,
-        by_level={level: _policy(each, default_bound, ordered) for level, each in by_level.items()},
-        limited=levels > 1 or any(each.limits for each in (default, *by_level.values())),
+        by_level={
+            level: _policy(policy, default_bound, preserves_order)
+            for level, policy in by_level.items()
+        },
+        limited=levels > 1 or any(policy.limits for policy in (default, *by_level.values())),
     )
 
 
-def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> LevelPolicy:
+def _policy(policy: LevelPolicy, default_bound: int, preserves_order: bool) -> LevelPolicy:
     return replace(
         policy,
         max_queue_size=policy.max_queue_size or default_bound,
         # A delayed request would hold up the responses of all others.
-        allow_timeout_override=policy.allow_timeout_override and not (ordered and policy.delays),
+        allow_timeout_override=policy.allow_timeout_override
+        and not (preserves_order and policy.delays),
     )
 
 

@@ -65,7 +65,7 @@ from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.tables import (
     NS_PER_S,
     SECONDS,
-    Counted,
+    CountedRequest,
     Execution,
     ExecutionStats,
     GenerationStats,
@@ -79,17 +79,17 @@ from shmserve.scheduler.tables import (
 # Ended requests and executions are recorded first, and counted together when the statistics are
 # read, or when an execution ends and this many units are recorded. This takes half the time and
 # delays no request.
-MOST_NOTED = 64
+MAX_RECORDED_UNITS = 64
 
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
 # A success: its end, its arrival, its units, its enqueueing, and the phases of its execution, if
 # they are known. Otherwise a `_Timed` follows: the time when the phases are known, the enqueueing,
 # and the phases.
-_Noted = tuple[int, int, int, int, Timing | None]
-_Timed = tuple[int, int, Timing]
-_SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
-_SUMMARISED_OF_CACHE = ("cache_hit", "cache_miss")
+_RecordedSuccess = tuple[int, int, int, int, Timing | None]
+_RecordedTimes = tuple[int, int, Timing]
+_QUANTILE_TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+_CACHE_QUANTILE_TIMES = ("cache_hit", "cache_miss")
 
 
 class Reason(StrEnum):
@@ -126,8 +126,8 @@ class Statistics(Table):
         if settings.engine is not None:
             self.generation = GenerationStats()
         self._responses = ResponseStats()
-        self._shown_quantiles = settings.quantiles
-        names = (*_SUMMARISED, *(_SUMMARISED_OF_CACHE if settings.cached else ()))
+        self._reported_quantiles = settings.quantiles
+        names = (*_QUANTILE_TIMES, *(_CACHE_QUANTILE_TIMES if settings.cached else ()))
         self._quantiles = {name: Quantiles() for name in names} if settings.quantiles else {}
         self.instance_changes = {"more": 0, "fewer": 0}
         self.workers_lost = 0
@@ -137,10 +137,10 @@ class Statistics(Table):
         self.cache_hit, self.cache_hit_ns = 0, 0
         self.cache_miss, self.cache_miss_ns = 0, 0
         self._base: dict[str, Any] = {}
-        self._noted: list[_Noted] = []
-        self._noted_executions: list[Execution] = []
-        self._noted_units = 0
-        self._noted_late: list[_Timed] = []
+        self._successes: list[_RecordedSuccess] = []
+        self._recorded_executions: list[Execution] = []
+        self._recorded_units = 0
+        self._late_times: list[_RecordedTimes] = []
 
     @property
     def model(self) -> tuple[str, str]:
@@ -158,77 +158,87 @@ class Statistics(Table):
         plus(self.table(), base)
         self._base = base
 
-    def executed(self, reason: CloseReason | None, units: int, timing: Timing, now_ns: int) -> None:
+    def count_execution(
+        self, reason: CloseReason | None, units: int, timing: Timing, now_ns: int
+    ) -> None:
         """Count an execution whose requests are about to end; `units` is their total batch size."""
-        self._noted_units += units or 1
-        if self._noted_units > MOST_NOTED:
-            self._count()
-            self._noted_units = units
+        self._recorded_units += units or 1
+        if self._recorded_units > MAX_RECORDED_UNITS:
+            self._count_recorded()
+            self._recorded_units = units
         self.executions.last_ns = now_ns
-        self._noted_executions.append((reason, units, timing))
+        self._recorded_executions.append((reason, units, timing))
 
-    def succeeded(self, request: Counted, timing: Timing | None, now_ns: int) -> None:
+    def count_success(self, request: CountedRequest, timing: Timing | None, now_ns: int) -> None:
         """Count a success. Without `timing` the execution has not returned, and `timed` follows."""
         if timing is None:
             request.untimed = True
-        self._noted.append((now_ns, request.arrived_ns, request.units, request.enqueued_ns, timing))
+        self._successes.append(
+            (now_ns, request.arrived_ns, request.units, request.enqueued_ns, timing)
+        )
 
-    def timed(self, request: Counted, timing: Timing, now_ns: int) -> None:
+    def count_times(self, request: CountedRequest, timing: Timing, now_ns: int) -> None:
         """Count the times of a request that succeeded before its execution returned."""
-        self._noted_late.append((now_ns, request.enqueued_ns, timing))
+        self._late_times.append((now_ns, request.enqueued_ns, timing))
 
-    def _count(self) -> None:
+    def _count_recorded(self) -> None:
         """Count the recorded requests and executions; called before every read."""
-        executions, self._noted_executions = self._noted_executions, []
+        executions, self._recorded_executions = self._recorded_executions, []
         if executions:
             self.executions.count(executions)
-        noted, self._noted = self._noted, []
-        late, self._noted_late = self._noted_late, []
-        if noted:
-            ended, arrived, units, _, _ = zip(*noted, strict=True)
-            totals = list(map(sub, ended, arrived))
-            self.success += len(noted)
+        successes, self._successes = self._successes, []
+        late_times, self._late_times = self._late_times, []
+        if successes:
+            end_times, arrival_times, units, _, _ = zip(*successes, strict=True)
+            totals = list(map(sub, end_times, arrival_times))
+            self.success += len(successes)
             self.success_ns += sum(totals)
             self.inference_count += sum(units)
             self.request_seconds.observe(*totals)
-        timed = [(now_ns, at_ns, each) for now_ns, _, _, at_ns, each in noted if each is not None]
-        timed += late
-        if timed:
-            _, enqueued, timings = zip(*timed, strict=True)
+        times = [
+            (now_ns, enqueued_ns, timing)
+            for now_ns, _, _, enqueued_ns, timing in successes
+            if timing is not None
+        ]
+        times += late_times
+        if times:
+            _, enqueue_times, timings = zip(*times, strict=True)
             starts, inputs, infers, outputs, *_ = zip(*timings, strict=True)
-            queued = list(map(sub, starts, enqueued))
-            self.queue_ns += sum(queued)
+            queue_times = list(map(sub, starts, enqueue_times))
+            self.queue_ns += sum(queue_times)
             self.compute_input_ns += sum(inputs)
             self.compute_infer_ns += sum(infers)
             self.compute_output_ns += sum(outputs)
-            self.queue_seconds.observe(*queued)
+            self.queue_seconds.observe(*queue_times)
         if self._quantiles:
-            self._summarise(noted, timed)
+            self._observe_quantiles(successes, times)
 
-    def _summarise(self, noted: list[_Noted], timed: list[_Timed]) -> None:
+    def _observe_quantiles(
+        self, successes: list[_RecordedSuccess], times: list[_RecordedTimes]
+    ) -> None:
         quantiles = self._quantiles
-        for now_ns, arrived_ns, *_ in noted:
+        for now_ns, arrived_ns, *_ in successes:
             quantiles["request"].observe((now_ns - arrived_ns) // _NS_PER_US, now_ns)
-        for now_ns, at_ns, timing in timed:
-            queued = timing.compute_start_ns - at_ns
-            for name, ns in zip(_SUMMARISED[1:], (queued, *timing[1:4]), strict=True):
+        for now_ns, enqueued_ns, timing in times:
+            queue_ns = timing.compute_start_ns - enqueued_ns
+            for name, ns in zip(_QUANTILE_TIMES[1:], (queue_ns, *timing[1:4]), strict=True):
                 quantiles[name].observe(ns // _NS_PER_US, now_ns)
 
-    def hit(self, arrived_ns: int, queued: int, lookup_ns: int, now_ns: int) -> None:
+    def count_hit(self, arrived_ns: int, queue_ns: int, lookup_ns: int, now_ns: int) -> None:
         """Count a success with a cached response, which was found in `lookup_ns`."""
-        total = now_ns - arrived_ns + lookup_ns
+        total_ns = now_ns - arrived_ns + lookup_ns
         self.cache_hit += 1
         self.cache_hit_ns += lookup_ns
         self.success += 1
-        self.success_ns += total
-        self.queue_ns += queued
-        self.request_seconds.observe(total)
-        self.queue_seconds.observe(queued)
+        self.success_ns += total_ns
+        self.queue_ns += queue_ns
+        self.request_seconds.observe(total_ns)
+        self.queue_seconds.observe(queue_ns)
         if self._quantiles:
-            for name, ns in (("request", total), ("queue", queued), ("cache_hit", lookup_ns)):
+            for name, ns in (("request", total_ns), ("queue", queue_ns), ("cache_hit", lookup_ns)):
                 self._quantiles[name].observe(ns // _NS_PER_US, now_ns)
 
-    def missed(self, lookup_ns: int, insert_ns: int, now_ns: int) -> None:
+    def count_miss(self, lookup_ns: int, insert_ns: int, now_ns: int) -> None:
         """Count a cache miss of a request that is about to succeed."""
         self.cache_miss += 1
         self.cache_miss_ns += lookup_ns + insert_ns
@@ -237,28 +247,28 @@ class Statistics(Table):
             took_us = (lookup_ns + insert_ns) // _NS_PER_US
             self._quantiles["cache_miss"].observe(took_us, now_ns)
 
-    def responded(
-        self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
+    def count_response(
+        self, request: CountedRequest, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
         """Count a response of a decoupled model, or the end of its responses."""
         if not request.responses and (response.schema or response.code):
             # The first-response time in whole ms, as Triton observes it.
             whole_ms = (now_ns - request.arrived_ns) // _NS_PER_MS
             self._first_responses.observe(whole_ms * _NS_PER_MS)
-        self._responses.responded(request, response, now_ns)
+        self._responses.count_response(request, response, now_ns)
 
-    def cancelled(self, request: Counted, now_ns: int) -> None:
+    def count_cancelled(self, request: CountedRequest, now_ns: int) -> None:
         """Count a cancelled request that a decoupled model has ended."""
-        self._responses.cancelled(request, now_ns)
+        self._responses.count_cancelled(request, now_ns)
 
-    def failed(self, arrived_ns: int, reason: Reason, now_ns: int) -> None:
+    def count_failure(self, arrived_ns: int, reason: Reason, now_ns: int) -> None:
         """Count a failed request."""
         self.fail += 1
         self.fail_ns += max(now_ns - arrived_ns, 0)
         self.failures[reason] += 1
 
     def table(self) -> dict[str, Any]:
-        self._count()
+        self._count_recorded()
         return super().table()
 
     def snapshot(self, brief: bool = False) -> dict[str, Any]:
@@ -273,9 +283,9 @@ class Statistics(Table):
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
         """Return the complete report; `gauges` are the current values under `shmserve`."""
-        self._count()
+        self._count_recorded()
         executions = self.executions
-        count, executed = self.success, self.success - self.cache_hit
+        count, executed_count = self.success, self.success - self.cache_hit
         return {
             "name": self._model[0],
             "version": self._model[1],
@@ -286,9 +296,9 @@ class Statistics(Table):
                 "success": duration(count, self.success_ns),
                 "fail": duration(self.fail, self.fail_ns),
                 "queue": duration(count, self.queue_ns),
-                "compute_input": duration(executed, self.compute_input_ns),
-                "compute_infer": duration(executed, self.compute_infer_ns),
-                "compute_output": duration(executed, self.compute_output_ns),
+                "compute_input": duration(executed_count, self.compute_input_ns),
+                "compute_infer": duration(executed_count, self.compute_infer_ns),
+                "compute_output": duration(executed_count, self.compute_output_ns),
                 "cache_hit": duration(self.cache_hit, self.cache_hit_ns),
                 "cache_miss": duration(self.cache_miss, self.cache_miss_ns),
             },
@@ -298,8 +308,8 @@ class Statistics(Table):
             "shmserve": {
                 **total(self.snapshot(brief=True)),
                 "quantiles": {
-                    name: each.report(self._shown_quantiles, now_ns)
-                    for name, each in self._quantiles.items()
+                    name: sketch.report(self._reported_quantiles, now_ns)
+                    for name, sketch in self._quantiles.items()
                 },
                 "queue_delay_ns": self._queue_delay_ns,
                 **gauges,

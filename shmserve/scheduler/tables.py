@@ -39,14 +39,21 @@ LAST_INDEX = 1000
 Execution = tuple[CloseReason | None, int, Timing]
 
 _WINDOW_NS = 60 * NS_PER_S
-_PARTS = 5
-_PART_NS = _WINDOW_NS // _PARTS
+_WINDOW_PARTS = 5
+_PART_NS = _WINDOW_NS // _WINDOW_PARTS
 _GROWTH = (1 + ACCURACY) / (1 - ACCURACY)
 _LOG_GROWTH = log(_GROWTH)
 _FAST_SECONDS = (0.00001, 0.00005, *SECONDS)
-_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_NAMES = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
+_TOKEN_BOUNDS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_RESPONSE_COLUMNS = (
+    "compute_infer",
+    "compute_output",
+    "success",
+    "fail",
+    "empty_response",
+    "cancel",
+)
 _INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
 
 
@@ -58,13 +65,13 @@ def duration(count: int, ns: int) -> dict[str, int]:
 class Histogram:
     """Counts of observations in fixed buckets. Reported bounds and sums are divided by `scale`."""
 
-    __slots__ = ("_bounds", "_counts", "_scale", "_shown", "_sum")
+    __slots__ = ("_bounds", "_counts", "_reported_bounds", "_scale", "_sum")
 
-    def __init__(self, shown: Sequence[float], scale: int = 1) -> None:
-        self._shown = list(shown)
+    def __init__(self, reported_bounds: Sequence[float], scale: int = 1) -> None:
+        self._reported_bounds = list(reported_bounds)
         self._scale = scale
-        self._bounds = [round(bound * scale) for bound in shown]
-        self._counts = [0] * (len(shown) + 1)
+        self._bounds = [round(bound * scale) for bound in reported_bounds]
+        self._counts = [0] * (len(reported_bounds) + 1)
         self._sum = 0
 
     def observe(self, *values: int) -> None:
@@ -76,7 +83,7 @@ class Histogram:
 
     def restore(self, report: dict[str, Any]) -> None:
         """Continue from a report; raise ValueError if its buckets differ."""
-        if report["buckets"] != self._shown or len(report["counts"]) != len(self._counts):
+        if report["buckets"] != self._reported_bounds or len(report["counts"]) != len(self._counts):
             raise ValueError("the buckets differ")
         self._counts = list(map(int, report["counts"]))
         self._sum = round(report["sum"] * self._scale)
@@ -84,7 +91,7 @@ class Histogram:
     def report(self) -> dict[str, Any]:
         """Return the counts, as described in statistics.py."""
         return {
-            "buckets": self._shown,
+            "buckets": self._reported_bounds,
             "counts": list(self._counts),
             "sum": self._sum / self._scale if self._scale != 1 else self._sum,
             "count": sum(self._counts),
@@ -98,7 +105,7 @@ class Quantiles:
 
     def __init__(self) -> None:
         self._newest: dict[int, int] = {}
-        self._parts: deque[dict[int, int]] = deque([self._newest], maxlen=_PARTS)
+        self._parts: deque[dict[int, int]] = deque([self._newest], maxlen=_WINDOW_PARTS)
         self._ends_ns = 0  # when the newest part of the window ends
 
     def observe(self, value: int, now_ns: int) -> None:
@@ -126,16 +133,16 @@ class Quantiles:
         for part in self._parts:
             for index, count in part.items():
                 counts[index] = counts.get(index, 0) + count
-        return [[quantile, _at(quantile, counts)] for quantile in quantiles]
+        return [[quantile, _quantile_value(quantile, counts)] for quantile in quantiles]
 
 
-def _at(quantile: float, counts: dict[int, int]) -> float | None:
+def _quantile_value(quantile: float, counts: dict[int, int]) -> float | None:
     """Return the middle of the bucket that contains this quantile, or None without counts."""
     rank = min(max(quantile, 0), 1) * (sum(counts.values()) - 1)
-    below = 0
+    count_so_far = 0
     for index in sorted(counts):
-        below += counts[index]
-        if below > rank:
+        count_so_far += counts[index]
+        if count_so_far > rank:
             return 0.0 if index < 0 else 2 * _GROWTH**index / (_GROWTH + 1)
     return None
 
@@ -151,7 +158,7 @@ class Table:
         """Return the entries, in the form of shmserve/common/model_metrics.py."""
         entries: dict[str, Any] = {}
         for name, value in self._entries():
-            entries |= value.table() if isinstance(value, Table) else {name: _plain(value)}
+            entries |= value.table() if isinstance(value, Table) else {name: _to_plain(value)}
         return entries
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -165,31 +172,31 @@ class Table:
             if isinstance(value, (Table, Histogram)):
                 value.restore(snapshot if isinstance(value, Table) else snapshot[name])
             else:
-                setattr(self, name, _restored(value, snapshot[name]))
+                setattr(self, name, _restore_entry(value, snapshot[name]))
 
     def _entries(self) -> list[tuple[str, Any]]:
         return [(name, value) for name, value in vars(self).items() if name[0] != "_"]
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Histogram):
         return value.report()
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        return {str(key): _to_plain(item) for key, item in value.items()}
+    return [_to_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _restored(value: Any, stored: Any) -> Any:
+def _restore_entry(value: Any, stored: Any) -> Any:
     if isinstance(value, dict):
-        return value | {key: _numbers(each) for key, each in stored.items()}
-    return _numbers(stored)
+        return value | {key: _to_integers(item) for key, item in stored.items()}
+    return _to_integers(stored)
 
 
-def _numbers(stored: Any) -> Any:
-    return [_numbers(each) for each in stored] if isinstance(stored, list) else int(stored)
+def _to_integers(stored: Any) -> Any:
+    return [_to_integers(item) for item in stored] if isinstance(stored, list) else int(stored)
 
 
-class Counted(Protocol):
+class CountedRequest(Protocol):
     """The counted attributes of a request of a model or an ensemble; times are monotonic ns.
 
     `units` is its batch size, `responses` the number of its responses so far, `responded_ns` the
@@ -220,38 +227,38 @@ class ResponseStats(Table):
     def __init__(self) -> None:
         self.responses: list[list[int]] = []  # the count and the total ns of each column
 
-    def responded(
-        self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
+    def count_response(
+        self, request: CountedRequest, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
         """Count the response with index `request.responses`, or the end without a response.
 
         Times are clamped to the possible ones.
         """
         if response.code == Cancelled.code:
-            self.cancelled(request, now_ns)
+            self.count_cancelled(request, now_ns)
             request.responded_ns = now_ns
             return
         row = self._row(request.responses)
         began_ns = request.responded_ns
-        given_ns = written_ns = now_ns
+        computed_ns = written_ns = now_ns
         if type(response) is ExecutionResponded:
-            given_ns, written_ns = response.given_ns, response.written_ns
-            if not began_ns <= given_ns <= written_ns <= now_ns:
+            computed_ns, written_ns = response.given_ns, response.written_ns
+            if not began_ns <= computed_ns <= written_ns <= now_ns:
                 written_ns = min(max(written_ns, began_ns), now_ns)
-                given_ns = min(max(given_ns, began_ns), written_ns)
+                computed_ns = min(max(computed_ns, began_ns), written_ns)
         request.responded_ns = written_ns
         if response.schema:
             row[_OUTPUT] += 1
-            row[_OUTPUT + 1] += written_ns - given_ns
+            row[_OUTPUT + 1] += written_ns - computed_ns
         else:
-            given_ns = written_ns
+            computed_ns = written_ns
         row[_INFER] += 1
-        row[_INFER + 1] += given_ns - began_ns
-        kind = _FAIL if response.code else _SUCCESS if response.schema else _EMPTY
-        row[kind] += 1
-        row[kind + 1] += written_ns - began_ns
+        row[_INFER + 1] += computed_ns - began_ns
+        column = _FAIL if response.code else _SUCCESS if response.schema else _EMPTY
+        row[column] += 1
+        row[column + 1] += written_ns - began_ns
 
-    def cancelled(self, request: Counted, now_ns: int) -> None:
+    def count_cancelled(self, request: CountedRequest, now_ns: int) -> None:
         """Count the end of a cancelled request."""
         row = self._row(request.responses)
         row[_CANCEL] += 1
@@ -269,8 +276,8 @@ class ResponseStats(Table):
         """Return the rows by index, as `response_stats` of GET /v2/models/NAME/stats."""
         return {
             str(index): {
-                name: {"count": row[2 * at], "ns": row[2 * at + 1]}
-                for at, name in enumerate(_NAMES)
+                name: {"count": row[2 * column], "ns": row[2 * column + 1]}
+                for column, name in enumerate(_RESPONSE_COLUMNS)
             }
             for index, row in enumerate(self.responses)
         }
@@ -286,15 +293,15 @@ class ExecutionStats(Table):
         self.batch_sizes: dict[int, list[int]] = {}
         self.batches_closed = dict.fromkeys(CloseReason, 0)
         self.compute_seconds = Histogram(SECONDS, NS_PER_S)
-        self.batch_size = Histogram(_SIZES)
-        self._copied = [0, 0]
+        self.batch_size = Histogram(_BATCH_SIZE_BOUNDS)
+        self._copied_bytes = [0, 0]
         self.padding: dict[str, list[int]] = {}  # by input name: elements and padding elements
 
-    def count(self, noted: list[Execution]) -> None:
+    def count(self, executions: list[Execution]) -> None:
         """Count the recorded executions."""
-        reasons, units, timings = zip(*noted, strict=True)
+        reasons, units, timings = zip(*executions, strict=True)
         _, *phases, _, _, _ = zip(*timings, strict=True)
-        self.execution_count += len(noted)
+        self.execution_count += len(executions)
         for reason, count in Counter(reasons).items():
             if reason is not None:
                 self.batches_closed[reason] += count
@@ -309,28 +316,30 @@ class ExecutionStats(Table):
         self.compute_seconds.observe(*map(sum, zip(*phases, strict=True)))
         self.batch_size.observe(*units)
 
-    def copied(self, into: int, out: int) -> None:
+    def count_copied(self, in_bytes: int, out_bytes: int) -> None:
         """Count the bytes of tensors that a worker copied into and out of the model."""
-        self._copied[0] += into
-        self._copied[1] += out
+        self._copied_bytes[0] += in_bytes
+        self._copied_bytes[1] += out_bytes
 
-    def padded(self, elements: Mapping[str, tuple[int, int]]) -> None:
+    def count_padding(self, elements: Mapping[str, tuple[int, int]]) -> None:
         """Count the (elements, padding elements) of a batch's padded inputs, by name."""
         for name, counts in elements.items():
-            before = self.padding.get(name, (0, 0))
-            self.padding[name] = [a + b for a, b in zip(before, counts, strict=True)]
+            previous = self.padding.get(name, (0, 0))
+            self.padding[name] = [a + b for a, b in zip(previous, counts, strict=True)]
 
     def table(self) -> dict[str, Any]:
         """Return the entries; `batch_sizes` has rows [size, executions, ns of the three phases]."""
         rows = [[size, *row] for size, row in self.batch_sizes.items()]
-        copied = dict(zip(("in", "out"), self._copied, strict=True))
-        return {**super().table(), "batch_sizes": rows, "copied_bytes": copied}
+        copied_bytes = dict(zip(("in", "out"), self._copied_bytes, strict=True))
+        return {**super().table(), "batch_sizes": rows, "copied_bytes": copied_bytes}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         rows = {int(size): [int(n) for n in row] for size, *row in snapshot["batch_sizes"]}
         super().restore({**snapshot, "batch_sizes": {}})
         self.batch_sizes = rows
-        self._copied = [int(snapshot["copied_bytes"][direction]) for direction in ("in", "out")]
+        self._copied_bytes = [
+            int(snapshot["copied_bytes"][direction]) for direction in ("in", "out")
+        ]
 
     def last_ms(self, now_ns: int, wall_ns: int) -> int:
         """Return the time of the last execution in ms since the epoch, or 0."""
@@ -375,8 +384,8 @@ class GenerationStats(Table):
         self.speculative_steps = 0  # rows of steps that contained draft tokens
         self.iteration_seconds = Histogram(SECONDS, NS_PER_S)
         self.scheduler_seconds = Histogram(_FAST_SECONDS, NS_PER_S)
-        self.batch_tokens = Histogram(_TOKENS)
+        self.batch_tokens = Histogram(_TOKEN_BOUNDS)
         self.first_token_seconds = Histogram(SECONDS, NS_PER_S)
         self.inter_token_seconds = Histogram(SECONDS, NS_PER_S)
-        self.prompt_tokens = Histogram(_TOKENS)
-        self.generation_tokens = Histogram(_TOKENS)
+        self.prompt_tokens = Histogram(_TOKEN_BOUNDS)
+        self.generation_tokens = Histogram(_TOKEN_BOUNDS)

@@ -14,7 +14,7 @@ from tests.differential.servers import Missing, play, products
 
 
 def chosen(names: list[str]) -> list[Group]:
-    """The groups with just the scripts that are named, themselves or by their group."""
+    """Return the groups with only the scripts that are named directly or by their group."""
     groups = []
     for group in GROUPS:
         kept = [
@@ -26,13 +26,13 @@ def chosen(names: list[str]) -> list[Group]:
 
 
 def main(names: list[str]) -> int:
-    """Play them, and print what came out; the number of scripts that differ."""
+    """Play the scripts and print the differences; return the number of scripts that differ."""
     try:
         ours, theirs = products()
     except Missing as missing:
         print(f"skipped: {missing}")
         return 0
-    wrong = total = 0
+    mismatch_count = total = 0
     for group in chosen(names):
         records = [play(product, group) for product in (ours, theirs)]
         for script in group.scripts:
@@ -42,12 +42,12 @@ def main(names: list[str]) -> int:
                 texts = [text for text in (mine, other) if isinstance(text, str)]
             else:
                 texts = judge(differences(mine, other), script.known)
-            wrong += bool(texts)
+            mismatch_count += bool(texts)
             print(f"{'differs' if texts else 'agrees '}  {group.name}/{script.name}", flush=True)
             for text in texts:
                 print("  " + text[:2000].replace("\n", "\n  "))
-    print(f"{total - wrong} of {total} scripts agree")
-    return wrong
+    print(f"{total - mismatch_count} of {total} scripts agree")
+    return mismatch_count
 
 
 if __name__ == "__main__":

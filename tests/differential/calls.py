@@ -1,4 +1,4 @@
-"""Requests over gRPC, and what came back, as values that can be compared."""
+"""Requests over gRPC, and their responses as values that can be compared."""
 
 import time
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class Call:
             self._context.cancel()
 
     def told(self) -> Any:
-        """What came: one response or error, or a list of a stream's."""
+        """Return the outcome of a call: one response or error, or a list for a stream."""
         return self._messages if self._ask.stream else self._messages[0]
 
     def close(self) -> None:
@@ -75,11 +75,13 @@ class Caller:
         self._address = address
 
     def ask(self, ask: Ask) -> Call:
-        """Send it, over a connection of its own."""
+        """Send the request over a connection of its own."""
         return Call(self._address, ask)
 
     def statistics(self, model: str) -> Any:
-        """Its statistics without times, once they change no more: they come after responses."""
+        """Return the statistics without times once they no longer change, since they are
+        updated after the responses.
+        """
         with grpc.InferenceServerClient(self._address) as client:
             last: Any = None
             while True:
@@ -91,12 +93,12 @@ class Caller:
 
 
 def _inputs(ask: Ask) -> list[grpc.InferInput]:
-    given: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(ask.inputs)
+    fields: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(ask.inputs)
     if ask.value is not None:
         full = [ask.value] * (ask.rows * ask.columns)
-        given["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
+        fields["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
     calls = []
-    for name, (datatype, shape, values) in given.items():
+    for name, (datatype, shape, values) in fields.items():
         one = grpc.InferInput(name, list(shape), datatype)
         kind = np.object_ if datatype == "BYTES" else triton_to_np_dtype(datatype)
         one.set_data_from_numpy(np.array(values, kind).reshape(list(shape)))
@@ -115,7 +117,9 @@ def _told(result: grpc.InferResult, output: Any) -> list[Any]:
 
 
 def _counts(found: Any) -> Any:
-    """Without times, and without what is empty or 0, which protobuf leaves out at its will."""
+    """Return the counts without times, and without empty or zero fields, which protobuf may
+    omit.
+    """
     if isinstance(found, dict):
         kept = {key: _counts(value) for key, value in found.items() if key not in _TIMES}
         return {key: value for key, value in kept.items() if value not in ({}, [], "0", 0)}

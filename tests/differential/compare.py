@@ -1,4 +1,4 @@
-"""What two records of a script differ in."""
+"""The differences between two records of a script."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ _NOTHING = "(nothing)"
 
 @dataclass(frozen=True)
 class Difference:
-    """One value; `where` is its path in the record, as in `responses.a.error`."""
+    """One different value; `where` is its path in the record, as in `responses.a.error`."""
 
     where: str
     ours: Any
@@ -25,25 +25,27 @@ class Difference:
 
 
 def _shown(where: str, value: Any) -> str:
-    """Of batches of another number, only whose they are."""
+    """Return a value for the report. Batches of other sizes are shown as the ids of their
+    requests.
+    """
     if where == "batches" and isinstance(value, list):
         value = [[entry["id"] or "-" for entry in batch["batch"]] for batch in value]
     return str(value)
 
 
 def differences(ours: Record, theirs: Record) -> list[Difference]:
-    """All of them, each as deep as it goes."""
+    """Return all differences, each at the deepest path that differs."""
     return list(_walk("", asdict(ours), asdict(theirs)))
 
 
 def judge(found: Sequence[Difference], known: Sequence[Known]) -> list[str]:
-    """What is not as it should be: differences that nobody knows, and known ones that have gone."""
-    wrong = [
+    """Return the unexpected results: unknown differences, and known ones that no longer occur."""
+    wrong_cases = [
         str(difference)
         for difference in found
         if not any(fnmatchcase(difference.where, one.where) for one in known)
     ]
-    return wrong + [
+    return wrong_cases + [
         f"{one.where}: no difference any more, although: {one.reason}"
         for one in known
         if not any(fnmatchcase(difference.where, one.where) for difference in found)

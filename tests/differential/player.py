@@ -1,4 +1,4 @@
-"""Plays a script against one server, and writes down what happened."""
+"""A player of one script against one server, which records the outcome."""
 
 import re
 import time
@@ -22,8 +22,10 @@ _PENDING = re.compile(
 
 @dataclass
 class Record:
-    """What a script came to: executions in the order they began, responses by the request's label,
-    counts by model; `unsettled` steps are those after which a request was nowhere to be seen.
+    """The record of a script.
+
+    It has the executions in order, the responses by the request's label, and counts by model.
+    `unsettled` are the steps after which a request was in no known state.
     """
 
     batches: list[dict[str, Any]] = field(default_factory=list)
@@ -33,7 +35,7 @@ class Record:
 
 
 class Player:
-    """Plays one script."""
+    """A player of one script."""
 
     def __init__(self, caller: Caller, metrics_port: int, gate: Gate, script: Script) -> None:
         self._caller = caller
@@ -48,7 +50,7 @@ class Player:
         self._record = Record()
 
     def play(self) -> Record:
-        """All steps; raises TimeoutError if one does not come to its end."""
+        """Play all steps; raise TimeoutError if a step does not complete."""
         try:
             for step in self._script.steps:
                 self._take(step)
@@ -108,7 +110,7 @@ class Player:
         visit.release()
 
     def _look(self) -> None:
-        """Take in an execution, if one has come or comes soon."""
+        """Record an execution if one arrives soon."""
         try:
             visit = self._gate.next(_LOOK_S)
         except TimeoutError:
@@ -138,7 +140,7 @@ class Player:
 
 
 def _comparable(visit: Visit) -> dict[str, Any]:
-    """What it told; of a row that is nobody's, its inputs have values by chance."""
+    """Return an execution's report without the random inputs of null rows."""
     message = {key: value for key, value in visit.message.items() if key not in ("pid", "rows")}
     for row in message["batch"]:
         if not row["id"] and "INPUT0" in row["tensors"]:
@@ -147,5 +149,5 @@ def _comparable(visit: Visit) -> dict[str, Any]:
 
 
 def _labels(visit: Visit) -> list[str]:
-    """The requests in an execution; a row of none has no id."""
+    """Return the ids of the requests in an execution; a null row has no id."""
     return [row["id"] for row in visit.batch if row["id"]]

@@ -1,4 +1,4 @@
-"""Scripts: models, and what happens to them, step by step."""
+"""Scripts: models, and a sequence of events for them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,7 +73,7 @@ class Responded:
 
 @dataclass(frozen=True)
 class Elapse:
-    """Let more time pass than the timeouts that are meant to be over."""
+    """Let the timeouts that should expire pass."""
 
     seconds: float
 
@@ -91,8 +91,10 @@ class Known:
 
 @dataclass(frozen=True)
 class Script:
-    """One scene. `known` differences must be there, too: one that has gone is to be struck out.
-    In `unordered` scenes several executions run at once, and which comes first is chance.
+    """One scene.
+
+    Each of the `known` differences must occur; one that does not is to be removed. In `unordered`
+    scenes several executions run at once in random order.
     """
 
     name: str
@@ -104,8 +106,9 @@ class Script:
 
 @dataclass(frozen=True)
 class Group:
-    """Scripts that one start of the server is for, with these variables and flags (both servers
-    know them). The names of all their models are different.
+    """Scripts that share one start of each server, with these variables and flags.
+
+    Both servers know the flags. The names of all models are different.
     """
 
     name: str
@@ -129,7 +132,7 @@ def recorder(
     one: str = "",
     files: Mapping[str, bytes] | None = None,
 ) -> Model:
-    """A Python model that stands at the gate."""
+    """Return a Python model that waits at the gate."""
     config = f"""
         backend: "python"
         max_batch_size: {max_batch_size}

@@ -1,4 +1,4 @@
-"""Both servers: a group of scripts is played against each, one after the other."""
+"""Both servers: a group of scripts is played against each in turn."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ PEERS = Path(os.environ.get("SHMSERVE_PEERS", Path.home() / ".cache/shmserve-pee
 
 @dataclass(frozen=True)
 class Watched:
-    """A product with more variables, one of which is where the gate is."""
+    """A product with additional variables, one of which is the path of the gate."""
 
     product: servers.Product
     more: Mapping[str, str]
@@ -34,22 +34,22 @@ class Watched:
         return self.product.command(repository, ports, scratch)
 
     def environment(self) -> dict[str, str]:
-        """The product's, and more."""
+        """Return the product's environment and the additional variables."""
         return self.product.environment() | {"CUDA_VISIBLE_DEVICES": ""} | dict(self.more)
 
 
 def triton() -> TritonFiles:
-    """Where Triton is; raises `Missing`."""
+    """Return the folder of Triton; raise `Missing` if there is none."""
     return find_triton(PEERS)
 
 
 def products() -> list[servers.Product]:
-    """shmserve and Triton; raises `Missing` without the second."""
+    """Return shmserve and Triton; raise `Missing` without Triton."""
     return [servers.Shmserve(), servers.Triton(triton())]
 
 
 def play(product: servers.Product, group: Group) -> dict[str, Record | str]:
-    """Each script's record by its name, or why it came to no end."""
+    """Return each script's record, or the reason why it did not complete, by its name."""
     with tempfile.TemporaryDirectory(prefix="sd-") as folder:
         path = Path(folder)
         models = [model for script in group.scripts for model in script.models]
@@ -72,7 +72,7 @@ def play(product: servers.Product, group: Group) -> dict[str, Record | str]:
 
 
 def _own_flags(product: servers.Product) -> list[str]:
-    """Where Triton's caches are: it looks for them in /opt."""
+    """Return the flag for the folder of Triton's caches, which it searches in /opt by default."""
     if not isinstance(product, servers.Triton):
         return []
     return [f"--cache-directory={product.files.binary.parent.parent / 'caches'}"]

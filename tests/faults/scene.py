@@ -36,8 +36,8 @@ VALUES = np.array([[1, 2, 3, 4]], np.int32)
 
 
 def crime(command: str) -> dict:
-    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
-    return {"inputs": [given, json_input("INPUT0", VALUES)]}
+    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
+    return {"inputs": [tensor, json_input("INPUT0", VALUES)]}
 
 
 def start_processes(server: Server) -> tuple[psutil.Process, list[psutil.Process]]:

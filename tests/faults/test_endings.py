@@ -48,12 +48,12 @@ def test_kill_the_supervisor_while_a_model_runs(serve: Callable[..., Server]) ->
     server = serve()
     members = server.tree()
     with request_pool(server) as pool:
-        asked = pool.number("gated", 1)
+        pending = pool.number("gated", 1)
         server.gate.next()
         server.find_one("worker simple.0").suspend()
         server.kill()
         assert_nothing_is_left(server, members)
-        assert isinstance(asked.exception(), OSError | http.client.HTTPException)
+        assert isinstance(pending.exception(), OSError | http.client.HTTPException)
 
 
 def test_kill_the_supervisor_while_loading(repository: Path) -> None:

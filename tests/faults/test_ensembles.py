@@ -96,12 +96,12 @@ class Asking:
 
     def _ask(self, which: int) -> None:
         values = np.arange(ELEMENTS, dtype=np.float32) * (which + 1)
-        given = [("IN", "FP32", [ELEMENTS], values.tobytes())]
-        wanted = [{"name": "OUT", "parameters": {"binary_data": True}}]
+        tensors = [("IN", "FP32", [ELEMENTS], values.tobytes())]
+        requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
             while not self._over.is_set():
                 began = time.monotonic()
-                reply = http.infer_binary("pipe", given, outputs=wanted)
+                reply = http.infer_binary("pipe", tensors, outputs=requested_outputs)
                 if reply.status != 200:
                     self.wrong.append(f"{reply.status} {reply.error}")
                 elif (reply.tensors()["OUT"] != values + 3).any():
@@ -149,7 +149,7 @@ def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str
 
 
 @pytest.mark.parametrize("mode", ["hosted", "separate"])
-def test_who_reads_on_after_the_ensemble_has_died(
+def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
     server: Server, separate: Server, mode: str
 ) -> None:
     """The output size of the last step is not known in advance, so the output is in the
@@ -159,15 +159,15 @@ def test_who_reads_on_after_the_ensemble_has_died(
     server = {"hosted": server, "separate": separate}[mode]
     values = np.arange(SLOWLY_READ, dtype=np.float32)
 
-    wanted = [{"name": "OUT", "parameters": {"binary_data": True}}]
+    requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
 
     def asked(factor: int) -> tuple[bytes, dict[str, str]]:
-        given = ("IN", "FP32", [SLOWLY_READ], (values * factor).tobytes())
-        return binary_request([given], outputs=wanted)
+        tensor = ("IN", "FP32", [SLOWLY_READ], (values * factor).tobytes())
+        return binary_request([tensor], outputs=requested_outputs)
 
     with (
         contextlib.closing(http.client.HTTPConnection(server.url)) as slow,
-        server.http() as others,
+        server.http() as other_http,
     ):
         slow.request("POST", "/v2/models/last/infer", *asked(1))
         # The body is too large for the socket and waits for its reader.
@@ -178,7 +178,7 @@ def test_who_reads_on_after_the_ensemble_has_died(
         until("it is ready", lambda: server.answers("/v2/models/last/ready"), RECOVERY_S)
         for factor in range(2, 6):
             right = values * factor + 1
-            assert (others.infer("last", *asked(factor)).tensors()["OUT"] == right).all()
+            assert (other_http.infer("last", *asked(factor)).tensors()["OUT"] == right).all()
         output = Reply(response.status, response.headers, response.read()).tensors()["OUT"]
         assert (output == values + 1).all()
 

@@ -154,20 +154,20 @@ def kill_all_but_the_supervisor(stage: Scene) -> None:
 
 def kill_with_requests_inside(stage: Scene) -> None:
     """Kill a worker with a batch; the batch is retried, and no request fails."""
-    asked = stage.pool.number("gated", 1)
+    pending = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     os.kill(visit.pid, signal.SIGKILL)
     again = stage.server.gate.next()
     assert again.pid != visit.pid
     again.release()
-    assert asked.result().tensors()["OUTPUT0"].tolist() == [[1]]
+    assert pending.result().tensors()["OUTPUT0"].tolist() == [[1]]
 
 
 def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
     """Kill a scheduler; its counters must not decrease, since Prometheus would assume a restart."""
-    asked = stage.pool.number("gated", 1)
+    pending = stage.pool.number("gated", 1)
     stage.server.gate.next().release()
-    assert asked.result().status == 200
+    assert pending.result().status == 200
     counters = ("nv_inference_request_success", "shmserve_request_seconds_bucket")
     before = [stage.server.samples(name) for name in counters]
     kill("scheduler gated")(stage)
@@ -206,13 +206,13 @@ def in_one_batch(stage: Scene, *commands: str) -> list[Reply]:
     """Return the responses to requests for the model "crimes" that are executed together."""
     holder = stage.pool.infer("crimes", crime("gate"))
     visit = stage.server.gate.next()
-    asked = []
+    pending_calls = []
     for count, word in enumerate(commands, 1):
-        asked.append(stage.pool.infer("crimes", crime(word)))
+        pending_calls.append(stage.pool.infer("crimes", crime(word)))
         stage.server.wait_pending("crimes", count)
     visit.release()
     assert is_right(holder.result())
-    return [answer.result() for answer in asked]
+    return [answer.result() for answer in pending_calls]
 
 
 def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
@@ -374,13 +374,13 @@ def truncate_while_executing(stage: Scene) -> None:
             "inputs": [shm_input("INPUT0", "INT32", [1, 1024], "cut", 4096)],
             "outputs": [{"name": "OUTPUT0", "parameters": in_region("cut", 4096, 4096)}],
         }
-        asked = stage.pool.infer("gated", request)
+        pending = stage.pool.infer("gated", request)
         visit = stage.server.gate.next()
         shared_object.truncate(0)
         visit.release()
-        while not asked.done():
+        while not pending.done():
             stage.server.gate.release_arrivals(0.05)
-        reply = asked.result()
+        reply = pending.result()
         assert reply.status in (400, 500, 503), reply
         stage.http.unregister("cut").ok()
 
@@ -391,9 +391,9 @@ def give_pages_back(stage: Scene) -> None:
         shared_object.write(NUMBERS)
         stage.http.register("holes", shared_object.key, 2 * NUMBERS.nbytes).ok()
         for _ in range(20):
-            asked = stage.pool.infer("identity", through("holes"))
+            pending = stage.pool.infer("identity", through("holes"))
             shared_object.punch()
-            assert asked.result().status == 200
+            assert pending.result().status == 200
         stage.http.unregister("holes").ok()
 
 
@@ -425,13 +425,13 @@ def unregister_while_used(stage: Scene) -> None:
             "inputs": [shm_input("INPUT0", "INT32", [1, 1024], "r", 4096)],
             "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 4096, 4096)}],
         }
-        asked = stage.pool.infer("gated", request)
+        pending = stage.pool.infer("gated", request)
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         stage.http.infer("identity", through("r", 1024)).ok()
         stage.http.register("r", other.key, 2 * 4096).ok()
         visit.release()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
         assert (shared_object.read(np.int32, 1024, 4096) == 5).all()
         assert not other.read(np.int32, 2048).any()
         stage.http.unregister("r").ok()
@@ -522,6 +522,6 @@ def test_crime(server: Server, name: str) -> None:
         assert lost == []
 
 
-def test_after_all_crimes(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_faults(server: Server, beginning: State) -> None:
     """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, TORCH_BYTES + 3 * ARENA_BYTES)

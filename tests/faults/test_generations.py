@@ -94,14 +94,14 @@ def test_a_worker_that_dies_while_its_generation_drains(
 ) -> None:
     """Its requests are retried by another worker, and then the generation ends."""
     change(pool, "gated").result().ok()
-    asked = pool.number("gated", 7)
+    pending = pool.number("gated", 7)
     visit = server.gate.next()
     change(pool, "gated", verb).result().ok()
     os.kill(visit.pid, signal.SIGKILL)
     again = server.gate.next()
     assert again.pid != visit.pid
     again.release()
-    assert values(asked.result()) == [7]
+    assert values(pending.result()) == [7]
     change(pool, "gated", "unload").result().ok()
     until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
     assert not server.find("scheduler gated")
@@ -113,7 +113,7 @@ def test_a_scheduler_that_dies_while_its_generation_drains(
 ) -> None:
     """Its requests move to the new generation, or are rejected if there is none."""
     change(pool, "gated").result().ok()
-    asked = pool.number("gated", 7)
+    pending = pool.number("gated", 7)
     visit = server.gate.next()
     dying = server.find_one("scheduler gated")
     change(pool, "gated", verb).result().ok()
@@ -122,16 +122,16 @@ def test_a_scheduler_that_dies_while_its_generation_drains(
         again = server.gate.next()
         assert again.pid != visit.pid
         again.release()
-        assert values(asked.result()) == [7]
+        assert values(pending.result()) == [7]
     else:
-        assert asked.result().status == 503
+        assert pending.result().status == 503
     change(pool, "gated", "unload").result().ok()
     until("it has ended", lambda: not server.find("scheduler gated"))
 
 
 def test_an_instance_that_dies_while_another_loads(server: Server, pool: RequestPool) -> None:
     """The instance restarts, and the load succeeds with both instances."""
-    asked = change(pool, "twin")
+    pending = change(pool, "twin")
     first, second = server.gate.next(), server.gate.next()
     before = attached(server)
     first.release()
@@ -140,7 +140,7 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
     os.kill(first.pid, signal.SIGKILL)
     server.gate.next().release()
     second.release()
-    asked.result().ok()
+    pending.result().ok()
     assert server.answers("/v2/models/twin/ready")
     until("both are there", lambda: len(server.find("worker twin")) == 2)
     change(pool, "twin", "unload").result().ok()
@@ -155,14 +155,14 @@ def test_an_unload_waits_for_the_load_that_runs(
         first = change(pool, "slow")
         server.gate.next().release()
         first.result().ok()
-    asked = change(pool, "slow")
+    pending = change(pool, "slow")
     loading = server.gate.next()
     unload = change(pool, "slow", "unload")
     for _ in range(5):
         assert state(server, "slow") == ("READY" if served else "LOADING")
     assert not unload.done()
     loading.release()
-    asked.result().ok()
+    pending.result().ok()
     unload.result().ok()
     assert not server.find("worker slow")
     until("its scheduler has ended", lambda: state(server, "slow") == "UNAVAILABLE")
@@ -177,14 +177,14 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
     change(pool, "slow")
     server.gate.next().release()
     until("it is there", lambda: server.answers("/v2/models/slow/ready"))
-    asked = pool.number("slow", 7)
+    pending = pool.number("slow", 7)
     executing = server.gate.next()
     change(pool, "slow", "unload").result().ok()
     assert state(server, "slow") == "UNLOADING"
     loaded = change(pool, "slow")
     loading = server.gate.next()
     executing.release()
-    assert values(asked.result()) == [7]
+    assert values(pending.result()) == [7]
     until("the old one has ended", lambda: len(server.find("scheduler slow")) == 1)
     assert state(server, "slow") == "LOADING"
     loading.release()
@@ -194,21 +194,19 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
     change(pool, "slow", "unload").result().ok()
 
 
-def test_a_version_gives_way_to_another_while_models_change(
-    server: Server, repository: Path
-) -> None:
+def test_a_version_replaces_another_while_models_change(server: Server, repository: Path) -> None:
     """Readiness can be queried at every moment of the replacement."""
     with request_pool(server) as pool:
         before = len(server.log())
         change(pool, "two").result().ok()
         (repository / "two" / "2").rename(repository / "two" / "1")
         with silent_local_client(server) as changes:
-            asked = change(pool, "two")
+            pending = change(pool, "two")
             changes("two")
             assert len(server.find("scheduler two")) == 2
             server.find_one("worker simple").kill()
             until("it is known", lambda: not server.answers("/v2/models/simple/ready"))
-        asked.result().ok()
+        pending.result().ok()
         assert "Traceback" not in server.log()[before:]
         assert state(server, "two", "1") == "READY"
         until("the old one has ended", lambda: state(server, "two", "2") == "UNAVAILABLE")
@@ -235,7 +233,7 @@ def test_a_model_that_broke_is_loaded_again(
     change(pool, "once", "unload").result().ok()
 
 
-def test_a_generation_that_breaks_as_it_takes_over(
+def test_a_generation_that_fails_during_takeover(
     server: Server, pool: RequestPool, repository: Path
 ) -> None:
     """The load fails, and the old generation continues to serve."""
@@ -252,20 +250,20 @@ def test_a_generation_that_breaks_as_it_takes_over(
     with silent_local_client(server) as changes:
         new.release()
         changes("slow")
-        asked = pool.number("slow", 7)
+        pending = pool.number("slow", 7)
         assert server.gate.next().pid == new.pid
         os.kill(new.pid, signal.SIGKILL)
         until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
     reply = loading.result()
     assert reply.status == 400, "all know it, and the model is broken"
-    assert asked.result().status == 503
+    assert pending.result().status == 503
     assert state(server, "slow") == "READY"
     assert server.answers("/v2/models/slow/ready")
-    asked = pool.number("slow", 8)
+    pending = pool.number("slow", 8)
     visit = server.gate.next()
     assert visit.pid == old.pid
     visit.release()
-    assert values(asked.result()) == [8]
+    assert values(pending.result()) == [8]
     code.write_text(good)
     change(pool, "slow", "unload").result().ok()
     until("both have ended", lambda: not server.find("scheduler slow"))

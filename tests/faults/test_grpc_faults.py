@@ -36,14 +36,14 @@ def test_the_gateway_dies(server: Server, ending: str) -> None:
     with stub(server) as call, server.http() as http:
         assert answers(call)
         gateway = server.find_one("gateway grpc")
-        asked = call.ModelInfer.future(
+        pending = call.ModelInfer.future(
             request_of("gated", np.ones((1, 1), np.int32), "INT32"), timeout=20
         )
         visit = server.gate.next()
         gateway.kill() if ending == "kill" else stopped(gateway)
         assert http.get("/v2/health/ready").status == 200
         assert wait_exited(gateway, WITHIN_S)
-        assert asked.exception().code() is grpc.StatusCode.UNAVAILABLE
+        assert pending.exception().code() is grpc.StatusCode.UNAVAILABLE
         visit.release()
         until("the next one answers", lambda: answers(call), WITHIN_S)
         assert server.find_one("gateway grpc").pid != gateway.pid
@@ -52,16 +52,16 @@ def test_the_gateway_dies(server: Server, ending: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["worker gated.0", "scheduler gated"])
-def test_what_is_behind_it_dies(server: Server, victim: str) -> None:
+def test_the_process_behind_a_grpc_call_dies(server: Server, victim: str) -> None:
     """No client sees an error."""
     array = np.full((1, 4), 3, np.int32)
     with stub(server) as call:
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         visit = server.gate.next()
         server.find_one(victim).kill()
         visit.release()
         server.gate.next(10).release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert answers(call)
 
 

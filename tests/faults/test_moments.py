@@ -49,7 +49,7 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
             assert ask_slow(server, pool, 1) == [1]
         else:
             unload_slow(pool)
-        asked = pool.send(lambda http: http.load("slow"))
+        pending = pool.send(lambda http: http.load("slow"))
         visit = server.gate.next()
         dying = find(server, victim, visit)
         dying.kill()
@@ -58,16 +58,16 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
         else:
             assert wait_exited(dying, RECOVERY_S), "a signal is only sent; it takes a moment to die"
         visit.release()
-        while not asked.done():
+        while not pending.done():
             server.gate.release_arrivals(0.05)
         if victim == "gateway http 0":
-            assert isinstance(asked.exception(), Exception)
+            assert isinstance(pending.exception(), Exception)
             until_ready(server)
-        elif asked.result().status == 200:
+        elif pending.result().status == 200:
             assert server.answers("/v2/models/slow/ready")
             assert ask_slow(server, pool, 1) == [1]
         else:
-            assert asked.result().error
+            assert pending.result().error
             if moment == "loading":
                 assert not server.answers("/v2/models/slow/ready")
         if moment == "reloading":
@@ -104,10 +104,10 @@ def until_ready(server: Server) -> None:
 
 
 def load_slow(server: Server, pool: RequestPool) -> None:
-    asked = pool.send(lambda http: http.load("slow"))
-    while not asked.done():
+    pending = pool.send(lambda http: http.load("slow"))
+    while not pending.done():
         server.gate.release_arrivals(0.02)
-    asked.result().ok()
+    pending.result().ok()
 
 
 def unload_slow(pool: RequestPool) -> None:
@@ -115,10 +115,10 @@ def unload_slow(pool: RequestPool) -> None:
 
 
 def ask_slow(server: Server, pool: RequestPool, value: int) -> list[int]:
-    asked = pool.number("slow", value)
-    while not asked.done():
+    pending = pool.number("slow", value)
+    while not pending.done():
         server.gate.release_arrivals(0.02)
-    return values(asked.result())
+    return values(pending.result())
 
 
 @pytest.mark.parametrize("victim", DRAINING)
@@ -130,16 +130,16 @@ def test_while_draining(repository: Path, victim: str) -> None:
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
-            asked = pool.number("gated", 1)
+            pending = pool.number("gated", 1)
             visit = server.gate.next()
             server.process.terminate()
             until("it is not ready any more", lambda: not server.answers("/v2/health/ready"))
             server.find_one(victim).kill()
             visit.release()
-            while not asked.done():
+            while not pending.done():
                 server.gate.release_arrivals(0.05)
-            if asked.exception() is None:
-                assert asked.result().status in (200, 503)
+            if pending.exception() is None:
+                assert pending.result().status in (200, 503)
             else:
                 assert victim == "gateway http 0"
         assert server.wait_exit(20) == 0, server.log()

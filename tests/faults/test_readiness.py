@@ -43,11 +43,11 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
         assert http.get("/v2/models/gated/ready").status == 400
         assert http.get("/v2/models/simple/ready").status == 200
         # The model restarts, so new requests wait for it.
-        asked = pool.number("gated", 7)
+        pending = pool.number("gated", 7)
         server.wait_pending("gated", 1)
         loading.release()
         server.gate.next().release()
-        assert values(asked.result()) == [7]
+        assert values(pending.result()) == [7]
         until("it is ready again", lambda: http.get("/v2/health/ready").status == 200, RECOVERY_S)
 
 
@@ -95,7 +95,9 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("mode", ["explicit", "poll"])
-def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, mode: str) -> None:
+def test_a_model_that_crashes_on_every_request_becomes_unavailable(
+    tmp_path: Path, mode: str
+) -> None:
     """After ten crashes in a row the model is unavailable, with a reason; other models serve.
 
     It returns when it is loaded again or its files change.

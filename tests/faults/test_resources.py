@@ -33,9 +33,9 @@ def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> Non
         def ask(number: int, size: int = _LARGE) -> None:
             array = np.full(size, number, np.float32)
             with server.http() as http:
-                given = [("X", "FP32", [size], array.tobytes())]
+                tensors = [("X", "FP32", [size], array.tobytes())]
                 outputs = [{"name": "Y", "parameters": {"binary_data": True}}]
-                reply = http.infer_binary("large", given, outputs=outputs).ok()
+                reply = http.infer_binary("large", tensors, outputs=outputs).ok()
             assert (reply.tensors()["Y"] == array + 1).all()
 
         with ThreadPoolExecutor(4) as pool:
@@ -68,8 +68,8 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
 
     def ask(server: Server, model: str, value: int) -> int:
         with server.http() as http:
-            given = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-            return http.infer(model, {"inputs": given}).status
+            tensors = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
+            return http.infer(model, {"inputs": tensors}).status
 
     with running(repository, "--rate-limit=execution_count") as server:
         gate = server.gate

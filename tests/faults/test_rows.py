@@ -111,13 +111,13 @@ def unregister_in_flight(stage: Stage) -> None:
     The call returns at once; the region stays listed and usable until its last request ends.
     """
     with stage.region("r") as made:
-        asked = stage.pool.infer("gated", gated(5, "r"))
+        pending = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         assert [region["name"] for region in stage.http.regions().json()] == ["r"]
         assert stage.through("r") == 200
         visit.release()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
         assert (made.read(np.int32, 16) == 5).all()
         until("it is not listed", lambda: stage.http.regions().json() == [])
         assert stage.through("r") == 404
@@ -136,9 +136,9 @@ def unregister_under_load(stage: Stage) -> None:
                 pass
             return reply
 
-        asked = [stage.pool.send(ask_until_refused) for _ in range(4)]
+        pending_calls = [stage.pool.send(ask_until_refused) for _ in range(4)]
         stage.http.unregister("r").ok()
-        assert [answer.result().status for answer in asked] == [404] * 4
+        assert [answer.result().status for answer in pending_calls] == [404] * 4
         stage.http.register("r", other.key, SIZE).ok()
 
 
@@ -232,13 +232,13 @@ def truncated(stage: Stage) -> None:
         region.truncate(2 * SIZE)
         assert stage.server.find_one("worker identity.0") == worker
     with stage.region("s") as region:
-        asked = stage.pool.infer("gated", gated(5, "s", SIZE))
+        pending = stage.pool.infer("gated", gated(5, "s", SIZE))
         visit = stage.server.gate.next()
         region.truncate(0)
         visit.release()
-        while not asked.done():
+        while not pending.done():
             stage.server.gate.release_arrivals(0.05)
-        assert asked.result().status in (400, 500, 503)
+        assert pending.result().status in (400, 500, 503)
     stage.server.wait_ready()
     assert stage.http.infer("identity", {"inputs": [json_input("INPUT0", VALUES)]}).status == 200
 
@@ -350,7 +350,7 @@ def objects_of_others(stage: Stage) -> None:
     for key in ("/sem.x", "/nccl-x", "/triton_python_backend_shm_region_1"):
         assert "reserved prefix" in stage.http.register("r", key, 64).error
     with stage.region("r"):
-        asked = stage.pool.infer("gated", gated(1, "r"))
+        pending = stage.pool.infer("gated", gated(1, "r"))
         visit = stage.server.gate.next()
         names = set()
         for process in stage.server.tree():
@@ -366,7 +366,7 @@ def objects_of_others(stage: Stage) -> None:
                 if os.stat(f"/dev/shm/{name}").st_uid != os.geteuid():
                     assert stage.http.register("x", name, 1).status in (400, 403, 500)
         visit.release()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
 
 
 def users_on_one_host(stage: Stage) -> None:
@@ -403,13 +403,13 @@ def another_mount(stage: Stage) -> None:
 def outputs_in_one_place(stage: Stage) -> None:
     """Write the outputs of two concurrent requests to the same bytes; the second request fails."""
     with stage.region("r") as region:
-        asked = stage.pool.infer("gated", gated(5, "r"))
+        pending = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
         refused = stage.http.infer("gated", gated(6, "r", 60))
         assert refused.status == 400
         assert "overlaps one of a request in flight" in refused.error
         visit.release()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
         assert (region.read(np.int32, 16) == 5).all()
 
 

@@ -52,8 +52,8 @@ def ask(
     end: bool = False,
 ) -> int:
     """Return the sum of a sequence; raise the server's error."""
-    given = {"INPUT0": np.full((1, 1), value, np.int32)}
-    result = client.infer("summing", given, sequence=sequence, start=start, end=end, timeout=30)
+    arrays = {"INPUT0": np.full((1, 1), value, np.int32)}
+    result = client.infer("summing", arrays, sequence=sequence, start=start, end=end, timeout=30)
     return int(result["OUTPUT0"][0, 0])
 
 
@@ -106,9 +106,7 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
 
-def test_a_worker_dies_and_its_sequences_are_told(
-    server: Server, client: shmserve.client.Server
-) -> None:
+def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.client.Server) -> None:
     """Covers the causing sequence, the other one of the same instance, those of the other
     instance, and new ones.
     """
@@ -134,7 +132,7 @@ def test_a_worker_dies_and_its_sequences_are_told(
 
 def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.Server) -> None:
     """Sequences started after the exit was detected run, and the model becomes ready again."""
-    with CalledModels(server) as others:
+    with CalledModels(server) as called_models:
         victim = server.find_one("worker summing.0")
         victim.kill()
         # Fails if the scheduler has not been notified of the exit yet.
@@ -143,7 +141,7 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
         assert ask(client, 70, 3, start=True, end=True) == 3
         wait_replaced(server, victim, "worker summing.0")
         until("it is ready", lambda: server.answers("/v2/health/ready"), within_s=RECOVERY_S * 5)
-    assert not others.wrong and others.lost <= 2
+    assert not called_models.wrong and called_models.lost <= 2
 
 
 def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
@@ -165,13 +163,13 @@ def test_a_client_opens_very_many_and_ends_none(
 ) -> None:
     """A limited number waits. Sequences in slots continue, and other clients take turns."""
     assert ask(client, 1, 1, start=True) == 1
-    given = {"INPUT0": np.zeros((1, 1), np.int32)}
+    arrays = {"INPUT0": np.zeros((1, 1), np.int32)}
     with shmserve.client.connect(server.run_dir) as greedy:
         futures: list[Future[Result]] = []
         total = 1
         for sequence in range(MANY):
             futures.append(
-                greedy.infer_async("summing", given, sequence=10_000 + sequence, start=True)
+                greedy.infer_async("summing", arrays, sequence=10_000 + sequence, start=True)
             )
             if sequence % 1000 == 0:
                 total += 1
@@ -189,9 +187,9 @@ def test_a_client_opens_very_many_and_ends_none(
         lambda: server.metric("nv_inference_pending_request_count") == 0,
         within_s=30,
     )
-    with CalledModels(server) as others:
+    with CalledModels(server) as called_models:
         pass
-    assert not others.wrong and not others.lost
+    assert not called_models.wrong and not called_models.lost
 
 
 def test_a_stream_opens_very_many_and_ends_none(
@@ -199,15 +197,17 @@ def test_a_stream_opens_very_many_and_ends_none(
 ) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""
     results: queue.Queue[Any] = queue.Queue()
-    given = grpc.InferInput("INPUT0", [1, 1], "INT32")
-    given.set_data_from_numpy(np.zeros((1, 1), np.int32))
+    tensor = grpc.InferInput("INPUT0", [1, 1], "INT32")
+    tensor.set_data_from_numpy(np.zeros((1, 1), np.int32))
     with (
         grpc.InferenceServerClient(server.grpc_url) as greedy,
         http.InferenceServerClient(server.url.removeprefix("http://")) as other,
     ):
         greedy.start_stream(lambda result, error: results.put(error))
         for sequence in range(1, STREAMED):
-            greedy.async_stream_infer("summing", [given], sequence_id=sequence, sequence_start=True)
+            greedy.async_stream_infer(
+                "summing", [tensor], sequence_id=sequence, sequence_start=True
+            )
         for _ in range(4):  # the sequences that received slots
             assert results.get(timeout=30) is None
         began = time.monotonic()
@@ -225,7 +225,7 @@ def test_a_stream_opens_very_many_and_ends_none(
 
 def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
     """Both clients use the same sequence, as in Triton."""
-    with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as others:
+    with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as called_models:
         assert ask(client, 5, 1, start=True) == 1
         assert [ask(other, 5, 10), ask(client, 5, 100), ask(other, 5, 1000)] == [11, 111, 1111]
         # A START from either client restarts the sequence for both clients.
@@ -233,4 +233,4 @@ def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server)
         assert ask(client, 5, 1, end=True) == 9
         with pytest.raises(ShmserveError, match="must specify the START flag"):
             ask(other, 5, 1)
-    assert not others.wrong and not others.lost
+    assert not called_models.wrong and not called_models.lost

@@ -59,13 +59,13 @@ def test_a_process_dies(repeating: Server, process: str, says: str) -> None:
     until("nothing is left at a worker", lambda: live(repeating) == 0)
 
 
-def test_a_client_leaves_and_another_reads_on(repeating: Server) -> None:
+def test_a_disconnecting_client_does_not_affect_another_stream(repeating: Server) -> None:
     with stream(repeating) as (client, results):
         send_repeat(client, list(range(200)), delay_ms=5)
         results.get(timeout=30)
-        with stream(repeating) as (other, others):
+        with stream(repeating) as (other, other_results):
             send_repeat(other, LONG, delay_ms=10)
-            others.get(timeout=30)
+            other_results.get(timeout=30)
             assert live(repeating) == 2
         until("its request has ended at the worker", lambda: live(repeating) == 1)
         assert ended(results) == 199
@@ -82,9 +82,9 @@ def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(repeating:
         client.stop_stream()
         client.start_stream(take)
         send_repeat(client, [7] * 5000)
-        with stream(repeating) as (other, others):
+        with stream(repeating) as (other, other_results):
             send_repeat(other, list(range(500)))
-            assert ended(others) == 500
+            assert ended(other_results) == 500
         gate.set()
         for _ in range(5001):
             results.get(timeout=30)

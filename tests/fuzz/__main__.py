@@ -17,15 +17,15 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def main() -> None:
-    """Run until the time is over or something breaks."""
+    """Run until the time is over or an input breaks the target."""
     names = sorted(path.name for path in CORPUS.iterdir())
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", choices=names)
     parser.add_argument("--seconds", type=int, default=60, help="how long to search [60]")
     parser.add_argument("--by-chance", type=int, metavar="SEED", help="look at no lines, be fast")
-    wanted = parser.parse_args()
-    if wanted.by_chance is not None:
-        _by_chance(wanted.target, wanted.seconds, wanted.by_chance)
+    arguments = parser.parse_args()
+    if arguments.by_chance is not None:
+        _by_chance(arguments.target, arguments.seconds, arguments.by_chance)
         return
     try:
         import atheris
@@ -33,11 +33,11 @@ def main() -> None:
         sys.exit("tests.fuzz: needs atheris: pip install -e '.[fuzz]'")
     with atheris.instrument_imports(include=["shmserve"]):
         from tests.fuzz.targets import TARGETS
-    flags = [f"-max_total_time={wanted.seconds}", "-max_len=4096", "-rss_limit_mb=2048"]
+    flags = [f"-max_total_time={arguments.seconds}", "-max_len=4096", "-rss_limit_mb=2048"]
     with tempfile.TemporaryDirectory() as folder:
         # New inputs go to the first folder.
         atheris.Setup(
-            [sys.argv[0], *flags, folder, str(CORPUS / wanted.target)], TARGETS[wanted.target]
+            [sys.argv[0], *flags, folder, str(CORPUS / arguments.target)], TARGETS[arguments.target]
         )
         atheris.Fuzz()
 

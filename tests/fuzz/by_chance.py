@@ -13,8 +13,11 @@ _LONGEST = 200
 def search(
     target: Callable[[bytes], object], corpus: list[bytes], seconds: float, seed: int
 ) -> int:
-    """Try inputs until the time is over; how many there were. What breaks the target is kept as
-    crash-SEED-NUMBER in the current folder, and raised."""
+    """Try inputs until the time is over, and return their number.
+
+    An input that breaks the target is stored as crash-SEED-NUMBER in the current folder, and the
+    error is raised.
+    """
     end = time.monotonic() + seconds
     for count, data in enumerate(_inputs(corpus, random.Random(seed))):
         try:
@@ -28,7 +31,7 @@ def search(
 
 
 def _inputs(corpus: list[bytes], chance: random.Random) -> Iterator[bytes]:
-    """Any bytes, and those of the corpus with a few changes, in turns."""
+    """Yield random bytes and slightly changed corpus inputs in turn."""
     for number in itertools.count():
         if number % 2 or not corpus:
             yield chance.randbytes(chance.randrange(1, _LONGEST))

@@ -46,7 +46,7 @@ class _Faults(logging.Handler):
 
 
 class _Client:
-    """What a client has sent and not sent yet, by stream."""
+    """The bytes of a client that are sent and not yet sent, by stream."""
 
     def __init__(self, scene: Scene, data: bytes) -> None:
         self.scene = scene
@@ -68,7 +68,7 @@ class _Client:
         return self._at < len(self._data)
 
     def _stream(self) -> int:
-        """One that the client has not ended, if there is one; any, at times."""
+        """Return a stream that the client has not ended if there is one; at times any stream."""
         which = self.number()
         if which > 0xF8 or not self._open:
             return 1 + 2 * (which % max(1, self._next // 2))
@@ -87,7 +87,7 @@ class _Client:
         self.scene.send(frame(HEADERS, END_HEADERS, stream, block))
 
     def write(self) -> None:
-        """A message, whose bytes are sent later, in pieces."""
+        """Queue a message whose bytes are sent later in pieces."""
         stream, how = self._stream(), self.number()
         data = _MESSAGES[how % len(_MESSAGES)]
         if how > 0xF0:
@@ -140,7 +140,7 @@ class _Client:
         elif scene.begun:
             call: Any = scene.begun[self.number() % len(scene.begun)]
             if kind == 22:
-                (call.on_timeout, call._expired)[self.number() % 2]()
+                (call.on_timeout, call._on_deadline)[self.number() % 2]()
             elif isinstance(call, StreamingCall) and self.number() > 0xC0:
                 call.fail(StatusCode.UNAVAILABLE, "no")
             else:
@@ -153,7 +153,7 @@ class _Client:
         self.scene.calls.clear()
 
     def look(self) -> None:
-        """What came back is what was sent."""
+        """Check that the responses equal the requests."""
         for kind, _, stream, payload in self.scene.transport.frames():
             if kind == DATA:
                 self.came[stream] += payload
@@ -170,20 +170,20 @@ async def _play(data: bytes) -> None:
         scene = Scene()
         client = _Client(scene, data)
         for _ in range(_MOST_STEPS):
-            if not client.has_more or scene.transport.closed or scene.connection._ended:
+            if not client.has_more or scene.transport.closed or scene.connection._is_closing:
                 break
             client.step()
             if client.number() % 2:
                 await asyncio.sleep(0)
             client.look()
         scene.connection.connection_lost(None)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=10)
-        assert all(task.done() for task in others), "a task goes on"
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if other_tasks:
+            await asyncio.wait(other_tasks, timeout=10)
+        assert all(task.done() for task in other_tasks), "a task goes on"
         assert all(call.done for call in scene.begun)
         assert not scene.connection.http2.streams
-        assert not scene.connection.http2.sending.waiting
+        assert not scene.connection.http2.sending.waiting_streams
         assert scene.connection.front.budget._used == 0
     finally:
         logging.getLogger("shmserve").removeHandler(faults)
@@ -191,5 +191,5 @@ async def _play(data: bytes) -> None:
 
 
 def grpc(data: bytes) -> None:
-    """A connection, what its client says, and what its server does."""
+    """Run a gRPC connection with the actions of its client and its server."""
     asyncio.run(_play(data))

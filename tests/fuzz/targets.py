@@ -81,7 +81,7 @@ _SIGNATURES = [
 
 @contextlib.contextmanager
 def _refused(sent: bytes) -> Iterator[None]:
-    """What is wrong may be said, in words for clients: nothing of ours that they did not send."""
+    """Check an error's text: it may quote the client's bytes, but no internal names."""
     said = ""
     try:
         yield
@@ -92,7 +92,7 @@ def _refused(sent: bytes) -> Iterator[None]:
 
 
 class _Bytes:
-    """The choices that an input makes, and what is left of it."""
+    """The choices that an input makes, and its remaining bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.rest = data
@@ -106,23 +106,23 @@ class _Bytes:
 
 
 def http(data: bytes) -> None:
-    """A request: its target, headers and body."""
-    given = _Bytes(data)
-    kind = given.number(1) % 5
+    """Parse a request: its target, headers and body."""
+    drawn_bytes = _Bytes(data)
+    kind = drawn_bytes.number(1) % 5
     with _refused(data):
         if kind == 0:
-            _inference(given)
+            _inference(drawn_bytes)
         elif kind == 1:
-            _compressed(given)
+            _compressed(drawn_bytes)
         elif kind == 2:
-            found = ROUTES.find(given.rest.decode("latin-1"))
+            found = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
             assert found is None or len(found[1]) < 3
         elif kind == 3:
-            text = given.rest.decode("latin-1")
+            text = drawn_bytes.rest.decode("latin-1")
             size = header_size(text, 1000)
             assert 0 <= size <= 1000
         else:
-            text = given.rest.decode("latin-1")
+            text = drawn_bytes.rest.decode("latin-1")
             assert preferred_encoding(text) in ("identity", "gzip", "deflate")
             check_encoding(text)
 
@@ -159,7 +159,7 @@ def _tensor(tensor: Any) -> TensorRef:
 
 
 def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
-    """A large JSON is read another way, to the same end."""
+    """Check that a large JSON document is parsed to the same in steps."""
     again = parse_request(loads_large(body), tail_size, "m", _LIMIT)
     assert (again.id, len(again.inputs)) == (wire.id, len(wire.inputs))
     for one, other in zip(wire.inputs, again.inputs, strict=True):
@@ -170,12 +170,14 @@ def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
 
 
 def _same_with_other_numbers(body: bytes) -> None:
-    """A JSON like one that is known is read another way, to the same end or none."""
+    """Check that a document like a known one is parsed to the same by its fingerprint, or not
+    at all.
+    """
     cache: Any = BoundedCache(1)
-    given = Fingerprint(body, 0)
+    fingerprint = Fingerprint(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
-    if not worth_preparing(cache, given) and worth_preparing(cache, given):
-        store_template(cache, given, wire, _Inline())  # type: ignore[arg-type]
+    if not worth_preparing(cache, fingerprint) and worth_preparing(cache, fingerprint):
+        store_template(cache, fingerprint, wire, _Inline())  # type: ignore[arg-type]
     other = body.translate(_OTHER_DIGITS)
     found: Any = repeat(cache, Fingerprint(other, 0), other, len(other))
     if found is not None:
@@ -219,14 +221,14 @@ def _compressed(given: _Bytes) -> None:
 
 
 def register(data: bytes) -> None:
-    """A registration: the region's name in the target, key and extent in the body."""
+    """Parse a registration: the region's name in the target, key and extent in the body."""
     name, _, body = data.partition(b"\n")
     with _refused(data):
         found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
         if found is not None and found[1][0]:
             check_region_name(found[1][0])
         raw = loads(body)
-        key, offset, size, *flags = handlers.registration(raw if type(raw) is dict else {})
+        key, offset, size, *flags = handlers.decode_registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
         assert 0 <= offset <= LARGEST
         assert 0 <= size <= LARGEST
@@ -250,9 +252,9 @@ def _edge(given: _Bytes) -> int:
 
 
 def ranges(data: bytes) -> None:
-    """Offsets and sizes, against arithmetic on paper."""
-    given = _Bytes(data)
-    offset, size, start, extent, limit = (_edge(given) for _ in range(5))
+    """Compare offsets and sizes with plain arithmetic."""
+    drawn_bytes = _Bytes(data)
+    offset, size, start, extent, limit = (_edge(drawn_bytes) for _ in range(5))
     inside = offset >= 0 and size >= 0 and offset + size <= limit
     assert fits(offset, size, limit) == inside
     for value in (offset, size, float(size), str(size), size > 0, None):
@@ -270,7 +272,7 @@ def ranges(data: bytes) -> None:
         memory_range = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
         assert start <= memory_range.offset
         assert memory_range.offset + memory_range.byte_size <= start + extent
-    _spans(given)
+    _spans(drawn_bytes)
 
 
 def _spans(given: _Bytes) -> None:
@@ -293,7 +295,9 @@ def _spans(given: _Bytes) -> None:
 
 
 def wire(data: bytes) -> None:
-    """A frame, a request in it, an answer: as they were sent, or malformed."""
+    """Check that a frame, its request and its response are unpacked as they were packed, or
+    malformed.
+    """
     kind, rest = data[:1], data[1:]
     try:
         if kind == b"i":
@@ -344,7 +348,7 @@ _HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"fuzz")
 
 
 def native(data: bytes) -> None:
-    """The bytes of a local client's connection, what it says with them, and who it says it is."""
+    """Read the bytes of a local client's connection: its messages and its identity."""
     kind, rest = data[:1], data[1:]
     if kind == b"z":
         _decoded(_Bytes(rest))
@@ -362,33 +366,35 @@ def native(data: bytes) -> None:
 
 
 def _decoded(given: _Bytes) -> None:
-    """However a stream is cut, the same comes out of it, and no more than went in."""
+    """Check that any split of a stream is decoded to the same messages and to no more bytes."""
     step = given.number(1) + 1
     stream = _HANDSHAKE * (given.number(1) % 2) + given.rest
-    whole, cut = zmtp.Decoder(), zmtp.Decoder()
-    taken = whole.feed(stream)
+    uncut, cut = zmtp.Decoder(), zmtp.Decoder()
+    taken = uncut.feed(stream)
     pieces = []
     for at in range(0, len(stream), step):
         if not cut.broken:
             pieces += cut.feed(stream[at : at + step])
-    assert whole.held <= len(stream)
+    assert uncut.held <= len(stream)
     assert sum(map(len, taken)) <= len(stream)
     assert pieces == taken
-    assert (cut.broken, cut.dropped) == (whole.broken, whole.dropped)
-    assert cut.properties == whole.properties
+    assert (cut.broken, cut.dropped) == (uncut.broken, uncut.dropped)
+    assert cut.properties == uncut.properties
     with contextlib.suppress(MalformedMessage):
         for frame in taken:
             frames.unpack(frame)
 
 
 def _said(submit: Submit) -> None:
-    """A request is what it is, whatever it says of itself, and also after one of the same form."""
+    """Check that the fields of a request do not change its inference, also after an equal
+    schema.
+    """
     for signature in _SIGNATURES:
         rules = LocalClientRules(_SEALS, signature)
         counted = []
         for _ in range(2):
             with _refused(submit.schema), contextlib.suppress(MalformedMessage):
-                counted.append(rules.checked(_GUEST, submit, 0))
+                counted.append(rules.validate(_GUEST, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:
             assert (checked.id, checked.schema, checked.data) == (

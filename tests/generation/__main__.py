@@ -1,5 +1,6 @@
-"""`python -m tests.generation CHECK [--size N] [--first SEED]`: a long check of text generation, as
-large as one wants it."""
+"""`python -m tests.generation CHECK [--size N] [--first SEED]`: a long check of text generation
+of any size.
+"""
 
 import argparse
 import sys

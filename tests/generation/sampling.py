@@ -1,5 +1,6 @@
-"""Sampling beside transformers: from one prompt, as many texts of ours as of `generate`, which are
-to be distributed alike (a chi-square test of two samples over joint tokens)."""
+"""Sampling beside transformers: as many texts of ours as of `generate` from one prompt must
+have the same distribution (a chi-square test of two samples over joint tokens).
+"""
 
 import tempfile
 from collections import Counter
@@ -33,8 +34,12 @@ def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int)
     p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
         for key in range(1, -(-texts // _SAMPLES) + 1):
-            asked: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": LENGTH, "ignore_eos": True}
-            scheduler.add(key, **asked, **settings, n=_SAMPLES, seed=seed + key)
+            request: dict[str, Any] = {
+                "input_ids": PROMPT,
+                "max_tokens": LENGTH,
+                "ignore_eos": True,
+            }
+            scheduler.add(key, **request, **settings, n=_SAMPLES, seed=seed + key)
             scheduler.run()
             tokens = scheduler.tokens(key)
             p_values += zip(*[iter(tokens)] * LENGTH, strict=True)
@@ -55,7 +60,7 @@ def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[
 
 
 def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int = 0) -> float:
-    """How probable it is that two samples of one distribution differ as much as these."""
+    """Return the p-value of two samples under the hypothesis of one distribution."""
     mine = Counter(ours(path, rig, settings, texts, seed))
     other = Counter(theirs(path, settings, texts, seed))
     both = mine + other
@@ -67,7 +72,7 @@ def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: in
 
 
 def run(size: int, first: int = 0) -> str:
-    """So many texts of each at each of the settings. Raises AssertionError."""
+    """Compare this number of texts at each of the settings. Raises AssertionError."""
     p_values: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="shmserve-sampling-") as folder:
         path = write_folder(Path(folder) / "model")

@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 class NotingEngine(WorkerEngine):
-    """A worker's engine that notes the `bits` of what it samples from, by the request's key."""
+    """A worker's engine that records the `bits` of the logits that it samples from, by request."""
 
     bits: dict[int, Bits]
 
@@ -95,7 +95,7 @@ class ModelWorker(GenerativeWorker):
 
 
 class ModelRig(EngineRig):
-    """An engine whose worker has a model."""
+    """An engine whose worker has a real model."""
 
     def __init__(self, model: Transformer, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -103,7 +103,7 @@ class ModelRig(EngineRig):
 
     @property
     def bits(self) -> dict[int, Bits]:
-        """Those of all requests, by key."""
+        """Return the bits of all requests by key."""
         return self.worker.engine.bits
 
     def ask(self, asked: Asked) -> Generation[None]:
@@ -114,14 +114,14 @@ class ModelRig(EngineRig):
 
 @functools.cache
 def model(family: str) -> Transformer:
-    """A tiny model that is sensitive to any mistake."""
+    """Return a tiny model whose logits change with any mistake."""
     with tempfile.TemporaryDirectory(prefix="shmserve-schedules-") as folder:
         return Transformer(Checkpoint.open(write_folder(Path(folder) / family, family)))
 
 
 @functools.cache
 def requests() -> list[Asked]:
-    """All that is ever asked; many begin alike."""
+    """Return all requests of the schedules, many with a common prefix."""
     draw = random.Random(1)
     beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
     requests: list[Asked] = []
@@ -135,7 +135,7 @@ def requests() -> list[Asked]:
 
 @functools.cache
 def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
-    """What each sample of a request draws from, and comes to, where nothing else ever ran."""
+    """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
     ended: dict[int, tuple[list[int], str]] = {}
     for sample in range(asked.samples):
@@ -154,7 +154,9 @@ def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], s
 
 @dataclass
 class Schedule:
-    """What a seed draws: settings, and requests that come and go. `counts` are what was done."""
+    """A random schedule: the settings and requests that a seed draws. `counts` counts its
+    events.
+    """
 
     seed: int
     counts: Counter[str] = field(default_factory=Counter)
@@ -186,7 +188,7 @@ class Schedule:
         asked: dict[int, Asked] = {}
         cancelled: set[int] = set()
         left = self._seats
-        while left or rig.engine.live:
+        while left or rig.engine.live_sequences:
             while left and draw.random() < 0.7:
                 left -= 1
                 request = draw.choice(requests())
@@ -209,10 +211,10 @@ class Schedule:
         )
 
     def _compare(self, key: int, request: Asked, cancelled: bool) -> None:
-        wanted, texts = alone(self._family, request)
+        expected, texts = alone(self._family, request)
         found = self._rig.bits.get(key, {})
         for at, bits in found.items():
-            assert bits == wanted[at], f"{self._family}, {request}: logits behind {at} differ"
+            assert bits == expected[at], f"{self._family}, {request}: logits behind {at} differ"
         self.counts["logits"] += len(found)
         for sample, text in texts.items():
             ended = self._rig.ended.get((key, sample))
@@ -220,7 +222,7 @@ class Schedule:
 
 
 def run(size: int, first: int = 0) -> str:
-    """Run so many schedules. Raises AssertionError at the first that differs."""
+    """Run this number of schedules. Raises AssertionError at the first that differs."""
     counts: Counter[str] = Counter()
     for seed in range(first, first + size):
         schedule = Schedule(seed)

@@ -1,5 +1,4 @@
-"""Structured output: schemas of mixed depth, to each of which a model that says anything at random
-answers with JSON that is valid."""
+"""Structured output: a model of random tokens answers schemas of any depth with valid JSON."""
 
 import json
 import random
@@ -19,7 +18,7 @@ _NGRAM = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
 
 
 def drawn(draw: random.Random, depth: int) -> dict[str, Any]:
-    """A schema whose values are at most so deep, and never long."""
+    """Draw a schema whose values have at most this depth and are short."""
     kinds = [_string, _integer, _chosen, _plain]
     return draw.choice([_object, _object, _array, _either] if depth else kinds)(draw, depth)
 
@@ -82,7 +81,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def problem(value: Any, schema: dict[str, Any]) -> str:
-    """What is wrong with a value by one of the schemas that are `drawn`; "": nothing."""
+    """Return why a value does not match a schema that was `drawn`, or ""."""
     if "anyOf" in schema:
         problems = [problem(value, option) for option in schema["anyOf"]]
         return "" if "" in problems else f"{value!r} is none of {schema['anyOf']}"
@@ -130,7 +129,7 @@ _CHECKS: dict[str, Any] = {
 def answers(
     path: Path, rig: Path, schemas: list[dict[str, Any]], speculates: bool
 ) -> tuple[list[str], int]:
-    """The answer to each schema, all of which run together, and how many tokens they have."""
+    """Return the answer to each schema, generated concurrently, and the number of tokens."""
     engine = {"kv_cache_blocks": 128 * len(schemas), **(_NGRAM if speculates else {})}
     with llm_rig(rig, path, engine, draft=3 if speculates else 0) as scheduler:
         for key, schema in enumerate(schemas, 1):
@@ -147,14 +146,14 @@ def answers(
 
 
 def run(size: int, first: int = 0) -> str:
-    """So many schemas. Raises AssertionError for an answer that is not valid."""
+    """Check this number of schemas. Raises AssertionError for an invalid answer."""
     draw = random.Random(first)
-    wanted = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
+    expected = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
     tokens = 0
     with tempfile.TemporaryDirectory(prefix="shmserve-schemas-") as folder:
         path = write_folder(Path(folder) / "model")
         for begin in range(0, size, _TOGETHER):
-            schemas = wanted[begin : begin + _TOGETHER]
+            schemas = expected[begin : begin + _TOGETHER]
             rig = Path(folder) / f"rig{begin}"
             texts, count = answers(path, rig, schemas, begin // _TOGETHER % 2 == 1)
             tokens += count

@@ -39,14 +39,14 @@ LEAST = 1e-4  # how improbable what was found may be
 
 
 def chain(seed: int) -> torch.Tensor:
-    """The logits of a Markov chain."""
+    """Return the logits of a Markov chain."""
     return torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
 def rows(
     texts: list[list[int]], parameters: GenerationParameters, seeds: range
 ) -> list[SampledRow]:
-    """A row for each text, all behind token 0 and with seeds of their own."""
+    """Return a row for each text; all texts begin with token 0 and have seeds of their own."""
     return [
         SampledRow(replace(parameters, seed=seed), 0, [0, *text], 1, ())
         for seed, text in zip(seeds, texts, strict=True)
@@ -56,7 +56,7 @@ def rows(
 def spoken(
     target: torch.Tensor, draft: torch.Tensor, parameters: GenerationParameters, seeds: range
 ) -> list[tuple[int, ...]]:
-    """Texts of LENGTH + 1 tokens, for which the draft has proposed LENGTH."""
+    """Return texts of LENGTH + 1 tokens, for which the draft proposed LENGTH tokens."""
     proposals = [Proposal() for _ in seeds]
     for _ in range(LENGTH):
         sampled = rows([each.tokens for each in proposals], parameters, seeds)
@@ -81,8 +81,10 @@ def spoken(
 
 
 def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
-    """How probable it is that so many texts are distributed at least as differently from what the
-    target alone would say. Raises AssertionError for one that it never says."""
+    """Return the p-value of the texts under the distribution of the target alone.
+
+    Raises AssertionError for a text that the target never generates.
+    """
     target, draft = chain(1), chain(2)
     parameters = GenerationParameters(**settings)
     counts: Counter[tuple[int, ...]] = Counter()
@@ -97,13 +99,16 @@ def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
     assert all(joint[text] for text in counts)
     likely = [text for text, probability in joint.items() if probability * texts >= 8]
     observed = [counts[text] for text in likely]
-    wanted = [joint[text] * texts for text in likely]
-    observed, wanted = [*observed, texts - sum(observed) + 1], [*wanted, texts - sum(wanted) + 1]
-    return float(chisquare(observed, wanted, sum_check=False).pvalue)
+    expected = [joint[text] * texts for text in likely]
+    observed, expected = (
+        [*observed, texts - sum(observed) + 1],
+        [*expected, texts - sum(expected) + 1],
+    )
+    return float(chisquare(observed, expected, sum_check=False).pvalue)
 
 
 def run(size: int, first: int = 0) -> str:
-    """So many texts at each of the settings. Raises AssertionError."""
+    """Check this number of texts at each of the settings. Raises AssertionError."""
     p_values = {str(settings): chance(settings, size, first) for settings in SETTINGS}
     for settings, figures in p_values.items():
         assert figures > LEAST, f"{settings}: p = {figures:g}"

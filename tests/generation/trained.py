@@ -29,7 +29,7 @@ _CLOSE = 1e-4
 
 
 def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
-    """Of rows of a text, by a folder's model."""
+    """Return the perplexity of rows of a text under a folder's model."""
     model = Transformer(Checkpoint.open(path), weights)
     cache = KvCache(model.architecture, _LENGTH, 1, 0)
     total = 0.0
@@ -43,7 +43,7 @@ def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
 
 
 def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
-    """Texts behind parts of the text are those of transformers. Raises AssertionError."""
+    """Check that greedy continuations equal those of transformers. Raises AssertionError."""
     starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
     prompts = {key: tokens[at : at + 5 + 9 * key] for key, at in enumerate(starts, 1)}
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -66,7 +66,7 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
 
 
 def run(size: int, first: int = 0) -> str:
-    """Train for so many seconds. Raises AssertionError."""
+    """Train for this number of seconds, and check the model. Raises AssertionError."""
     sys.path.insert(0, str(_EXAMPLE))
     import train  # type: ignore[import-not-found,unused-ignore]
 

@@ -8,9 +8,10 @@ from shmserve.ipc.transport.router import Router
 
 
 def arrived(link: Dealer | Router, patience_s: float = 10.0) -> list[Any]:
-    """What `link` receives, once that is something; [] when nothing comes in time.
+    """Return the messages that `link` receives, as soon as there are any; [] after a timeout.
 
-    A socket also wakes up for handshakes. What is here is taken, however late it is.
+    A socket also wakes up for handshakes. Messages that are already there are returned even after
+    the timeout.
     """
     end = time.monotonic() + patience_s
     while link.wait(max(0.0, end - time.monotonic())):
@@ -21,7 +22,7 @@ def arrived(link: Dealer | Router, patience_s: float = 10.0) -> list[Any]:
 
 
 def send_raw(link: Dealer | Router, peer: bytes, data: bytes) -> None:
-    """Send bytes as they are: a router to one of its peers, a dealer to its only one."""
+    """Send bytes without packing them: a router to one of its peers, a dealer to its only peer."""
     connection = link._peers[peer] if isinstance(link, Router) else link._connection
     assert connection is not None
     connection.unsent += data
@@ -29,7 +30,7 @@ def send_raw(link: Dealer | Router, peer: bytes, data: bytes) -> None:
 
 
 def framed(body: bytes) -> bytes:
-    """ZMTP's message of one part."""
+    """Return a ZMTP message of one part."""
     short = len(body) < 256
     size = len(body).to_bytes(1 if short else 8, "big")
     return (b"\0" if short else b"\2") + size + body

@@ -33,7 +33,9 @@ class Curve:
     drift: float = 1.0
 
     def timer(self, seed: int, length_s: float) -> Callable[[int, int], float]:
-        """Times of batches of a size, at a time. A drift takes the middle half of `length_s`."""
+        """Return a function from batch size and time to execution time. A drift changes the middle
+        half of `length_s`.
+        """
         chance = random.Random(seed)
         base = [ms * MS for ms in self.ms]
 
@@ -50,18 +52,20 @@ class Curve:
 
     @property
     def most_per_second(self) -> float:
-        """The rate that one instance can hold at most."""
+        """Return the highest rate that one instance can sustain."""
         factor = (1 + self.jitter / 3) * (1 + self.slow * (self.slower - 1)) * max(self.drift, 1.0)
         return max(size / ms for size, ms in enumerate(self.ms, 1)) * 1000 / factor
 
 
 def by(ms: Callable[[int], float]) -> tuple[float, ...]:
-    """The times of all sizes."""
+    """Return a curve whose execution times of all sizes are scaled."""
     return tuple(ms(size) for size in range(1, LARGEST + 1))
 
 
 def step(at: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[float, ...]:
-    """`low_ms` up to a size of `at`, `high_ms` above, and `each_ms` a row."""
+    """Return a curve with `low_ms` up to the size `at`, `high_ms` above it, and `each_ms` per
+    row.
+    """
     return by(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
 
 
@@ -137,7 +141,7 @@ class Load:
 
 
 def loads(curve: Curve, seed: int, count: int) -> Iterator[Load]:
-    """Three loads: open at two rates, and clients that wait for their responses."""
+    """Return three loads: two with fixed rates, and clients that wait for their responses."""
     chance = random.Random(seed)
     most = curve.most_per_second
     for part in (chance.uniform(0.2, 0.5), chance.uniform(0.5, 0.85)):
@@ -162,8 +166,10 @@ def outcome(run: Run) -> Outcome:
 
 @dataclass(frozen=True)
 class Compared:
-    """The adaptive batcher beside the best fixed one: which makes most requests a second of those
-    that hold the target."""
+    """A comparison of the adaptive batcher with the best fixed one.
+
+    The best fixed batcher has the highest throughput of those that meet the target.
+    """
 
     name: str
     load: Load
@@ -173,7 +179,7 @@ class Compared:
 
     @property
     def holds(self) -> bool:
-        """Whether it holds the target, and makes as many requests a second but for 5 %."""
+        """Return whether the run meets the target with at least 95 % of the throughput."""
         rate = self.adaptive.per_second / self.best.per_second
         return self.adaptive.p99_ms <= self.target_ms and rate >= 0.95
 
@@ -187,7 +193,9 @@ class Compared:
 
 
 def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Compared:
-    """Run both. Without a target, it is at least 1.15 times what the best fixed one can hold."""
+    """Run both batchers. Without a target, the target is 1.15 times the latency that the best fixed
+    batcher can meet.
+    """
     fixed = [
         outcome(load.run_fixed(size, delay, curve, seed)) for size in SIZES for delay in DELAYS_MS
     ]

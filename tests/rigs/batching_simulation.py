@@ -28,8 +28,11 @@ class Item:
 
 @dataclass(slots=True)
 class Run:
-    """What a simulation made: latencies (ns) of the requests, sizes of the batches and why they
-    were closed, and how long it took (ns)."""
+    """The result of a simulation.
+
+    It has the latencies (ns) of the requests, the sizes of the batches and the reasons why they
+    were closed, and the duration (ns).
+    """
 
     latencies: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -41,14 +44,17 @@ class Run:
         return len(self.latencies) / (self.ended_ns / 1e9)
 
     def percentile_ms(self, percent: float) -> float:
-        """A percentile of the latencies, without the first tenth, in which there is learned."""
+        """Return a percentile of the latencies without the first tenth, during which the batcher
+        learns.
+        """
         kept = sorted(self.latencies[len(self.latencies) // 10 :])
         return kept[min(len(kept) - 1, int(len(kept) * percent / 100))] / MS
 
 
 class Arriving:
-    """A heap of the times of arrivals that are `due`, to which clients that wait for responses add
-    their next ones."""
+    """A heap of arrival times, of which some are `due`. Clients that wait for responses add their
+    next arrivals.
+    """
 
     def __init__(self) -> None:
         self.due: list[int] = []
@@ -57,7 +63,7 @@ class Arriving:
 
     @classmethod
     def closed_loop(cls, clients: int, requests: int, think_ns: Callable[[], float]) -> Arriving:
-        """So many clients, each with one request at a time, that pause in between."""
+        """Return a load of clients with one request at a time and a pause after each response."""
         load = cls()
         load._think, load._to_come = think_ns, requests
         load.returned(1, clients)
@@ -65,7 +71,7 @@ class Arriving:
 
     @classmethod
     def open_loop(cls, per_second: float, requests: int, seed: int = 1) -> Arriving:
-        """Requests that come as they come, as Poisson has it."""
+        """Return a load of requests that arrive as a Poisson process."""
         load, gaps, at = cls(), random.Random(seed), 1.0
         for _ in range(requests):
             at += gaps.expovariate(per_second) * 1e9
@@ -73,7 +79,7 @@ class Arriving:
         return load
 
     def returned(self, now_ns: int, count: int) -> None:
-        """So many clients have their response, and go on after a pause."""
+        """Schedule the next requests of clients that have received their responses."""
         for _ in range(min(count, self._to_come)):
             heapq.heappush(self.due, int(now_ns + self._think()))
             self._to_come -= 1
@@ -98,14 +104,14 @@ class Simulation:
         self._run = Run()
 
     def closed_loop(self, clients: int, requests: int, think_ns: Callable[[], float]) -> Run:
-        """So many clients, each with one request at a time, that pause in between."""
+        """Simulate clients with one request at a time and a pause after each response."""
         self._think, self._to_come = think_ns, requests - clients
         for _ in range(clients):
             self._at(self._now + think_ns(), self._arrive)
         return self._go()
 
     def open_loop(self, per_second: float, requests: int, seed: int = 1) -> Run:
-        """Requests that come as they come, as Poisson has it."""
+        """Simulate requests that arrive as a Poisson process."""
         gaps = random.Random(seed)
         at = float(self._now)
         for _ in range(requests):
@@ -131,7 +137,7 @@ class Simulation:
     def _arrive(self, _: None) -> None:
         self._queue.append(Item(self._now))
         self._here += 1
-        self._batcher.arrived(self._now, self._here)
+        self._batcher.record_arrival(self._now, self._here)
 
     def _wake(self, _: None) -> None:
         pass
@@ -163,7 +169,7 @@ class Simulation:
         latencies = [self._now - item.enqueued_ns for item in taken]
         self._run.latencies += latencies
         took = self._now - began
-        self._batcher.returned(self._now, self._here, len(taken), took, latencies)
+        self._batcher.record_batch(self._now, self._here, len(taken), took, latencies)
         if self._think is not None:
             for _ in taken[: self._to_come]:
                 self._at(self._now + self._think(), self._arrive)
@@ -173,8 +179,10 @@ class Simulation:
 def fixed_run(
     size: int, delay_ns: int, time_ns: Callable[[int, int], float], arrivals: Arriving
 ) -> Run:
-    """What a `DynamicBatcher` of this size and delay makes of one instance: the same as a
-    `Simulation` of it, in a small part of the time."""
+    """Return the result of a `DynamicBatcher` of this size and delay with one instance.
+
+    It equals the result of a `Simulation`, in a small part of the time.
+    """
     run, free_ns = Run(), 0
     waiting: deque[int] = deque()
     due = arrivals.due
@@ -200,18 +208,20 @@ def fixed_run(
 def linear(
     setup_ms: float, each_ms: float, noise: float = 0.0, seed: int = 1
 ) -> Callable[[int, int], float]:
-    """A model that takes `setup_ms + each_ms * size`, and at times up to `noise` parts more."""
+    """Return a model that takes `setup_ms + each_ms * size`, plus noise of up to `noise` times
+    that.
+    """
     chance = random.Random(seed)
     return lambda size, _: (setup_ms + each_ms * size) * MS * (1 + noise * chance.random() ** 2)
 
 
 def about(ms: float, seed: int = 2) -> Callable[[], float]:
-    """Pauses between a half and one and a half of this."""
+    """Return a distribution of pauses between half and one and a half of `ms`."""
     chance = random.Random(seed)
     return lambda: ms * MS * (0.5 + chance.random())
 
 
 def scattered(ms: float, seed: int = 3) -> Callable[[], float]:
-    """Pauses of this on average, many short and some long."""
+    """Return a distribution of pauses with this mean, many short ones and some long ones."""
     chance = random.Random(seed)
     return lambda: chance.expovariate(1 / ms) * MS

@@ -1,4 +1,4 @@
-"""The other side of a model's calls: a supervisor and schedulers that say what the test says."""
+"""The peers of a model that calls others: a supervisor and schedulers, played by the test."""
 
 import threading
 from concurrent.futures import Future
@@ -25,7 +25,9 @@ CONFIG = model_config(
 
 
 class Peer:
-    """One end of messages: what comes is taken in order, what is said goes to who spoke last."""
+    """A bound socket. Received messages are taken in order; messages are sent to the last
+    sender.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -40,7 +42,7 @@ class Peer:
         return message
 
     def is_silent(self) -> bool:
-        """Whether nothing comes for a moment."""
+        """Return whether no message arrives within a moment."""
         self._listen(0.05)
         return not self._waiting
 
@@ -57,7 +59,9 @@ class Peer:
 
 
 class CalledModels:
-    """Models that a model under test calls, in this thread; what is tested runs in another."""
+    """The models that a model under test calls. They run in this thread, the model in another
+    one.
+    """
 
     def __init__(self, folder: Path, control: Router):
         self._folder = folder
@@ -65,7 +69,7 @@ class CalledModels:
         self._routers: list[Router] = []
 
     def run(self, function: Any, *args: Any) -> Future[Any]:
-        """Run what is tested in a thread of its own."""
+        """Run the code under test in a thread of its own."""
         future: Future[Any] = Future()
 
         def work() -> None:
@@ -86,7 +90,7 @@ class CalledModels:
         return Peer(self._routers[-1])
 
     def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> FindModel:
-        """Answer the next question for a model: it is at the scheduler `name`."""
+        """Answer the next query for a model: its scheduler is `name`."""
         question = self.supervisor.next(FindModel)
         answer = {"endpoint": self.endpoint(name), "config": config, "version": "1", "ready": True}
         self.supervisor.send(Answered(question.id, {**answer, **more}))

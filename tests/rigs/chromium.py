@@ -24,7 +24,7 @@ _FLAGS = (
 
 
 class Page:
-    """A page, and what its console said."""
+    """A page and the messages of its console."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading = reading
@@ -69,7 +69,7 @@ class Page:
         return message
 
     def size(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
-        """The window's size, and what its user likes."""
+        """Set the size of the window and the preferences of its user."""
         self._call("Emulation.setScrollbarsHidden", hidden=True)
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
         self._call("Emulation.setDeviceMetricsOverride", **metrics)
@@ -77,14 +77,14 @@ class Page:
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
     def navigate(self, url: str) -> None:
-        """Open another page than this one; returns when it is loaded."""
+        """Open another page, and return when it is loaded."""
         self._loaded = False
         self._call("Page.navigate", url=url)
         while not self._loaded:
             self._next()
 
     def run(self, script: str) -> Any:
-        """The value of an expression there."""
+        """Return the value of a JavaScript expression on the page."""
         reply = self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -97,21 +97,21 @@ class Page:
 
     def key(self, name: str) -> None:
         code = {"Tab": 9, "Enter": 13, "Escape": 27}[name]
-        given: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": code}
+        fields: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": code}
         if name == "Enter":
-            given["text"] = "\r"
-        self._call("Input.dispatchKeyEvent", type="keyDown", **given)
+            fields["text"] = "\r"
+        self._call("Input.dispatchKeyEvent", type="keyDown", **fields)
         self._call("Input.dispatchKeyEvent", type="keyUp", key=name, code=name)
 
     def hide(self, *, hidden: bool) -> None:
-        """Have the page think that nobody sees it, or that somebody does."""
+        """Tell the page that it is hidden, or that it is visible."""
         self.run(
             f"Object.defineProperty(document, 'hidden', {{value: {json.dumps(hidden)},"
             " configurable: true}); document.dispatchEvent(new Event('visibilitychange'))"
         )
 
     def names(self) -> list[tuple[str, str]]:
-        """(role, name) of each part, as a screen reader is told them."""
+        """Return (role, name) of each element, as a screen reader receives them."""
         tree = self._call("Accessibility.getFullAXTree")["nodes"]
         return [
             (str(node["role"]["value"]), str(node.get("name", {}).get("value", "")))
@@ -120,14 +120,14 @@ class Page:
         ]
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
-        """A screenshot, PNG."""
+        """Return a screenshot in the PNG format."""
         picture = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(picture["data"]))
 
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """A page of a new browser, whose files are in `folder`."""
+    """Yield a page of a new browser whose files are in `folder`."""
     assert CHROMIUM
     theirs, writing = os.pipe()
     reading, answers = os.pipe()

@@ -1,10 +1,10 @@
-"""Time that passes when a test says so."""
+"""A clock whose time passes only when a test advances it."""
 
 import asyncio
 
 
 class Clock:
-    """The running loop's, at `now` seconds; what has a clock beside it is given `read`."""
+    """The clock of the running loop, at `now` seconds; code with another clock receives `read`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
     async def advance(self, seconds: float) -> None:
-        """So much passes at one go; then whoever has something to do has his turns."""
+        """Let this time pass at once, and then run the callbacks that are due."""
         self.now += seconds
         for _ in range(100):
             await asyncio.sleep(0)

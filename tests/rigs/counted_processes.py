@@ -95,7 +95,9 @@ class Calls:
         gc.enable()
 
     def by_function(self) -> dict[str, float]:
-        """The calls a request, those of C functions with the Python function that called them."""
+        """Return the calls per request by function; calls of C functions are counted at their
+        caller.
+        """
         counts: dict[str, float] = {}
         for entry in self._profile.getstats():
             code: CodeType | str = entry.code
@@ -110,8 +112,11 @@ class Calls:
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of request for one model: `works` are packed, by step and request, and `http` is the
-    same from an HTTP client; `batch` of them are a batch."""
+    """One kind of request for one model.
+
+    `works` are the packed requests by step and request; `http` returns the same request of an HTTP
+    client; `batch` requests are executed together.
+    """
 
     config: dict[str, Any]
     batch: int
@@ -122,30 +127,30 @@ class Case:
 
     @property
     def model(self) -> str:
-        """The name of one of the benchmark's models."""
+        """Return the name of one of the benchmark's models."""
         return str(self.config["name"])
 
     def respond(self, work: Packed) -> Packed:
-        """The packed response to a packed request."""
+        """Return the packed response to a packed request."""
         return pack_inferred(self.response(unpack_inference(*work)))
 
     def post(self, step: int, request: int) -> bytes:
-        """A request as an HTTP client sends it."""
+        """Return a request as an HTTP client sends it."""
         body = json.dumps(self.http(step, request)).encode()
         path = self.path or f"/v2/models/{self.model}/infer"
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
         return b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
 
     def call(self, step: int, request: int) -> bytes:
-        """The same over gRPC, the first call on its connection or a later one."""
-        asked = self.http(step, request)
+        """Return the same request over gRPC, as the first call of its connection or a later one."""
+        reply = self.http(step, request)
         made = pb.ModelInferRequest(model_name=self.model)
-        for tensor in asked["inputs"]:
+        for tensor in reply["inputs"]:
             named = {key: tensor[key] for key in ("name", "datatype", "shape")}
             _place(made.inputs.add(**named), tensor)
             if "data" in tensor:
                 made.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
-        for tensor in asked.get("outputs", ()):
+        for tensor in reply.get("outputs", ()):
             _place(made.outputs.add(name=tensor["name"]), tensor)
         opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
@@ -159,14 +164,14 @@ class Case:
 
 
 def _place(tensor: Any, described: dict[str, Any]) -> None:
-    """Give a tensor the parameters that say where in a region it is."""
+    """Add the parameters of a memory range in a region to a tensor."""
     for key, value in described.get("parameters", {}).items():
         kind = "string_param" if isinstance(value, str) else "int64_param"
         setattr(tensor.parameters[key], kind, value)
 
 
 def inline() -> Case:
-    """Two small tensors in the message, with other numbers in each step."""
+    """Return a case with two small tensors in the message, with other numbers in each step."""
     names = ("INPUT0", "INPUT1")
 
     def work(step: int, request: int) -> Packed:
@@ -182,7 +187,7 @@ def inline() -> Case:
 
 
 def placed(region: worker_rig.Region) -> Case:
-    """An input and an output in a region, alone in its execution."""
+    """Return a case with an input and an output in a region, alone in its execution."""
     shape = (_PLACE // 4,)
 
     def work(step: int, request: int) -> Packed:
@@ -211,7 +216,7 @@ def placed(region: worker_rig.Region) -> Case:
 
 
 def text() -> Case:
-    """A completion of OpenAI's API whose whole text is the only response."""
+    """Return a case with a completion of OpenAI's API whose whole text is the only response."""
     values = {
         "text_output": b"a text",
         "finish_reason": b"length",
@@ -240,7 +245,7 @@ def text() -> Case:
 
 
 def worker(folder: Path, case: Case) -> Calls:
-    """The worker's: from the scheduler's batch to its end."""
+    """Count the calls of the worker from the scheduler's batch to its end."""
     import torch  # as every worker does
 
     calls = Calls()
@@ -267,8 +272,11 @@ def worker(folder: Path, case: Case) -> Calls:
 
 
 def scheduler(run_dir: Path, case: Case) -> Calls:
-    """The scheduler's: a turn for the requests, with the batch that it sends, and one for the end
-    of each batch, with the responses."""
+    """Count the calls of the scheduler.
+
+    One turn reads the requests and sends the batch. Another one reads the end of each batch and
+    sends the responses.
+    """
     calls = Calls()
     endpoints.local_client_folder(run_dir).mkdir()
     control = Router(endpoints.control(run_dir))
@@ -318,14 +326,14 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
 
 
 def _turn(host: Host) -> None:
-    live = max([scheduler.live for scheduler in host._schedulers], default=0)
+    live = max([scheduler.live_requests for scheduler in host._schedulers], default=0)
     for fd, _ in host._waiter.wait(NEVER, live):
-        host._waiter.takers[fd]()
-    host._turn(NEVER)
+        host._waiter.handlers[fd]()
+    host._run_turns(NEVER)
 
 
 class _Transport(asyncio.Transport):
-    """Keeps what is written to a unix socket."""
+    """A transport that keeps the bytes written to a unix socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
@@ -356,7 +364,7 @@ def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
 def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
     front = GrpcFront(
         settings=GrpcSettings(),
-        begin=Service(gateway, Inferences(gateway)).begin_call,
+        create_call=Service(gateway, Inferences(gateway)).begin_call,
         budget=gateway.body_budget,
         header_timeout_s=gateway.settings.header_timeout_s,
         body_timeout_s=gateway.settings.body_timeout_s,
@@ -369,13 +377,16 @@ def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
 
 @coroutine
 def _loop_turn() -> Generator[None]:
-    """As asyncio.sleep(0), without calls that would be counted."""
+    """Yield to the loop once, as asyncio.sleep(0) does, without calls that would be counted."""
     yield
 
 
 def gateway(run_dir: Path, case: Case, region: worker_rig.Region, *, grpc: bool = False) -> Calls:
-    """The gateway's, for HTTP or for gRPC: from the bytes of the requests to those of the
-    responses, as many connections as requests."""
+    """Count the calls of the gateway for HTTP or gRPC, from the bytes of the requests to those of
+    the responses.
+
+    There are as many connections as requests.
+    """
     return uvloop.run(_gateway(run_dir, case, region, grpc))
 
 

@@ -32,12 +32,12 @@ MS = 1_000_000
 
 
 def io(name: str, dims: Sequence[int] = (-1,), **more: Any) -> dict[str, Any]:
-    """An FP32 input or output of a configuration."""
+    """Return an FP32 input or output of a configuration."""
     return {"name": name, "data_type": "TYPE_FP32", "dims": list(dims), **more}
 
 
 def model(name: str, *, decoupled: bool = False, dims: Sequence[int] = (-1,)) -> dict[str, Any]:
-    """A model from X, and Z if there is one, to Y."""
+    """Return a model with the input X, and Z if there is one, and the output Y."""
     return {
         "name": name,
         "max_batch_size": 0,
@@ -57,7 +57,7 @@ def step(name: str, inputs: dict[str, str], output: str) -> dict[str, Any]:
 
 
 class StepsOutbox:
-    """What was posted to steps' schedulers, by endpoint."""
+    """The messages posted to the steps' schedulers, by endpoint."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[str, Any]] = []
@@ -74,7 +74,7 @@ class StepsOutbox:
     defer = post
 
     def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
-        """Do nothing: no scheduler said anything last."""
+        """Return no message: the schedulers of this rig send nothing at their end."""
 
 
 class EnsembleRig:
@@ -126,7 +126,7 @@ class EnsembleRig:
             self.publish(model)
 
     def publish(self, config: dict[str, Any], endpoint: str = "") -> None:
-        """A model serves, at its own name unless it says otherwise."""
+        """Publish a serving model, at an endpoint of its own name by default."""
         name = config["name"]
         self.from_control(
             ModelPublished(
@@ -142,10 +142,10 @@ class EnsembleRig:
         data: bytes = b"\0" * 4,
         priority: int = 0,
     ) -> None:
-        """A request of the gateway's."""
+        """Submit a request of the gateway."""
         tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
-        wanted = tuple(map(RequestedOutput, outputs))
-        work = pack_inference(Inference((tensor,), wanted))
+        requested_outputs = tuple(map(RequestedOutput, outputs))
+        work = pack_inference(Inference((tensor,), requested_outputs))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
         self.from_client(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 
@@ -158,7 +158,7 @@ class EnsembleRig:
         self.ensemble.tick(self.now_ns)
 
     def from_step(self, endpoint: str, message: Any) -> None:
-        """A step's scheduler says this."""
+        """Deliver a message from the scheduler of a step."""
         self.core.from_step(endpoint, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
@@ -167,23 +167,23 @@ class EnsembleRig:
         self.ensemble.tick(self.now_ns)
 
     def client_messages(self) -> list[Any]:
-        """What the gateway was told since the last time."""
+        """Return the messages to the gateway since the last call."""
         return [message for _, message in self.clients.take()]
 
     def sent(self, kind: type[Any] = m.Submit) -> list[tuple[str, Any]]:
-        """What was sent to steps since the last time, of this kind."""
+        """Return the messages of this kind to steps since the last call."""
         posted, self.steps.posted = self.steps.posted, []
         return [item for item in posted if isinstance(item[1], kind)]
 
     def runs(self) -> dict[str, int]:
-        """The requests that were submitted since the last time: their numbers by endpoint."""
+        """Return the numbers of the requests submitted since the last call, by endpoint."""
         return {endpoint: submit.id for endpoint, submit in self.sent()}
 
     def finish(self, endpoint: str, number: int, data: bytes = b"\0" * 4) -> None:
         self.from_step(endpoint, m.Finished(number, *made(data)))
 
     def respond(self, endpoint: str, number: int, data: bytes, final: bool = False) -> None:
-        """A decoupled step has responded; no data: that was all."""
+        """Respond for a decoupled step; without data it is the last response."""
         schema, tensors = made(data) if data else (b"", [])
         self.from_step(endpoint, m.Responded(number, "", "", schema, tensors, final))
 
@@ -193,5 +193,5 @@ def made(data: bytes) -> Packed:
 
 
 def inputs_of(submit: m.Submit) -> dict[str, Any]:
-    """The bytes, or the places, of a submitted request's inputs."""
+    """Return the bytes, or the memory ranges, of a submitted request's inputs."""
     return {tensor.name: tensor.data for tensor in inference_of(submit).inputs}

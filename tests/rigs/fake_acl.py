@@ -15,14 +15,17 @@ _KINDS = {0: np.float32, 3: np.int32}
 
 
 def write(path: Path, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-    """A file of a model; a tensor has name, type (ACL's number) and dims."""
+    """Write the file of a model. A tensor has name, type (ACL's number) and dims."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"inputs": inputs, "outputs": outputs}))
 
 
 class FakeAcl:
-    """The module. `calls` are the names, in order; `alive` what was made and not taken apart;
-    `failing` the name of a call that fails with error 507."""
+    """A stand-in for the module `acl`.
+
+    `calls` are the names of the called functions in order, `alive` the objects that were created
+    and not destroyed, and `failing` the name of a function that fails with error 507.
+    """
 
     def __init__(self, failing: str = "") -> None:
         self.calls: list[str] = []
@@ -148,6 +151,6 @@ class FakeAcl:
         sides = zip(self._objects[inputs], self._objects[outputs], strict=True)
         for tensor, (source, target) in zip(self._objects[model]["inputs"], sides, strict=True):
             kind = np.dtype(_KINDS[tensor["type"]])
-            given = np.frombuffer(ctypes.string_at(*source), kind)
-            ctypes.memmove(target[0], (given * 2).tobytes(), target[1])
+            values = np.frombuffer(ctypes.string_at(*source), kind)
+            ctypes.memmove(target[0], (values * 2).tobytes(), target[1])
         return self._call("mdl.execute")

@@ -31,7 +31,7 @@ class Exported:
 
     @property
     def content(self) -> np.ndarray[Any, Any]:
-        """All of it from where the handle opens, as the exporter sees it."""
+        """Return the memory from the handle's address on, as the exporter sees it."""
         return np.frombuffer(memoryview(self.buffer), np.uint8)[self.inside :]
 
     def memory(self, byte_size: int | None = None, uuid: bytes = b"") -> Memory:
@@ -49,7 +49,9 @@ class Exported:
 
 
 class FakeCuda:
-    """Implements `shmserve.ipc.memory.cuda_ipc.Cuda`; two devices. `asked` lists what was done."""
+    """An implementation of `shmserve.ipc.memory.cuda_ipc.Cuda` with two devices. `asked` lists the
+    calls.
+    """
 
     def __init__(self) -> None:
         self._exported: dict[bytes, Exported] = {}
@@ -65,16 +67,16 @@ class FakeCuda:
         return export
 
     def revoke(self, exported: Exported) -> None:
-        """The exporter dies: nobody can open the handle any more."""
+        """Simulate the exit of the exporter: the handle can no longer be opened."""
         self._exported.pop(exported.raw, None)
 
     @property
     def opened(self) -> int:
-        """How many mappings there are."""
+        """Return the number of mappings."""
         return self._open.total()
 
     def open(self, handle: bytes, device: int) -> int:
-        """As in `Cuda`; a handle that is open already is opened no second time."""
+        """Open a handle as `Cuda` does, and refuse a handle that is already open."""
         allocation = self._exported.get(handle)
         if allocation is None or allocation.device != device:
             raise CudaError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
@@ -107,7 +109,9 @@ class FakeCuda:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     def pin(self, address: int, byte_size: int, device: int) -> None:
-        """As in `Cuda`; nothing of no size, which poisons the driver's next call."""
+        """Pin memory as `Cuda` does, and refuse empty memory, which breaks the driver's next
+        call.
+        """
         assert byte_size and address not in self.pinned
         if self.broken:
             raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
@@ -115,12 +119,12 @@ class FakeCuda:
         self.asked.append(("pin", device))
 
     def unpin(self, address: int, device: int) -> None:
-        """As in `Cuda`; the pages are still there."""
+        """Unpin memory as `Cuda` does; its pages are still mapped."""
         ctypes.string_at(address, self.pinned.pop(address))
         self.asked.append(("unpin", device))
 
     def exporting(self) -> FakeExporting:
-        """CUDA as another process has it, which allocates."""
+        """Return the CUDA of another process, which allocates memory."""
         return FakeExporting(self)
 
     def device_memory(self) -> DeviceMemory:
@@ -128,7 +132,9 @@ class FakeCuda:
 
 
 class FakeExporting:
-    """Implements `shmserve.ipc.memory.cuda_ipc.Exporting`: what it allocates, `cuda` opens."""
+    """An implementation of `shmserve.ipc.memory.cuda_ipc.Exporting` whose memory `cuda` can
+    open.
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -167,7 +173,9 @@ def _as_tensor(allocation: Allocation) -> torch.Tensor:
 
 
 class FakeDevice(Device):
-    """A device with memory of its own, as far as a worker can tell; counts what passes by host."""
+    """A device whose memory seems separate to a worker. It counts the bytes copied through the
+    host.
+    """
 
     def __init__(self) -> None:
         super().__init__("cpu")

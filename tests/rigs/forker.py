@@ -49,7 +49,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Its exit status, once it has ended; raises TimeoutError when it has not in time."""
+        """Return the exit status when the process has exited; raise TimeoutError after a while."""
         if self._status is None:
             if not select.select([self._pidfd], [], [], timeout_s)[0]:
                 raise TimeoutError(f"process {self.pid} has not ended in {timeout_s} s")
@@ -74,7 +74,7 @@ class Forker:
         self._process.wait()
 
     def fork(self, start: bytes, stderr: int, fds: Sequence[int]) -> Forked:
-        """A process that runs the entry point with an encoded start record, and descriptors."""
+        """Fork a process that runs the entry point with an encoded start record and descriptors."""
         return Forked(self, self.request(["fork", start], [stderr, *fds]))
 
     def request(self, request: list[object], fds: Sequence[int] = ()) -> int:
@@ -86,15 +86,18 @@ class Forker:
 
 @functools.cache
 def forker(entry: str = GATEWAY) -> Forker:
-    """This process's forker for an entry point, "module:function", started when it is first
-    needed."""
+    """Return this process's forker for an entry point, "module:function"; start it at the first
+    use.
+    """
     new_forker = Forker(entry)
     atexit.register(new_forker.close)
     return new_forker
 
 
 def main(link_fd: int, entry: str) -> None:
-    """Import, then do what is asked until the socket ends; what was forked ends then, too."""
+    """Import the entry point, and fork processes until the socket ends; then end the forked
+    ones.
+    """
     if entry == WORKER:
         with contextlib.suppress(ModuleNotFoundError):  # for models that need it, as a zygote
             importlib.import_module("torch")

@@ -34,7 +34,7 @@ Compute = Callable[[Inference], Inferred]
 
 
 class Puppet(threading.Thread):
-    """One bound socket in a thread; `on_message(peer, message)` runs there for each message."""
+    """A bound socket in a thread, which calls `on_message(peer, message)` for each message."""
 
     def __init__(self, endpoint: str, on_message: Callable[[bytes, Any], None]) -> None:
         super().__init__(daemon=True)
@@ -85,7 +85,9 @@ class Puppet(threading.Thread):
 
 
 class Scheduler:
-    """Answers with `compute` at once, or keeps what comes while `held` is True."""
+    """A scheduler that answers with `compute` at once, or keeps the messages while `held` is
+    True.
+    """
 
     def __init__(self, run_dir: Path, number: int, compute: Compute) -> None:
         self.endpoint = endpoints.scheduler(run_dir, number)
@@ -137,10 +139,10 @@ class Scheduler:
 
 
 class Rig:
-    """A gateway on free ports, its supervisor (`send`, `received`) and its schedulers.
+    """A gateway on free ports with its supervisor (`send`, `received`) and its schedulers.
 
-    `listener` is a listening socket, if not one on 127.0.0.1. With `grpc` it speaks gRPC, on
-    `port`.
+    `listener` is a listening socket other than one on 127.0.0.1. With `grpc` the gateway serves
+    gRPC on `port`.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class Rig:
 
     @property
     def log(self) -> str:
-        """What the gateway has logged so far."""
+        """Return the log of the gateway so far."""
         return self._log.decode()
 
     def _take(self, peer: bytes, message: Any) -> None:
@@ -205,7 +207,7 @@ class Rig:
             self._puppet.router.post(peer, Answered(number, self.payloads[type(message)]))
 
     def send(self, *messages: Any) -> None:
-        """Have the supervisor say something; returns when it is sent."""
+        """Send a message of the supervisor, and return when it is sent."""
 
         def act() -> None:
             for message in messages:
@@ -214,17 +216,21 @@ class Rig:
         self._puppet.call(act)
 
     def apply(self, make: Callable[[int], Any]) -> None:
-        """Have the supervisor say something that is acknowledged, and wait until it is."""
+        """Send a message of the supervisor that is acknowledged, and wait for the
+        acknowledgement.
+        """
         number = 1000 + len(self.received)
         self.send(make(number))
         until("it is acknowledged", lambda: Acknowledged(number) in self.received)
 
     def received_of(self, kind: type) -> list[Any]:
-        """The messages of one kind that the supervisor got."""
+        """Return the messages of one kind that the supervisor received."""
         return [message for message in self.received if type(message) is kind]
 
     def open(self, *, ready: bool = True) -> None:
-        """Have the supervisor say that this is all; connections are accepted from then on."""
+        """Send the supervisor's message that all models are known; the gateway then accepts
+        connections.
+        """
         self.send(HealthChanged(live=True, ready=ready, exiting=False))
 
     def scheduler(self, compute: Compute) -> Scheduler:
@@ -267,7 +273,7 @@ def rig(
 
 
 def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:
-    """An input or output as the configuration shows it."""
+    """Return an input or output as the configuration contains it."""
     spelled = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
     return {"name": name, "data_type": spelled, "dims": dims, "optional": False}
 
@@ -275,7 +281,7 @@ def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:
 def model_config(
     name: str, batch: int, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """As much of a model's configuration as a gateway looks at."""
+    """Return the part of a model's configuration that a gateway reads."""
     return {
         "name": name,
         "platform": "",
@@ -302,7 +308,7 @@ def publication(
     latest: bool = True,
     acknowledge: int = 0,
 ) -> ModelPublished:
-    """What the supervisor says of a model version."""
+    """Return the supervisor's publication of a model version."""
     spec = ModelSpec.of(config)
     return ModelPublished(
         name=config["name"],
@@ -318,7 +324,7 @@ def publication(
 
 
 def identity_config(name: str, datatype: str, dims: list[int], batch: int = 0) -> dict[str, Any]:
-    """A model that returns its input IN as OUT."""
+    """Return the configuration of a model that returns its input IN as OUT."""
     inputs = [tensor_config("IN", datatype, dims)]
     return model_config(name, batch, inputs, [tensor_config("OUT", datatype, dims)])
 
@@ -329,19 +335,21 @@ def _inline(tensor: TensorRef) -> bytes:
 
 
 def add_sub(request: Inference) -> Inferred:
-    """The sum and the difference of INPUT0 and INPUT1, as far as they were asked for."""
+    """Return the requested ones of the sum and the difference of INPUT0 and INPUT1."""
     by_name = {tensor.name: tensor for tensor in request.inputs}
     shape = by_name["INPUT0"].shape
     a, b = (np.frombuffer(_inline(by_name[n]), np.int32) for n in ("INPUT0", "INPUT1"))
-    wanted = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
+    requested_outputs = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
     results = (("OUTPUT0", a + b), ("OUTPUT1", a - b))
     return Inferred(
-        tuple(TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in wanted)
+        tuple(
+            TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in requested_outputs
+        )
     )
 
 
 def echo(request: Inference) -> Inferred:
-    """IN comes back as OUT, through numpy as in a model (a BOOL is 0 or 1 then)."""
+    """Return IN as OUT, converted by numpy as in a model, which makes a BOOL 0 or 1."""
     outputs = []
     for tensor in request.inputs:
         data = _inline(tensor)

@@ -32,7 +32,7 @@ PATIENCE_S = 10.0
 
 
 class Transport(asyncio.Transport):
-    """A socket that takes everything; `frames` has what was written, cut."""
+    """A socket that accepts all bytes. `frames` returns the written bytes, split into frames."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Transport(asyncio.Transport):
         return default
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
-        """Kind, flags, stream and payload of what was written since the last look."""
+        """Return kind, flags, stream and payload of the frames written since the last call."""
         data, self.written = self.written, b""
         messages = []
         while data:
@@ -83,8 +83,9 @@ class Transport(asyncio.Transport):
 
 
 class Scene:
-    """A connection whose unary calls wait in `calls`, each with its message, and whose streams
-    `serve` handles."""
+    """A connection whose unary calls wait in `calls` with their messages. `serve` handles its
+    streams.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self.calls: list[tuple[bytes, UnaryCall]] = []
@@ -94,7 +95,7 @@ class Scene:
         deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
         front = GrpcFront(
             settings=GrpcSettings(**settings),
-            begin=self._begin,
+            create_call=self._begin,
             budget=BodyBudget(1 << 20, MallocTrim()),
             header_timeout_s=PATIENCE_S,
             body_timeout_s=PATIENCE_S,
@@ -134,23 +135,25 @@ class Scene:
 
     @staticmethod
     async def _echo(call: StreamingCall) -> Ending | None:
-        async for request in call.requests():
+        async for request in call.read_messages():
             await call.write_all([request])
         return None
 
     def send(self, data: bytes) -> None:
-        """The client's bytes."""
+        """Deliver bytes of the client."""
         read(self.connection, data)
 
     def head(self, stream: int, path: str = UNARY, *more: tuple[bytes, bytes]) -> bytes:
         return frame(HEADERS, END_HEADERS, stream, post(path, *more))
 
     def call(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
-        asked = frame(DATA, END_STREAM, stream, message(data))
-        self.send(self.head(stream, UNARY, *more) + asked)
+        request_frames = frame(DATA, END_STREAM, stream, message(data))
+        self.send(self.head(stream, UNARY, *more) + request_frames)
 
     def statuses(self) -> dict[int, bytes]:
-        """How calls ended since the last look, by stream: the status and what follows it."""
+        """Return how calls ended since the last call, by stream: the status and the fields after
+        it.
+        """
         return {
             stream: payload.partition(b"grpc-status")[2][1:]
             for kind, flags, stream, payload in self.transport.frames()
@@ -159,7 +162,7 @@ class Scene:
 
 
 def read(connection: GrpcConnection, data: bytes) -> None:
-    """Have a connection read these bytes, as a loop does."""
+    """Let a connection read these bytes, as an event loop does."""
     view = memoryview(data)
     while view:
         buffer = connection.get_buffer(-1)

@@ -33,7 +33,7 @@ class Generation:
 
     @property
     def fatal_problem(self) -> str:
-        """Why it will not be ready."""
+        """Return the reason why the version will not become ready."""
         return self.problem
 
     def uses(self, name: str) -> bool:
@@ -78,7 +78,7 @@ class LifecycleRig:
         self._endpoints = itertools.count(1)
 
     def happen(self, *kinds: str) -> None:
-        """Execute the pending actions of some kinds, and those that follow from them.
+        """Execute the pending actions of some kinds, and the actions that follow from them.
 
         With the kind "known" the gateway acknowledges every publication.
         """
@@ -107,7 +107,7 @@ class LifecycleRig:
         pass
 
     def read(self, order: Order) -> None:
-        """Plan one version; its configuration differs with the source."""
+        """Plan one version whose configuration depends on the source."""
         name, folder = order.model.name, Path("/")
         step = [{"model_name": each} for each in self.steps.get(name, [])]
         written: dict[str, Any] = {

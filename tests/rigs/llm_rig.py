@@ -36,7 +36,9 @@ ALL = (
 
 
 def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
-    """A request; of `given`, inputs are what the model has as such, the rest its parameters."""
+    """Return a request. Arguments that are inputs of the model are tensors, all others
+    parameters.
+    """
     inputs: list[TensorRef] = [
         tensor(name, np.array([given.pop(name).encode()], object))
         for name in ("text_input", "messages")
@@ -47,12 +49,12 @@ def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
     if given:
         text = json.dumps({"exclude_input_in_output": True, **given})
         inputs.append(tensor("sampling_parameters", np.array([text.encode()], object)))
-    wanted = tuple(RequestedOutput(name) for name in outputs)
-    return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), wanted)))
+    requested_outputs = tuple(RequestedOutput(name) for name in outputs)
+    return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), requested_outputs)))
 
 
 def opened(message: ExecutionResponded) -> dict[str, list[Any]]:
-    """The outputs of a response: texts, JSON as values, numbers."""
+    """Return the outputs of a response: texts, decoded JSON values, and numbers."""
     outputs: dict[str, list[Any]] = {}
     for output in inferred_of(message).outputs:
         assert isinstance(output.data, bytes)
@@ -119,7 +121,7 @@ class Scheduler:
         self.rig.instance.serve_commands()
 
     def listen(self, timeout_s: float = 5.0) -> None:
-        """Take what the worker says; waits for a first message."""
+        """Handle the messages of the worker; wait for a first one."""
         for message in self.rig.sent(timeout_s):
             match message:
                 case g.Prepared(key=key):
@@ -151,12 +153,12 @@ class Scheduler:
     # --- requests
 
     def prepare(self, key: int, resumed: Sequence[g.Resumed] = (), **given: Any) -> None:
-        """Ask for a request, and wait until it is prepared or has failed."""
+        """Send a request, and wait until it is prepared or has failed."""
         self.send(g.Prepare([work(key, **given)], list(resumed)))
         self._wait(f"request {key} is prepared", lambda: key in {*self.prepared, *self.ended})
 
     def add(self, key: int, resumed: Sequence[g.Resumed] = (), **given: Any) -> None:
-        """`prepare`, and begin its samples."""
+        """Prepare a request, and begin its samples."""
         self.prepare(key, resumed, **given)
         if key not in self.prepared or self.prepared[key].beams:
             return
@@ -175,7 +177,7 @@ class Scheduler:
         return sequence
 
     def fork(self, parent: Running, sample: int, token: int = -1) -> Running:
-        """Begin a sequence from another one, with copies of its blocks, as nobody shares any."""
+        """Begin a sequence from another one, with copies of its blocks instead of shared ones."""
         child = self.enter(parent.key, sample, parent.tokens + [token] * (token >= 0))
         self.begin[-1] = g.Begin(child.number, parent.key, sample, parent.number, token)
         child.computed = parent.computed
@@ -190,7 +192,7 @@ class Scheduler:
         self.released.append(number)
 
     def swap(self, sequence: Running) -> None:
-        """Have all blocks of a sequence copied to the host and back to others."""
+        """Copy all blocks of a sequence to the host and back to other blocks."""
         host = list(range(len(sequence.table)))
         out = _pairs(sequence.table, host)
         self.step(rows=[], out=out)
@@ -201,7 +203,7 @@ class Scheduler:
         self.step(rows=[], back=back)
 
     def recompute(self, sequence: Running) -> None:
-        """Throw away what was computed of a sequence."""
+        """Discard the computed keys and values of a sequence."""
         self.free = sequence.table + self.free
         sequence.table = []
         sequence.sent_blocks = sequence.computed = 0
@@ -274,13 +276,13 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the worker has ended all that it was asked."""
+        """Return whether the worker has completed all requests."""
         link = self.rig.instance.link
         with link.lock:
             return not link.has_open
 
     def text(self, key: int, index: int = 0) -> str:
-        """The text that a client has got of a sample."""
+        """Return the text of a sample that the client has received."""
         return "".join(
             response["text_output"][response["index"].index(index)]
             for response in self.responses[key]
@@ -299,7 +301,7 @@ def _pairs(sources: list[int], targets: list[int]) -> list[int]:
 def llm_rig(
     folder: Path, checkpoint: Path, engine: dict[str, Any] | None = None, **scheduling: Any
 ) -> Iterator[Scheduler]:
-    """A worker with the model of a folder, and its scheduler."""
+    """Yield a worker with the model of a folder, and its scheduler."""
     settings = {"block_size": 4, "kv_cache_blocks": 256, "swap_space_gb": 0.001, **(engine or {})}
     folder.mkdir(exist_ok=True)
     with rig(folder) as model_rig:

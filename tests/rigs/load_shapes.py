@@ -1,5 +1,5 @@
-"""Load that comes in shapes, to a model whose instances follow it: a queue in virtual time, counted
-as a scheduler counts, and what became of each request.
+"""A load of a given shape for a model whose instances are scaled: a queue in virtual time, counted
+as by a scheduler, and the latency of each request.
 """
 
 import heapq
@@ -19,11 +19,11 @@ Shape = Callable[[float], float]
 
 
 def steps(*parts: tuple[float, float]) -> Shape:
-    """(seconds, rate) one after the other, again and again."""
-    whole = sum(seconds for seconds, _ in parts)
+    """Return a load that repeats these (seconds, rate) steps."""
+    total = sum(seconds for seconds, _ in parts)
 
     def rate(at_s: float) -> float:
-        at_s %= whole
+        at_s %= total
         for seconds, shape in parts:
             if at_s < seconds:
                 return shape
@@ -35,8 +35,11 @@ def steps(*parts: tuple[float, float]) -> Shape:
 
 @dataclass
 class Run:
-    """What became of a load: when the number of instances changed and to what, and of each request
-    when it came and how long it took, in seconds."""
+    """The result of a load.
+
+    It has the times and sizes of changes of the instance count, and the arrival and latency of each
+    request in seconds.
+    """
 
     counts: list[tuple[float, int]]
     took: list[tuple[float, float]] = field(default_factory=list)
@@ -49,14 +52,16 @@ class Run:
         return next(count for when, count in reversed(self.counts) if when <= at_s)
 
     def regrets(self, within_s: float) -> int:
-        """How often an instance was ended and one was added again soon."""
+        """Return how often an instance was removed and another one added soon after."""
         moves = [(b[0], b[1] - a[1]) for a, b in pairwise(self.counts)]
         return sum(a[1] < 0 < b[1] and b[0] - a[0] < within_s for a, b in pairwise(moves))
 
 
 @dataclass
 class Host:
-    """A model's queue and instances. `executions(random)` is how long one takes, in seconds."""
+    """The queue and instances of a model. `executions(random)` returns an execution time in
+    seconds.
+    """
 
     policy: ScalingPolicy
     executions: Callable[[Random], float]
@@ -64,7 +69,7 @@ class Host:
     count: int = 1
 
     def run(self, shape: Shape, seconds: float) -> Run:
-        """Have the load come for so long."""
+        """Run the load for this time."""
         run = Run([(0.0, self.count)])
         queue: deque[float] = deque()
         done: list[tuple[float, float, float]] = []  # when, came, began
@@ -109,7 +114,7 @@ class Host:
         run.counts.append((at_s, self.count))
 
     def _next(self, shape: Shape, at_s: float) -> float:
-        """When the next request comes, of a Poisson process whose rate may change."""
+        """Return the time of the next arrival of a Poisson process whose rate may change."""
         while True:
             rate = shape(at_s)
             gap = self.random.expovariate(rate) if rate > 0 else math.inf

@@ -1,4 +1,4 @@
-"""A program that speaks the native protocol by hand, and says what a test wants it to say."""
+"""A program that speaks the native protocol by hand and sends the messages that a test chooses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.servers import Server
 
 
 class Guest:
-    """A program that says what the test wants it to say."""
+    """A native client that sends the messages that a test chooses."""
 
     def __init__(self, server: Server) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""Configurations with marks in them, for tests of what is said about which place."""
+"""Configurations with marks, for tests of the positions that errors name."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ PYTHON = 'name: "m" backend: "python"\n'
 
 
 def problems(text: str, *, complete: bool = True, gpus: int = 0, folder: Path | None = None) -> str:
-    """What `validate` says of a configuration, "" when nothing; "@" in it marks places."""
+    """Return the problems that `validate` finds in a configuration, or ""; "@" marks positions."""
     config, source = read_pbtxt(text.replace("@", ""), "f")
     config = normalise(detect_backend(config, "m", []), "m", gpus)
     try:
@@ -24,13 +24,13 @@ def problems(text: str, *, complete: bool = True, gpus: int = 0, folder: Path | 
 
 
 def positions(text: str) -> list[str]:
-    """What the line of a problem begins with for each "@" in a text, in their order."""
+    """Return the position of each "@" in a text, as the line of a problem begins with it."""
     parts = text.split("@")
     before = ["".join(parts[:end]) for end in range(1, len(parts))]
     return [f"f:{part.count(chr(10)) + 1}:{len(part) - part.rfind(chr(10))}: " for part in before]
 
 
 def place(text: str) -> str:
-    """The only one of `positions`; that of the whole file where nothing is marked."""
+    """Return the only one of `positions`, or the position of the whole file if there is no mark."""
     (only,) = positions(text) or ["f: "]
     return only

@@ -46,8 +46,7 @@ def add_model(
     max_batch_size: int = 0,
     more: str = "",
 ) -> None:
-    """A Python model whose `one(self, request)` has this body; decoupled where it says so in
-    `more`."""
+    """Add a Python model whose `one(self, request)` has this body; `more` may make it decoupled."""
     body = textwrap.indent(textwrap.dedent(one).strip("\n"), " " * 8)
     _write(
         repository,
@@ -67,7 +66,7 @@ def add_model(
 def step(
     model: str, inputs: Mapping[str, str], outputs: Mapping[str, str], version: int = -1
 ) -> str:
-    """A step as config.pbtxt has it; the maps from the model's names to the ensemble's."""
+    """Return a step of config.pbtxt, with maps from the model's names to the ensemble's."""
     maps = " ".join(
         f'{kind} {{ key: "{key}" value: "{value}" }}'
         for kind, items in (("input_map", inputs), ("output_map", outputs))

@@ -1,4 +1,4 @@
-"""Simulated processes, whose messages reach the supervisor in the order that a test chooses."""
+"""Simulated processes whose messages reach the supervisor in an order that a test chooses."""
 
 import asyncio
 import itertools
@@ -51,7 +51,7 @@ def plan(version: str = "1") -> VersionSpec:
 
 
 class RecordedProcesses:
-    """The processes of a server with one gateway; messages to it and to workers are recorded."""
+    """The processes of a server with one gateway. Messages to it and to workers are recorded."""
 
     def __init__(self) -> None:
         self.published: list[Any] = []
@@ -73,7 +73,7 @@ class RecordedProcesses:
 
 
 class Made(Child):
-    """A process that dies when it is killed."""
+    """A process that exits when it is killed."""
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         if self.alive:
@@ -119,7 +119,7 @@ class Processes:
         self._handlers: dict[Address, Callable[[Any], None]] = {}
 
     def version(self, spec: VersionSpec, group: Group = ALONE) -> ModelVersion:
-        """Return a version without processes, whose model completes nothing."""
+        """Return a version without processes whose model completes no configuration."""
         nothing: Any = MagicMock(return_value=None)
         complete = lambda spec, completed: spec.config  # noqa: E731
         return ModelVersion(self.context, spec, group, nothing, nothing, complete)

@@ -29,7 +29,7 @@ _ADDRESSES = {"first": "127.0.0.2", "second": "127.0.0.3"}
 
 
 def node(folder: Path, name: str) -> dict[str, object]:
-    """What a node is started with: where its server's run directory is, and who it is."""
+    """Return the settings of a node: its server's run directory and its name."""
     own = folder / name
     own.mkdir()
     return {
@@ -42,7 +42,7 @@ def node(folder: Path, name: str) -> dict[str, object]:
 
 
 def main(folder: Path, port: int, flags: dict[str, object]) -> None:
-    """See above."""
+    """Run the program that the module describes."""
     head = {**node(folder, "first"), "include_dashboard": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     second = cluster.add_node(**node(folder, "second"))

@@ -1,4 +1,4 @@
-"""A registry of regions with one gateway, whose messages are recorded, and access policies."""
+"""A registry of regions with one gateway whose messages are recorded, and access policies."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from tests.rigs.process_rig import RecordedProcesses
 
 
 def policy(**limits: Any) -> ShmPolicy:
-    """Return a policy with these limits, and otherwise with large ones."""
+    """Return a policy with these limits and large default limits."""
     large = ShmPolicy(None, NO_GROUP, 100, 100, 1 << 30, 1 << 30, 1 << 20, "warn")
     return replace(large, **limits)
 

@@ -51,7 +51,9 @@ _RETRY = {
 
 
 def retried(ask: Callable[[], T]) -> T:
-    """What it returns, at once or on a new connection; a killed server may have one more yet."""
+    """Return the result of a call; repeat it on a new connection if a killed server closed the old
+    one.
+    """
     for _ in range(2):
         with contextlib.suppress(*_CLOSED):
             return ask()
@@ -59,8 +61,11 @@ def retried(ask: Callable[[], T]) -> T:
 
 
 def over_http(port: int, shared: bool) -> Iterator[Ask]:
-    """One connection; as every client of HTTP has to, it asks again on a new one where one that it
-    has used was closed. A region is registered once."""
+    """Send requests on one connection.
+
+    Like every HTTP client, it repeats a request on a new connection if the used connection was
+    closed. A region is registered once.
+    """
     connection = Http(port, _PATIENCE_S)
     through = InferInMemory(connection) if shared else infer_simple
 
@@ -75,8 +80,10 @@ def over_http(port: int, shared: bool) -> Iterator[Ask]:
 
 
 def registering(port: int) -> Iterator[Ask]:
-    """Connections that take turns, by which a region is registered, used and unregistered each
-    time: what one has said, each of them finds."""
+    """Register, use and unregister a region on several connections in turn.
+
+    Every connection must see the changes of the others.
+    """
     connections = [Http(port, _PATIENCE_S) for _ in range(2)]
 
     def ask(number: int) -> str:

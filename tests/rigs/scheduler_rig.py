@@ -39,7 +39,7 @@ WALL_NS = 1_700_000_000_000_000_000
 
 
 class Outbox:
-    """What was posted, by peer (b"" for the supervisor)."""
+    """The posted messages by peer (b"" for the supervisor)."""
 
     def __init__(self) -> None:
         self.malformed = 0
@@ -50,11 +50,11 @@ class Outbox:
         (received,) = frames.unpack(frames.pack([message]))
         self.posted.append((peer, received))
 
-    def to(self, peer: bytes) -> Callable[[Any], None]:
+    def sender_of(self, peer: bytes) -> Callable[[Any], None]:
         return partial(self.post, peer)
 
     def take(self) -> list[tuple[bytes, Any]]:
-        """What was posted since the last time."""
+        """Return the messages posted since the last call."""
         taken, self.posted = self.posted, []
         return taken
 
@@ -65,8 +65,11 @@ class ControlOutbox(Outbox):
 
 
 class Rig:
-    """A model "m" with batches up to `max_batch_size`; `dynamic` None: the default scheduler.
-    `decoupled`: it gives any number of responses."""
+    """A model "m" with batches up to `max_batch_size`.
+
+    Without `dynamic` it has the default scheduler. A `decoupled` model sends any number of
+    responses.
+    """
 
     def __init__(
         self,
@@ -116,8 +119,8 @@ class Rig:
     def submit(self, count: int = 1, peer: bytes = GATEWAY, **fields: Any) -> list[int]:
         """Submit requests in one turn; return their numbers.
 
-        A `timeout_ns` sets the deadline. `batch_size` and `shape_key` are what their schema says;
-        `work` is their data, or schema and data.
+        `timeout_ns` sets the deadline. `batch_size` and `shape_key` are packed into the schema;
+        `work` is the data, or schema and data.
         """
         timeout_ns = fields.pop("timeout_ns", 0)
         kind = schema_of(fields.pop("batch_size", 1), fields.pop("shape_key", b""))
@@ -158,7 +161,7 @@ class Rig:
         self.pass_time(0)
 
     def start(self, index: int = 0, pid: int = 100) -> bytes:
-        """An instance that is announced and ready; its address."""
+        """Announce an instance and register its worker; return its address."""
         peer = b"%d.%d" % (index, pid)
         self.supervisor(InstanceExpected(index, pid))
         self.worker(peer, m.InstanceReady(index, pid))
@@ -167,11 +170,11 @@ class Rig:
     # --- out --------------------------------------------------------------------------------------
 
     def executes(self) -> list[tuple[bytes, m.Execute]]:
-        """The batches sent since the last time; other messages to workers are dropped."""
+        """Return the batches sent since the last call, and drop other messages to workers."""
         return [(p, msg) for p, msg in self.workers.take() if isinstance(msg, m.Execute)]
 
     def execute(self) -> tuple[bytes, m.Execute]:
-        """The one batch sent since the last time."""
+        """Return the only batch sent since the last call."""
         (one,) = self.executes()
         return one
 
@@ -181,21 +184,21 @@ class Rig:
         return number, self.execute()[1]
 
     def to_supervisor(self, *kinds: type[Any]) -> list[Any]:
-        """The messages to the supervisor since the last time, or those of these kinds."""
+        """Return the messages to the supervisor since the last call, or those of these kinds."""
         return [
             message for _, message in self.control.take() if not kinds or isinstance(message, kinds)
         ]
 
     def to_workers(self) -> list[Any]:
-        """The messages to workers since the last time."""
+        """Return the messages to the workers since the last call."""
         return [message for _, message in self.workers.take()]
 
     def answers(self) -> list[Any]:
-        """What clients were told since the last time."""
+        """Return the messages to clients since the last call."""
         return [message for _, message in self.clients.take()]
 
     def finish(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
-        """The worker returns a batch, with success unless `replies` are given."""
+        """Return a batch from its worker, with success unless `replies` are given."""
         answers = list(replies) or [ok(request.key) for request in batch.requests]
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, answers, copied_in=5, copied_out=6))
@@ -203,7 +206,7 @@ class Rig:
     def respond(
         self, peer: bytes, key: int, response: bytes | Packed = b"part", **fields: Any
     ) -> None:
-        """The worker has a response to a request; `final`: its last."""
+        """Send a worker's response to a request; the last one if `final`."""
         given = {"code": "", "message": "", "final": False, "given_ns": self.now}
         given |= {"written_ns": self.now}
         schema, data = packed(response)
@@ -211,18 +214,20 @@ class Rig:
         self.worker(peer, m.ExecutionResponded(key=key, **{**given, **fields}))
 
     def returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
-        """`execute` of a decoupled model returns; its requests go on but for these."""
+        """Report that `execute` of a decoupled model returned; all requests but `ended`
+        continue.
+        """
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, list(replies)))
 
     def snapshot(self) -> dict[str, Any]:
-        """The statistics, as the supervisor gets them."""
+        """Return the statistics as the supervisor receives them."""
         self.report()
         statistics: dict[str, Any] = self.to_supervisor(StatisticsSnapshot)[-1].statistics
         return statistics
 
     def report(self) -> dict[str, Any]:
-        """The statistics, as a client gets them."""
+        """Return the statistics as a client receives them."""
         self.clients.take()
         self.client(m.ReportStatistics(5), REPORTER)
         (answer,) = self.answers()
@@ -243,7 +248,7 @@ def schema_of(batch_size: int = 1, shape_key: bytes = b"") -> bytes:
 
 
 def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
-    """Return the fit that `schema_of` packed; any other schema has one row."""
+    """Return the fit that `schema_of` packed; any other schema stands for one row."""
     try:
         kind = msgpack.unpackb(schema)
     except ValueError as error:
@@ -257,7 +262,9 @@ def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
 
 
 def packed(response: bytes | Packed) -> Packed:
-    """Return a response's schema and data; of an opaque one, which no test reads, both are it."""
+    """Return the schema and data of a response; an opaque response, which no test reads, is
+    both.
+    """
     if isinstance(response, tuple):
         return response
     return response, [response] if response else []
@@ -269,14 +276,14 @@ def ok(key: int, response: bytes | Packed = b"done") -> m.Reply:
 
 
 def response_in_arena(pid: int, *offsets: int) -> Packed:
-    """An answer whose outputs lie in the arena of worker `pid`, and one that is inline."""
+    """Return an answer with one output in the arena of worker `pid` and one in the message."""
     memory = Memory(5, pid, 9, 11, 1 << 20, True)
     tensors = [TensorRef(f"O{at}", "UINT8", (8,), Range(memory, at, 8)) for at in offsets]
     return pack_inferred(Inferred((*tensors, TensorRef("I", "UINT8", (1,), b"x"))))
 
 
 def in_place_work() -> Packed:
-    """A request whose output goes over its input."""
+    """Return a request whose output overwrites its input."""
     memory_range = Range(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
     tensor = TensorRef("INPUT0", "INT8", (64,), memory_range)
     return pack_inference(Inference((tensor,), (RequestedOutput("OUTPUT0", memory_range),)))

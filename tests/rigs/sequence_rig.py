@@ -12,8 +12,10 @@ START, END = SEQUENCE_START, SEQUENCE_END
 
 
 class SequenceRig(Rig):
-    """`instances` of them, with batches of at most `rows`. A `strategy` as its configuration has
-    it, and what else `sequence_batching` may say."""
+    """A model with sequences, with `instances` and batches of at most `rows`.
+
+    `strategy` and the other settings are parts of its `sequence_batching`.
+    """
 
     def __init__(
         self,
@@ -40,8 +42,10 @@ class SequenceRig(Rig):
         return number
 
     def batches(self) -> dict[int, list[Any]]:
-        """What each instance was given since the last time: the sequence of each row, None in a
-        null row."""
+        """Return the batches sent to each instance since the last call.
+
+        A batch is the sequence of each row, with None for a null row.
+        """
         self._take()
         batches, self._batches = self._batches, {}
         return batches
@@ -52,30 +56,30 @@ class SequenceRig(Rig):
             self._batches[self.peers.index(peer)] = [named(row) for row in batch.rows]
 
     def runs(self, index: int = 0) -> bool:
-        """Whether an instance has a batch."""
+        """Return whether an instance has a batch."""
         self._take()
         return self.peers[index] in self._running
 
     def rows(self, index: int = 0) -> list[m.SequenceRow]:
-        """The rows of what an instance runs."""
+        """Return the rows of the batch that an instance runs."""
         self._take()
         return self._running[self.peers[index]].rows
 
     def done(self, index: int = 0, *replies: m.Reply) -> None:
-        """An instance returns its batch."""
+        """Complete the batch of an instance."""
         self._take()
         peer = self.peers[index]
         self.finish(peer, self._running.pop(peer), *replies)
 
     def die(self, index: int = 0) -> None:
-        """The process of an instance ends."""
+        """End the process of an instance."""
         self._take()
         self._running.pop(self.peers[index], None)
         pid = last_number(self.peers[index])
         self.supervisor(ProcessExited(pid, "signal 9"))
 
     def outcomes(self) -> dict[int, Any]:
-        """What clients were told since the last time, by request: an error's text, or None."""
+        """Return the outcome of requests since the last call: the text of an error, or None."""
         return {
             answer.id: answer.message if isinstance(answer, m.Failed) else None
             for answer in self.answers()

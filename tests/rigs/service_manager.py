@@ -1,5 +1,6 @@
-"""A service manager's end of a server, in a test: what it hears, what it keeps, the sockets that it
-gives."""
+"""The service manager's side of a server: received notifications, stored descriptors and passed
+sockets.
+"""
 
 import contextlib
 import fcntl
@@ -19,8 +20,9 @@ _OWN, _ENDS = "TOLD_BY_ITSELF=1", "ENDS=1"
 
 
 class Manager:
-    """A service manager's end, which reads all the time: what it hears, a datagram each; it keeps
-    what it is to keep."""
+    """A service manager that reads notifications all the time, one per datagram, and stores
+    descriptors.
+    """
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self._sock = sock
@@ -31,13 +33,13 @@ class Manager:
         self._thread.start()
 
     def receive(self, text: str) -> list[str]:
-        heard = [self._received.get(timeout=60)]
-        while text not in heard[-1]:
-            heard.append(self._received.get(timeout=60))
-        return heard
+        message = [self._received.get(timeout=60)]
+        while text not in message[-1]:
+            message.append(self._received.get(timeout=60))
+        return message
 
     def receive_all(self) -> list[str]:
-        """What it was told up to now, perhaps by who has ended."""
+        """Return the notifications so far, including those of processes that have exited."""
         self._send(_OWN)
         return self.receive(_OWN)[:-1]
 
@@ -46,8 +48,8 @@ class Manager:
             sock.sendto(text.encode(), self.address)
 
     def _read(self) -> None:
-        while (heard := self._receive()) != _ENDS:
-            self._received.put(heard)
+        while (message := self._receive()) != _ENDS:
+            self._received.put(message)
 
     def _receive(self) -> str:
         data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)
@@ -64,7 +66,7 @@ class Manager:
             os.close(fd)
 
     def close(self) -> None:
-        """Read no more, and keep nothing."""
+        """Stop reading, and close the stored descriptors."""
         self._send(_ENDS)
         self._thread.join()
         for name in list(self.kept):
@@ -87,7 +89,7 @@ def managed() -> Iterator[Manager]:
 def start(
     given: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
-    """A server that finds these from descriptor 3 on."""
+    """Start a server that receives these descriptors from number 3 on."""
 
     def memory_range() -> None:
         copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]  # beyond their places

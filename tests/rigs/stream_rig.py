@@ -21,8 +21,9 @@ from tests.support.waiting import until
 
 
 class Streams:
-    """Requests to the model that `rig` serves, with an input `x` and an output `y`, and what they
-    have been told."""
+    """Requests to the model that `rig` serves, with input `x` and output `y`, and their
+    responses.
+    """
 
     def __init__(self, rig: Rig, x: str = "X", y: str = "Y", rows: bool = False) -> None:
         self.rig = rig
@@ -32,7 +33,7 @@ class Streams:
         self._rows = rows  # whether inputs have a batch dimension
 
     def begin(self, *values: Any, memory_range: Range | None = None, output: Any = None) -> None:
-        """One batch, a request for each value; their keys are 1, 2, ..."""
+        """Send one batch with a request for each value; the keys are 1, 2, ..."""
         outputs = (RequestedOutput(self._y, output),) if output is not None else ()
         works = []
         for key, value in enumerate(values, 1):
@@ -43,16 +44,18 @@ class Streams:
         self.rig.execute(works)
 
     def responses(self, key: int, count: int = 0) -> list[Any]:
-        """What the request was told: values, errors, "end"; up to its end, or so many."""
-        shown: list[Any] = []
+        """Return the responses to a request (values, errors, "end") up to its end, or the first
+        ones.
+        """
+        events: list[Any] = []
 
         def done() -> bool:
             self.messages += self.rig.sent(0.05)
-            shown[:] = [event for seen in self.messages for event in self._show(seen, key)]
-            return "end" in shown or (count > 0 and len(shown) >= count)
+            events[:] = [event for message in self.messages for event in self._show(message, key)]
+            return "end" in events or (count > 0 and len(events) >= count)
 
         until("all has come", done)
-        return shown
+        return events
 
     def _show(self, message: Any, key: int) -> Iterator[Any]:
         if not isinstance(message, m.ExecutionResponded) or message.key != key:
@@ -73,15 +76,15 @@ class Streams:
 
     @property
     def replies(self) -> list[str]:
-        """The texts of what the last batch said itself."""
+        """Return the error texts of the last batch's replies."""
         return [reply.message for reply in self.rig.finished.replies]
 
     def cancel(self, key: int) -> None:
-        """Nobody waits for the request any more."""
+        """Cancel a request for its client."""
         self.post(m.CancelExecution(key))
 
     def credit(self, key: int, responses: int) -> None:
-        """The client of the request takes so many more."""
+        """Grant credit for this number of responses to a request."""
         self.post(m.CreditExecution(key, responses))
 
     def post(self, message: Any) -> None:
@@ -90,7 +93,7 @@ class Streams:
 
     @contextlib.contextmanager
     def pumping(self) -> Iterator[None]:
-        """With a thread that does what the loop does while nothing runs: it reads the socket."""
+        """Run a thread that reads the socket as the loop does while no batch runs."""
         stop = threading.Event()
 
         def pump() -> None:

@@ -1,5 +1,8 @@
-"""A real systemd as the system's manager, in namespaces of its own: process 1 of a system that has
-this one's files, with /etc to write on, and whose /run, /tmp, /dev/shm and /var/lib are empty."""
+"""A real systemd in namespaces of its own.
+
+It is process 1 of a system with this one's files, a writable /etc, and an empty /run, /tmp,
+/dev/shm and /var/lib.
+"""
 
 import contextlib
 import os
@@ -43,7 +46,7 @@ exec {_SYSTEMD} --system --unit=start.target --log-target=console
 
 
 class Unavailable(Exception):
-    """Why there can be none here."""
+    """The reason why no systemd can run here."""
 
 
 class Systemd:
@@ -53,8 +56,9 @@ class Systemd:
         self.pid = pid
 
     def run(self, *words: str | Path, user: int = 0, groups: str = "") -> str:
-        """What a command prints there, stdout and then stderr, without the end's newlines; the last
-        line is "status N" where it failed."""
+        """Return stdout and stderr of a command, without the last newlines; the last line is
+        "status N" if it failed.
+        """
         start = ["nsenter", f"--target={self.pid}", "--all"]
         if user:
             groups_of = f"--groups={groups}" if groups else "--clear-groups"
@@ -77,7 +81,7 @@ _ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
 
 @contextlib.contextmanager
 def booted() -> Iterator[Systemd]:
-    """A manager that has started; raises Unavailable."""
+    """Return a started manager; raise Unavailable if there can be none."""
     _check()
     group = _control_group()
     into_group = ("bash", "-c", f'echo $$ >{group}/cgroup.procs && exec "$@"', "bash")

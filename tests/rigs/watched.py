@@ -26,8 +26,9 @@ FEW = ("simple", "cached", "pipeline", "half", "crimes", "sums")
 
 
 def add_models(repository: Path, *, generative: bool = False) -> None:
-    """FEW, the model "broken" that does not load, and with `generative` "tiny", which writes
-    text."""
+    """Add FEW, the model "broken", which does not load, and with `generative` the text model
+    "tiny".
+    """
     repositories.add(repository, "simple", "crimes")
     cached = "response_cache { enable: true }"
     repositories.add_as(repository, "cached", "simple", cached)
@@ -50,8 +51,8 @@ def _simple(http: Http, number: int) -> None:
 
 def _cached(http: Http, number: int) -> None:
     same = np.full((1, 16), number % 4, np.int32)
-    given = [json_input("INPUT0", same), json_input("INPUT1", same)]
-    http.infer("cached", {"inputs": given}).ok()
+    tensors = [json_input("INPUT0", same), json_input("INPUT1", same)]
+    http.infer("cached", {"inputs": tensors}).ok()
 
 
 def _pipeline(http: Http, number: int) -> None:
@@ -63,9 +64,9 @@ def _crimes(http: Http, number: int) -> None:
 
 
 def command(http: Http, name: str) -> None:
-    """Have the model "crimes" do something."""
-    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
-    http.infer("crimes", {"inputs": [given, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
+    """Send a command to the model "crimes"."""
+    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
+    http.infer("crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
 
 
 def _sums(http: Http, number: int) -> None:
@@ -76,13 +77,13 @@ def _sums(http: Http, number: int) -> None:
 
 
 def _tiny(http: Http, number: int) -> None:
-    given = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 12}
-    http.post("/v1/completions", given).ok()
+    body = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 12}
+    http.post("/v1/completions", body).ok()
 
 
 @contextlib.contextmanager
 def asked(server: Server, *, generative: bool = False) -> Iterator[None]:
-    """All of its models are asked, each by a connection or two, until the end of the block."""
+    """Send requests to all models on one or two connections each until the end of the block."""
     stop, answered = threading.Event(), threading.Semaphore(0)
     server.gate.close()  # nobody waits there
 
@@ -119,7 +120,7 @@ class Feed:
         self.response = self._connection.getresponse()
 
     def next(self) -> dict[str, Any]:
-        """What the next event says; raises EOFError where there is none."""
+        """Return the data of the next event; raise EOFError at the end."""
         line = self.response.readline()
         if not line:
             raise EOFError

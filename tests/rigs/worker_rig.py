@@ -1,4 +1,4 @@
-"""A worker's parts in one process: a backend in its loop, fed with batches; clients' regions."""
+"""The parts of a worker in one process: a backend in its loop, batches, and clients' regions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CLIENT_PID = 4242
 
 
 def tensor_config(name: str, data_type: str, dims: Sequence[int], **more: Any) -> dict[str, Any]:
-    """One entry of a configuration's `input` or `output`."""
+    """Return one entry of a configuration's `input` or `output`."""
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **more}
 
 
@@ -58,7 +58,7 @@ def model_config(
     max_batch_size: int = 0,
     **more: Any,
 ) -> dict[str, Any]:
-    """A configuration with what a worker looks at."""
+    """Return the part of a configuration that a worker reads."""
     return {
         "name": "m",
         "backend": "",
@@ -99,7 +99,7 @@ class Region:
 def tensor(
     name: str, array: Any, memory_range: Range | None = None, datatype: str | None = None
 ) -> TensorRef:
-    """An input: inline, or at a place where its bytes already are."""
+    """Return an input in the message, or in a memory range that already contains its bytes."""
     array = np.asarray(array)
     if datatype is None:
         kinds = {kind: name for name, kind in NUMPY.items()}
@@ -110,14 +110,14 @@ def tensor(
 
 @dataclass(frozen=True)
 class Reply:
-    """How one request ended."""
+    """The outcome of one request."""
 
     code: str
     message: str
     answer: Inferred | None
 
     def array(self, name: str, rig: Rig | None = None) -> np.ndarray[Any, Any]:
-        """An output as an array; one in the worker's arena is read through `rig`."""
+        """Return an output as an array; an output in the worker's arena is read through `rig`."""
         assert self.answer is not None, self.message
         ref = next(ref for ref in self.answer.outputs if ref.name == name)
         if isinstance(ref.data, bytes):
@@ -130,7 +130,7 @@ class Reply:
 
 
 class Rig:
-    """An instance with a scheduler's end of its socket; one in-process batch at a time."""
+    """An instance and the scheduler's side of its socket; one batch at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._dealers: list[Dealer] = []
@@ -174,7 +174,7 @@ class Rig:
         return self.attach()
 
     def attach(self) -> Rig:
-        """Give the instance a scheduler, the first one or a successor."""
+        """Attach a scheduler to the instance: the first one or a successor."""
         self._served += 1
         endpoint = f"ipc://{self.context.run_dir}/w{self._served}"
         self.scheduler = Router(endpoint)
@@ -188,13 +188,13 @@ class Rig:
         return self
 
     def batch(self, *requests: Inference, pid: int = CLIENT_PID, **said: Any) -> list[Reply]:
-        """Run a batch of requests of which this is `sent`; the replies in their order."""
+        """Run a batch that contains the request `sent`; return the replies in order."""
         return self.raw_batch([pack_inference(request) for request in requests], pid, **said)
 
     def raw_batch(
         self, works: Sequence[Packed], pid: int = CLIENT_PID, request_id: str = "id-1", **said: Any
     ) -> list[Reply]:
-        """Run a batch of packed requests, whose keys are 1, 2, ..."""
+        """Run a batch of packed requests with the keys 1, 2, ..."""
         keyed = enumerate(works, 1)
         self.execute([Work(key, pid, *work, request_id, **said) for key, work in keyed])
         replies = {reply.key: reply for reply in self.finished.replies}
@@ -205,27 +205,29 @@ class Rig:
         ]
 
     def execute(self, works: Sequence[Work]) -> None:
-        """Run a batch of these; it is `finished` then, and nobody has been told."""
+        """Run a batch of these requests up to its end in the worker, before its replies are
+        sent.
+        """
         self._batches += 1
         command = self.instance.link.opened(Execute(self._batches, list(works)))
         self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 
     def sent(self, timeout_s: float = 5.0) -> list[Any]:
-        """What the worker has told its scheduler; waits for a first message."""
+        """Return the messages to the scheduler; wait for a first one."""
         return [message for _, message in arrived(self.scheduler, timeout_s)]
 
     def cancel(self, key: int) -> None:
-        """Have the scheduler cancel a request, and wait until the worker could know."""
+        """Send the scheduler's cancellation, and wait until the worker can know it."""
         self._send(CancelExecution(key))
 
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
-        """Have the scheduler pass on a release, of what readers were told of until now."""
+        """Send the scheduler's message that readers released the outputs received so far."""
         self.context.output_memory.delivered()
         self._send(ReleaseOutputs(pid, offsets, self.context.output_memory.id))
 
     def credit(self, key: int, responses: int) -> None:
-        """Have the client of a request take more responses."""
+        """Grant the request's client credit for more responses."""
         self._send(CreditExecution(key, responses))
 
     def _send(self, message: Any) -> None:
@@ -249,7 +251,9 @@ class Rig:
 
 @contextmanager
 def rig(folder: Path) -> Iterator[Rig]:
-    """A rig for one test. What its models import is forgotten at the end: all are named alike."""
+    """Yield a rig for one test. Modules that its models import are unloaded at the end, because all
+    models use the same names.
+    """
     path, modules = list(sys.path), set(sys.modules)
     worker_rig = Rig(folder)
     try:
@@ -263,14 +267,14 @@ def rig(folder: Path) -> Iterator[Rig]:
 
 
 class FunctionBackend(Backend):
-    """A backend whose `execute` is a function given by the test."""
+    """A backend whose `execute` is a function of the test."""
 
     def __init__(self, context: ModelContext, execute: Any) -> None:
         super().__init__(context)
         self._call = execute
 
     def load(self, config: ModelSpec) -> None:
-        """Nothing to load."""
+        """Load nothing."""
 
     def execute(self, requests: list[Request]) -> list[Response]:
         result: list[Response] = self._call(requests)

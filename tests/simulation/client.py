@@ -169,11 +169,11 @@ class Client(Process):
         else:
             table = self.schedulers
             settles = isinstance(message, m.Settled)
-            known = (table.settling if settles else table.pending).get(message.id)
-            if known is None:
+            entry = (table.settling if settles else table.pending).get(message.id)
+            if entry is None:
                 raise Violation(f"{self} is told {message} of no request that it has")
-            if known.endpoint != endpoint:
-                known.request.fail(f"told {message} by {endpoint}, and is at {known.endpoint}")
+            if entry.endpoint != endpoint:
+                entry.request.fail(f"told {message} by {endpoint}, and is at {entry.endpoint}")
 
     # --- requests ---------------------------------------------------------------------------------
 

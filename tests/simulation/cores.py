@@ -158,7 +158,8 @@ class _EnsembleMemory(EnsembleMemory):
         self._mappings = memory  # type: ignore[assignment]
 
     def hold(self, memory_range: Range) -> None:
-        held: Any = self._held.setdefault(memory_range.memory.id, _HeldArena(memory_range.memory))  # type: ignore[arg-type]
+        arena: Any = _HeldArena(memory_range.memory)
+        held: Any = self._held_arenas.setdefault(memory_range.memory.id, arena)
         held.users += 1
 
 

@@ -27,7 +27,7 @@ class StepLinks:
         self._take = take
         self._neighbours = process.host.neighbours
         self.identity = b"%d.h%s" % (process.pid, process.endpoint.encode())
-        self._neighbours.enter(self.identity, take)
+        self._neighbours.register(self.identity, take)
 
     def _link(self, endpoint: str) -> Link:
         known = self._links.get(endpoint)
@@ -48,7 +48,7 @@ class StepLinks:
         return [link for _, link in self._links.values()]
 
     def open(self, endpoint: str) -> None:
-        if not self._neighbours.has(endpoint):
+        if not self._neighbours.is_registered(endpoint):
             if endpoint not in self._hosts:
                 raise Unavailable("cannot connect to a scheduler")
             self._link(endpoint)

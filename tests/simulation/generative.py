@@ -102,7 +102,9 @@ class EngineRig:
 
     def _chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
-        self.found[generation.key] = [(beam.tokens, beam.finish_reason) for beam in beams.found]
+        self.found[generation.key] = [
+            (beam.tokens, beam.finish_reason) for beam in beams.hypotheses
+        ]
 
     @property
     def operations(self) -> int:
@@ -137,10 +139,12 @@ class EngineRig:
     def plan(self) -> bool:
         """Begin a step, if there is one, and check that live sequences make progress."""
         self.now_ns += MS
-        before = {generation: generation.status for generation in self.engine._live.values()}
+        before = {generation: generation.status for generation in self.engine._sequences.values()}
         step = self._step = self.engine.plan(self.now_ns)
         if step is None:
-            assert not self.engine.live, f"{self.engine.live} sequences get no further"
+            assert not self.engine.live_sequences, (
+                f"{self.engine.live_sequences} sequences get no further"
+            )
             return False
         s = self.settings
         assert sum(row.count + row.draft for row in step.rows) <= s.max_tokens_per_batch
@@ -150,7 +154,7 @@ class EngineRig:
         assert all(count <= s.prefill_chunk_size for count in prompts)
         assert self.engine.running is not None
         for sequence, row in self.engine.running.rows.values():
-            assert row.start + row.count + row.draft <= sequence.generation.most_tokens
+            assert row.start + row.count + row.draft <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
         self._nobody_for_another(before, step)
         return True
@@ -169,7 +173,7 @@ class EngineRig:
         """Complete the running step."""
         assert self._step is not None
         self.rows += len(self._step.rows)
-        self.engine.done(self.worker.step(self._step))
+        self.engine.finish_step(self.worker.step(self._step))
         self.check()
 
     def turn(self) -> bool:
@@ -181,7 +185,7 @@ class EngineRig:
 
     def check(self) -> None:
         """Check that no block is lost and that the counts match the tables."""
-        live = list(self.engine._live.values())
+        live = list(self.engine._sequences.values())
         for pool, tables in (
             (self.engine.pool, [each.table for each in live]),
             (self.engine.host, [each.host for each in live]),
@@ -208,8 +212,8 @@ class EngineRig:
             if not self.turn():
                 break
         else:
-            raise AssertionError(f"{self.engine.live} sequences get no further")
-        assert not self.engine.live
+            raise AssertionError(f"{self.engine.live_sequences} sequences get no further")
+        assert not self.engine.live_sequences
         assert not any(pool.used for pool in self.pools)
         assert not self.worker.known
 
@@ -224,8 +228,8 @@ class EngineRig:
             assert self.found[generation.key] == searched(generation)
             return
         for sample in samples:
-            wanted = alone(generation.prompt, sample, generation.max_tokens)
-            assert self.ended[generation.key, sample] == wanted, (generation.key, sample)
+            expected = alone(generation.prompt, sample, generation.max_tokens)
+            assert self.ended[generation.key, sample] == expected, (generation.key, sample)
 
 
 def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
@@ -293,7 +297,7 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         draw = self._draw = random.Random(seed)
-        given = {
+        fields = {
             "kv_cache_blocks": draw.choice((17, 24, 40)),
             "swap_blocks": draw.choice((0, 8, 32)),
             "max_batch_size": draw.choice((4, 8)),
@@ -301,7 +305,7 @@ class Schedule:
             "prefill_chunk_size": draw.choice((3, 16, 32)),
             **VARIANTS[seed % len(VARIANTS)],
         }
-        self.rig = EngineRig(engine_settings(**given), draw.randint(0, 3))
+        self.rig = EngineRig(engine_settings(**fields), draw.randint(0, 3))
         self._prefixes = [
             [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
         ]
@@ -311,7 +315,7 @@ class Schedule:
     def run(self, requests: int = 60) -> None:
         """Run a number of requests and check the result of each. Raises AssertionError."""
         rig, draw = self.rig, self._draw
-        while requests or rig.engine.live:
+        while requests or rig.engine.live_sequences:
             if requests and draw.random() < 0.6:
                 requests -= 1
                 self._come()
@@ -338,7 +342,7 @@ class Schedule:
             prompt,
             draw.randint(1, 25),
             priority=draw.randint(0, 3),
-            whole=draw.random() < 0.1,
+            ignores_prefix_cache=draw.random() < 0.1,
             **more,
         )
         if generation is not None:
@@ -347,7 +351,7 @@ class Schedule:
     def _meddle(self) -> None:
         """Cause an external event, possibly during a step."""
         if self._draw.random() < 0.1:
-            live = list(self.rig.engine._live.values())
+            live = list(self.rig.engine._sequences.values())
             if live:
                 event = self._draw.choice((self._cancel, self._stop, self._move))
                 event(self._draw.choice(live))
@@ -360,7 +364,7 @@ class Schedule:
         generation = sequence.generation
         if generation.beams is not None or not sequence.generated:
             return
-        self.rig.engine.stopped(sequence.number)
+        self.rig.engine.stop_sequence(sequence.number)
         self._samples[generation.key].discard(sequence.sample)
         self._stopped.add((generation.key, sequence.sample))
 
@@ -369,9 +373,9 @@ class Schedule:
         for key, sample in self._stopped & self.rig.ended.keys():
             generation = self.rig.generations[key]
             tokens, why = self.rig.ended[key, sample]
-            wanted, over = alone(generation.prompt, sample, generation.max_tokens)
-            assert tokens == wanted[: len(tokens)]
-            assert why == "stop" or (tokens, why) == (wanted, over)
+            expected, over = alone(generation.prompt, sample, generation.max_tokens)
+            assert tokens == expected[: len(tokens)]
+            assert why == "stop" or (tokens, why) == (expected, over)
 
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""

@@ -103,17 +103,17 @@ class Generator(Worker):
         if not self.alive or self._running is not step or self._up is None:
             return
         done = self._engine.step(step)
-        known = self._engine.known
+        known_sequences = self._engine.known
         if self.model.errs and self.world.chance(self.model.errs / 3):
             for row in step.rows:
-                if row.sequence in known:
-                    self._fail(known[row.sequence].key, "INTERNAL")
+                if row.sequence in known_sequences:
+                    self._fail(known_sequences[row.sequence].key, "INTERNAL")
             done = replace(done, results=[], lost=[row.sequence for row in step.rows])
         else:
             news = [
-                (known[result.sequence], result)
+                (known_sequences[result.sequence], result)
                 for result in done.results
-                if result.sequence in known
+                if result.sequence in known_sequences
             ]
             self._put(self._emitted, news)
         self.world.after(self.world.between(US, 300 * US), self._hand_over, step, done)
@@ -152,11 +152,11 @@ class Generator(Worker):
         if self.model.errs and self.world.chance(self.model.errs):
             self._refuse(work, "INTERNAL")
             return
-        wanted, engine = asked(content), self._engine
-        answer = self._streams[work.key] = Answer(work, content, wanted)
-        engine.prompts[work.key], engine.most[work.key] = wanted.prompt, wanted.most
-        if wanted.search is not None:
-            engine.width[work.key] = wanted.search.width
+        request, engine = asked(content), self._engine
+        answer = self._streams[work.key] = Answer(work, content, request)
+        engine.prompts[work.key], engine.most[work.key] = request.prompt, request.most
+        if request.search is not None:
+            engine.width[work.key] = request.search.width
         for each in resumed:
             tokens = engine.resumed[work.key, each.sample] = array("i", each.tokens)
             whole = texts(content)[each.sample][0]
@@ -170,12 +170,12 @@ class Generator(Worker):
         self._post(
             g.Prepared(
                 work.key,
-                wanted.prompt.tobytes(),
-                wanted.most,
-                wanted.samples,
-                wanted.priority,
-                wanted.whole,
-                beams=[] if wanted.search is None else [wanted.search],
+                request.prompt.tobytes(),
+                request.most,
+                request.samples,
+                request.priority,
+                request.whole,
+                beams=[] if request.search is None else [request.search],
             )
         )
         self._tell_news(work.key)
@@ -264,7 +264,7 @@ class Generator(Worker):
             sample.sent_characters = max(sample.sent_characters, len(sample.tokens))
             sample.open = not sample.finish_reason
         final = not any(each.open for each in answer.samples)
-        known = [
+        known_differences = [
             g.ResponseSent(
                 answer.work.key, answer.samples.index(each), each.sent_characters, not each.open
             )
@@ -275,7 +275,7 @@ class Generator(Worker):
             self._close(answer)
         body = self._body(answer.work, answer.content + b"#" + b";".join(pieces), [])
         answer.window.sent(byte_size_of(body[1]))
-        self._post_response(answer, "", body, final, *known)
+        self._post_response(answer, "", body, final, *known_differences)
 
     def _post(self, message: Any) -> None:
         if self._up is not None:

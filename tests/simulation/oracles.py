@@ -397,7 +397,7 @@ class SchedulerTrace:
             return
 
     def _delays(self, entry: Entry) -> bool:
-        return self.settings.policies.of(entry.level).delays
+        return self.settings.policies.policy(entry.level).delays
 
     def sent_to_client(self, peer: bytes, message: Any) -> None:
         ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
@@ -473,16 +473,16 @@ class SchedulerTrace:
     def turn_over(self) -> None:
         """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
-            most = self.settings.policies.of(level).max_queue_size
+            most = self.settings.policies.policy(level).max_queue_size
             if 0 < most < len(line):
                 self._fail(f"{len(line)} requests wait on level {level}, of at most {most}")
 
     def check_counters(self, report: dict[str, Any]) -> None:
         """Check that a report of the scheduler agrees with its messages."""
-        shown = report["inference_stats"]
+        statistics = report["inference_stats"]
         violations = {
-            "succeeded": shown["success"]["count"],
-            "failed": shown["fail"]["count"],
+            "succeeded": statistics["success"]["count"],
+            "failed": statistics["fail"]["count"],
             "executions": report["execution_count"],
             "inferences": report["inference_count"],
         }

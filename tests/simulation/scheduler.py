@@ -37,7 +37,7 @@ class Host(Process):
         """Run the turns of a real loop: schedulers tick until none of them sends a message to
         another.
         """
-        while self.touched or self.neighbours.posted:
+        while self.touched or self.neighbours.queued:
             self.neighbours.deliver()
             touched, self.touched = list(self.touched), {}
             for scheduler in touched:
@@ -69,7 +69,7 @@ class Outbox:
         if link is not None:
             link.post(message)
 
-    def to(self, peer: bytes) -> Callable[[Any], None]:
+    def sender_of(self, peer: bytes) -> Callable[[Any], None]:
         return partial(self.post, peer)
 
 
@@ -115,7 +115,7 @@ class SchedulerProcess(Process):
         self.hosted = cores.Scheduler(
             model, version, self, memory, (self._clients, self._peers(), self), kept, alive
         )
-        host.neighbours.enter(self.endpoint, self._from_neighbour)
+        host.neighbours.register(self.endpoint, self._from_neighbour)
         host.schedulers.append(self)
 
     @property

@@ -290,10 +290,9 @@ class Simulation:
                 raise Violation(f"{version.former} is not done, and its successor waits")
             if scheduler is None or not scheduler.alive:
                 raise Violation(f"no scheduler of {version.model.name} is left")
-            if scheduler.hosted.front.live:
-                raise Violation(
-                    f"{scheduler} has {scheduler.hosted.front.live} requests when all is quiet"
-                )
+            live_requests = scheduler.hosted.front.live_requests
+            if live_requests:
+                raise Violation(f"{scheduler} has {live_requests} requests when all is quiet")
             for where, size, bound in cores.tables(scheduler.hosted):
                 if size > bound:
                     raise Violation(f"{scheduler} has {size} entries left in {where}")

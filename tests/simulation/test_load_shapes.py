@@ -60,7 +60,7 @@ def run(shape: Shape, times: str = "constant", seconds: float = _SECONDS, seed: 
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_instances_do_not_come_and_go(name: str, times: str) -> None:
+def test_instances_do_not_oscillate(name: str, times: str) -> None:
     """An instance is removed and added again within a minute no more often than the load rises.
 
     With a constant load this happens never, or once if execution times vary. A regular pattern is

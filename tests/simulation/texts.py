@@ -84,15 +84,15 @@ def asked(content: bytes) -> Asked:
 
 @functools.lru_cache(1 << 14)
 def texts(content: bytes) -> list[tuple[list[int], str]]:
-    wanted = asked(content)
-    if wanted.search is not None:
+    request = asked(content)
+    if request.search is not None:
         generation: Generation[None] = Generation(
-            None, 0, 0, wanted.prompt, wanted.most, beams=wanted.search
+            None, 0, 0, request.prompt, request.most, beams=request.search
         )
         return searched(generation)
     samples: list[tuple[list[int], str]] = []
-    for sample in range(wanted.samples):
-        tokens, over = alone(wanted.prompt, sample, wanted.most)
+    for sample in range(request.samples):
+        tokens, over = alone(request.prompt, sample, request.most)
         if STOP in tokens:
             tokens, over = tokens[: tokens.index(STOP) + 1], "stop"
         samples.append((tokens, over))

@@ -39,15 +39,15 @@ def holding(gate: Gate) -> Iterator[Callable[[], None]]:
         A function that returns once an execution is blocked.
     """
     path = gate.path.with_name(gate.path.name + ".held")
-    seen = path.with_name(path.name + ".seen")
+    seen_file = path.with_name(path.name + ".seen")
     os.mkfifo(path)
     held = os.open(path, os.O_RDWR)
     try:
-        yield lambda: until("the model runs", seen.exists)
+        yield lambda: until("the model runs", seen_file.exists)
     finally:
         path.unlink()
         os.close(held)
-        seen.unlink(missing_ok=True)
+        seen_file.unlink(missing_ok=True)
 
 
 class Visit:

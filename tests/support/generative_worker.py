@@ -107,19 +107,19 @@ class GenerativeWorker:
         for begin in step.begin:
             if begin.parent in self.known:
                 parent = self.known[begin.parent]
-                known = _SequenceSlots(parent.slots[:], begin.key, begin.sample, parent.prompt)
-                known.table = parent.table[:]
+                sequence = _SequenceSlots(parent.slots[:], begin.key, begin.sample, parent.prompt)
+                sequence.table = parent.table[:]
                 if begin.token >= 0:
-                    extend(known.slots, [begin.token])
+                    extend(sequence.slots, [begin.token])
             elif begin.key not in self.prompts:
                 continue  # the request of this sequence has ended
             else:
                 prompt = self.prompts[begin.key]
                 had = self.resumed.get((begin.key, begin.sample), array("i"))
-                known = _SequenceSlots(
+                sequence = _SequenceSlots(
                     extend([], prompt + had), begin.key, begin.sample, len(prompt)
                 )
-            self.known[begin.sequence] = known
+            self.known[begin.sequence] = sequence
         for source, target in _pairs(step.out):
             self._host[target] = self._pool[source][:]
         for source, target in _pairs(step.back):
@@ -136,22 +136,22 @@ class GenerativeWorker:
     def _row(self, row: Row) -> list[RowResult]:
         if row.sequence not in self.known:
             return []
-        known = self.known[row.sequence]
-        known.table[row.keep :] = row.blocks
+        sequence = self.known[row.sequence]
+        sequence.table[row.keep :] = row.blocks
         assert row.count >= 1
-        assert row.samples == (row.start + row.count == len(known.slots))
-        self._check(known, row.start)
-        self._write(known, known.slots[row.start : row.start + row.count])
+        assert row.samples == (row.start + row.count == len(sequence.slots))
+        self._check(sequence, row.start)
+        self._write(sequence, sequence.slots[row.start : row.start + row.count])
         if not row.samples:
             return []
-        if known.key in self.width:
-            best = candidates(known.slots, 2 * self.width[known.key])
+        if sequence.key in self.width:
+            best = candidates(sequence.slots, 2 * self.width[sequence.key])
             return [
                 RowResult(
                     row.sequence, [], candidates=[t for t, _ in best], scores=[s for _, s in best]
                 )
             ]
-        return [self._sampled(known, row)]
+        return [self._sampled(sequence, row)]
 
     def _sampled(self, known: _SequenceSlots, row: Row) -> RowResult:
         end = len(known.slots)
@@ -181,8 +181,10 @@ class GenerativeWorker:
         for index, start in enumerate(range(0, end, size)):
             stop = min(start + size, end)
             rows = self._pool[known.table[index]][: stop - start]
-            wanted = known.slots[start:stop]
-            assert rows == wanted, f"positions {start} to {stop} of {end}: {rows}, not {wanted}"
+            expected_slots = known.slots[start:stop]
+            assert rows == expected_slots, (
+                f"positions {start} to {stop} of {end}: {rows}, not {expected_slots}"
+            )
         self.read += end
 
     def _write(self, known: _SequenceSlots, slots: list[Slot]) -> None:

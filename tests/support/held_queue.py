@@ -28,9 +28,9 @@ class Queue:
         """Call a function that sends a request in another way, and wait until the request is
         queued.
         """
-        asked = self.pool.call(asking)
+        pending = self.pool.call(asking)
         self.wait_queued()
-        return asked
+        return pending
 
     def wait_queued(self) -> None:
         self.waiting += 1

@@ -421,9 +421,9 @@ def run_python(
     *arguments: str | Path, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments in the project's root; return its output."""
-    given: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
+    fields: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **given)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **fields)
 
 
 def runs(process: psutil.Process) -> bool:

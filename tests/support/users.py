@@ -50,9 +50,9 @@ def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> 
 def _become(uid: int, groups: tuple[int, ...]) -> None:
     assert _CALLS is not None
     libc = ctypes.CDLL(None, use_errno=True)
-    wanted = (ctypes.c_uint * len(groups))(*groups)
+    group_ids = (ctypes.c_uint * len(groups))(*groups)
     for arguments in (
-        (_CALLS[0], len(groups), wanted),
+        (_CALLS[0], len(groups), group_ids),
         (_CALLS[1], uid, uid, uid),
         (_CALLS[2], uid, uid, uid),
     ):

@@ -1,4 +1,6 @@
-"""Who may import whom: rooms depend on each other one way, and nothing heavy loads by accident."""
+"""The import rules: rooms depend on each other in one direction, and no heavy library is loaded
+by accident.
+"""
 
 import ast
 import importlib
@@ -26,7 +28,7 @@ PICKLING = {"multiprocessing", "concurrent.futures.process", "torch.multiprocess
 
 
 def sources(folder: str) -> list[Path]:
-    """The Python files of a folder at the root; links to folders in it are not followed."""
+    """Return the Python files of a folder at the root; links to folders are not followed."""
     return [
         Path(path, name)
         for path, _, names in os.walk(ROOT / folder)
@@ -36,7 +38,7 @@ def sources(folder: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module or name that a file imports, as far as names can tell, wherever it does."""
+    """Return every module or name that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,27 +59,27 @@ def test_there_are_files_to_look_at() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_is_below_it(room: str) -> None:
-    wrong = [
+def test_a_room_imports_only_lower_rooms(room: str) -> None:
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(room)
         for name in imports(path)
         if within(name, {"shmserve", *ROOMS}) and not within(name, ROOMS[room])
     ]
-    assert wrong == []
+    assert wrong_cases == []
 
 
 def test_the_control_plane_does_not_import_workers() -> None:
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources("shmserve")
         for name in imports(path)
         if within(name, {"shmserve.workers", "torch", *ROOMS})
     ]
-    assert wrong == []
+    assert wrong_cases == []
 
 
-def test_what_all_rooms_may_import_imports_nothing_of_ours() -> None:
+def test_leaf_modules_import_nothing_of_shmserve() -> None:
     for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
         imported = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
         imported.discard("shmserve.serving.serve")  # imported when a program asks for it
@@ -87,13 +89,13 @@ def test_what_all_rooms_may_import_imports_nothing_of_ours() -> None:
 def test_nothing_pickles() -> None:
     """R1: no format that executes is imported anywhere."""
     files = [*sources("shmserve"), *(path for room in ROOMS for path in sources(room))]
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in files
         for name in imports(path)
         if within(name, PICKLES | PICKLING)
     ]
-    assert wrong == [DUPLICATED]
+    assert wrong_cases == [DUPLICATED]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +129,13 @@ def test_the_grpc_gateway_does_without_aiohttp() -> None:
 
 
 @pytest.mark.parametrize("room", ["api", "inference", "links"])
-def test_what_listeners_share_knows_none_of_them(room: str) -> None:
+def test_common_listener_modules_import_no_listener(room: str) -> None:
     """No type of HTTP or gRPC is in it."""
     protocols = {"aiohttp", "grpc", "shmserve.gateway.http", "shmserve.gateway.grpc"}
-    wrong = [
+    wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in sources(f"shmserve/gateway/{room}")
         for name in imports(path)
         if within(name, protocols)
     ]
-    assert wrong == []
+    assert wrong_cases == []

@@ -127,7 +127,7 @@ MODULES = _modules()
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The modules of ours that a file imports, wherever it does and be it for types alone."""
+    """Return the modules of the project that a file imports anywhere, for types, too."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -151,7 +151,7 @@ def room(module: str) -> str:
 
 
 def may(importer: str, imported: str) -> bool:
-    """Whether the table lets a room import another one."""
+    """Return whether the table lets a room import another one."""
     return importer == imported or any(
         imported == allowed
         or (
@@ -168,7 +168,7 @@ def test_every_room_is_in_the_table() -> None:
     assert rooms == set(LAYERS) - {""}
 
 
-def test_rooms_import_as_the_table_says() -> None:
+def test_rooms_import_as_the_table_allows() -> None:
     wrong = sorted(
         f"{room(module)} -> {room(imported)}: {module} imports {imported}"
         for module, found in IMPORTS.items()
@@ -180,7 +180,7 @@ def test_rooms_import_as_the_table_says() -> None:
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one module (Tarjan 1972)."""
+    """Return the strongly connected components of more than one module (Tarjan 1972)."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -214,5 +214,7 @@ def test_circles_are_found() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Not for types either: who needs the other's type has a third thing to share."""
+    """This includes imports for types: modules that need each other's types share a third
+    module.
+    """
     assert circles(IMPORTS) == []

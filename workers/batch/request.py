@@ -9,7 +9,7 @@ Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -154,6 +154,11 @@ class Output(NamedTuple):
     name: str
     datatype: str
     data: Any
+
+    @classmethod
+    def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
+        """Return an output with one dimension; the values are Python's (BYTES: bytes or str)."""
+        return cls(name, datatype, np.array(list(values), STORED[datatype]))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -113,6 +113,13 @@ _NO_FINAL_RESPONSE = Internal(
 )
 
 
+def unread_responses() -> Unavailable:
+    """Return the error of a request whose client reads no responses."""
+    return Unavailable(
+        f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseWriter:
     """The shared parts of the response streams of an instance, used under the link's lock.
@@ -287,11 +294,7 @@ class ResponseStream:
     def _overrun(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                why = (
-                    f"the client has read no response for {MOST_WAIT_S:g} s; no more responses "
-                    "are sent"
-                )
-                self.fail(Unavailable(why))
+                self.fail(unread_responses())
                 self._overran = True
                 self._open.cancel()
 

@@ -299,7 +299,8 @@ def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
         if not arguments.user and any(path.is_relative_to(folder) for folder in _HIDDEN):
             problem = (
                 f"--program: the units cannot read '{path}', because /home, /root and /tmp are "
-                "hidden from them; install shmserve elsewhere (python3 -m venv /opt/shmserve)"
+                "hidden from them; install shmserve elsewhere, with a Python that is elsewhere, "
+                "too (/usr/bin/python3 -m venv /opt/shmserve)"
             )
             if not preview:
                 raise InvalidArgument(problem)

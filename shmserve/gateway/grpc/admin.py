@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, clip, suggestion
 from shmserve.gateway.api import management
-from shmserve.gateway.api import shared_memory as api
+from shmserve.gateway.api import shared_memory as memory_api
 from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG_SWITCHES
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.call import StreamingCall
@@ -29,13 +29,13 @@ from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from shmserve.proto.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
-_FILES = (grpc_service_pb2, health_pb2, reflection_pb2)
-_POOL = grpc_service_pb2.DESCRIPTOR.pool
+_PROTO_FILES = (grpc_service_pb2, health_pb2, reflection_pb2)
+_DESCRIPTOR_POOL = grpc_service_pb2.DESCRIPTOR.pool
 _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 
-def serving(gateway: Gateway) -> HealthCheckResponse:
-    """Return the server's status for grpc.health.v1, which all services share."""
+def serving_status(gateway: Gateway) -> HealthCheckResponse:
+    """Return the server's status for grpc.health.v1; all services have the same status."""
     ready = gateway.health.ready and not management.is_exiting(gateway)
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
@@ -43,7 +43,7 @@ def serving(gateway: Gateway) -> HealthCheckResponse:
 
 
 # The member of a setting's oneof, and its name in Triton's errors.
-_KINDS = {
+_LOG_SETTING_KINDS = {
     **dict.fromkeys(LOG_SWITCHES, ("bool_param", "boolean")),
     LOG_LEVEL: ("uint32_param", "int32"),
     LOG_FORMAT: ("string_param", "string"),
@@ -75,7 +75,7 @@ class AdminCall:
 
     async def check(self, request: HealthCheckRequest) -> HealthCheckResponse:
         """Handle grpc.health.v1.Health/Check."""
-        return serving(self.gateway)
+        return serving_status(self.gateway)
 
     async def server_metadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """Handle ServerMetadata."""
@@ -83,10 +83,10 @@ class AdminCall:
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """Handle ModelMetadata. With a version in the request, only this version is listed."""
-        described = await management.model_metadata(
+        metadata = await management.model_metadata(
             self.gateway, request.name, checked_version(request.version)
         )
-        return ParseDict(described, pb.ModelMetadataResponse())
+        return ParseDict(metadata, pb.ModelMetadataResponse())
 
     async def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         """Handle ModelConfig."""
@@ -97,7 +97,7 @@ class AdminCall:
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest
     ) -> pb.ModelStatisticsResponse:
-        """Handle ModelStatistics, of all models without a name."""
+        """Handle ModelStatistics. Without a name, the statistics are those of all models."""
         reports = await management.model_statistics(
             self.gateway, request.name, checked_version(request.version)
         )
@@ -119,10 +119,10 @@ class AdminCall:
         for key, parameter in request.parameters.items():
             kind = parameter.WhichOneof("parameter_choice")
             if key == "config":
-                _expect(kind, "string_param", "load", key)
+                _check_kind(kind, "string_param", "load", key)
                 config = parameter.string_param
             elif key.startswith("file:"):
-                _expect(kind, "bytes_param", "load", key)
+                _check_kind(kind, "bytes_param", "load", key)
                 files[key.removeprefix("file:")] = parameter.bytes_param
             else:
                 raise InvalidArgument(
@@ -137,7 +137,7 @@ class AdminCall:
         dependents = False
         for key, parameter in request.parameters.items():
             if key == "unload_dependents":
-                _expect(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
+                _check_kind(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
                 dependents = parameter.bool_param
         await management.unload_model(self.gateway, request.model_name, dependents=dependents)
 
@@ -152,19 +152,19 @@ class AdminCall:
 
     async def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
         """Handle LogSettings: apply all changes or none, and return all settings."""
-        settings = await management.change_log_settings(self.gateway, _changes(request))
+        settings = await management.change_log_settings(self.gateway, _read_changes(request))
         response = pb.LogSettingsResponse()
         response.settings[LOG_FILE].string_param = settings[LOG_FILE]
-        for name, (kind, _) in _KINDS.items():
+        for name, (kind, _) in _LOG_SETTING_KINDS.items():
             setattr(response.settings[name], kind, settings[name])
         return response
 
     async def system_status(
         self, request: pb.SystemSharedMemoryStatusRequest
     ) -> pb.SystemSharedMemoryStatusResponse:
-        """Handle SystemSharedMemoryStatus, of all regions of the client's user without a name."""
+        """Handle SystemSharedMemoryStatus. Without a name, list all regions of the user."""
         response = pb.SystemSharedMemoryStatusResponse()
-        for region in api.visible_regions(self.gateway, self.client, request.name):
+        for region in memory_api.visible_regions(self.gateway, self.client, request.name):
             entry = response.regions[region.name]
             entry.name, entry.key = region.name, region.key
             entry.offset, entry.byte_size = region.offset, region.byte_size
@@ -173,21 +173,25 @@ class AdminCall:
     async def system_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
         """Handle SystemSharedMemoryRegister."""
         peer = self.client.peer()
-        api.check_region_name(request.name)
+        memory_api.check_region_name(request.name)
         size = whole(request.byte_size, "byte_size")
         offset = whole(request.offset, "offset")
-        await api.register_system(self.gateway, peer, request.name, request.key, offset, size)
+        await memory_api.register_system(
+            self.gateway, peer, request.name, request.key, offset, size
+        )
 
     async def system_unregister(self, request: pb.SystemSharedMemoryUnregisterRequest) -> None:
-        """Handle SystemSharedMemoryUnregister, of all regions without a name."""
-        await api.unregister_regions(self.gateway, self.client, request.name)
+        """Handle SystemSharedMemoryUnregister. Without a name, unregister all regions."""
+        await memory_api.unregister_regions(self.gateway, self.client, request.name)
 
     async def cuda_status(
         self, request: pb.CudaSharedMemoryStatusRequest
     ) -> pb.CudaSharedMemoryStatusResponse:
-        """Handle CudaSharedMemoryStatus, of all regions of the client's user without a name."""
+        """Handle CudaSharedMemoryStatus. Without a name, list all regions of the user."""
         response = pb.CudaSharedMemoryStatusResponse()
-        for region in api.visible_regions(self.gateway, self.client, request.name, cuda=True):
+        for region in memory_api.visible_regions(
+            self.gateway, self.client, request.name, cuda=True
+        ):
             assert region.memory.cuda is not None
             entry = response.regions[region.name]
             entry.name, entry.device_id = region.name, region.memory.cuda.device
@@ -198,30 +202,32 @@ class AdminCall:
         """Handle CudaSharedMemoryRegister."""
         peer = self.client.peer()
         handle = CudaHandle(request.raw_handle, request.device_id)
-        await api.register_cuda(self.gateway, peer, request.name, handle, 0, request.byte_size)
+        await memory_api.register_cuda(
+            self.gateway, peer, request.name, handle, 0, request.byte_size
+        )
 
     async def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> None:
-        """Handle CudaSharedMemoryUnregister, of all regions without a name."""
-        await api.unregister_regions(self.gateway, self.client, request.name, cuda=True)
+        """Handle CudaSharedMemoryUnregister. Without a name, unregister all regions."""
+        await memory_api.unregister_regions(self.gateway, self.client, request.name, cuda=True)
 
 
-def _expect(kind: str | None, expected: str, of: str, key: str) -> None:
+def _check_kind(kind: str | None, expected: str, operation: str, key: str) -> None:
     if kind != expected:
-        parameter_name = f"{of} parameter '{key}'" if of else f"'{key}' parameter"
+        parameter_name = f"{operation} parameter '{key}'" if operation else f"'{key}' parameter"
         raise InvalidArgument(f"invalid value type for {parameter_name}, expected {expected}.")
 
 
-def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
+def _read_changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
     if LOG_FILE in request.settings:
         raise management.log_file_error()
     changes: dict[str, Any] = {}
-    for name, (kind, word) in _KINDS.items():
+    for name, (kind, kind_name) in _LOG_SETTING_KINDS.items():
         if name not in request.settings:
             continue
-        expected = request.settings[name]
-        if expected.WhichOneof("parameter_choice") != kind:
-            raise InvalidArgument(f"expect {word} for '{name}'")
-        changes[name] = getattr(expected, kind)
+        setting = request.settings[name]
+        if setting.WhichOneof("parameter_choice") != kind:
+            raise InvalidArgument(f"expect {kind_name} for '{name}'")
+        changes[name] = getattr(setting, kind)
     if changes.get(LOG_FORMAT, FORMATS[0]) not in FORMATS:
         raise InvalidArgument(f"invalid argument for log_format, got: {changes[LOG_FORMAT]}")
     return changes
@@ -229,16 +235,16 @@ def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
 
 async def reflect(call: StreamingCall) -> Ending | None:
     """Handle a ServerReflectionInfo."""
-    async for raw in call.requests():
+    async for raw in call.read_messages():
         try:
             request = ServerReflectionRequest.FromString(raw)
         except DecodeError:
             return _MALFORMED
-        await call.write_all([answer(request).SerializeToString()])
+        await call.write_all([answer_reflection(request).SerializeToString()])
     return None
 
 
-def answer(request: ServerReflectionRequest) -> ServerReflectionResponse:
+def answer_reflection(request: ServerReflectionRequest) -> ServerReflectionResponse:
     """Return the response to a request of grpc.reflection."""
     response = ServerReflectionResponse(valid_host=request.host, original_request=request)
     try:
@@ -247,53 +253,53 @@ def answer(request: ServerReflectionRequest) -> ServerReflectionResponse:
                 for name in sorted(SERVICES):
                     response.list_services_response.service.add(name=name)
             case "file_by_filename":
-                _add_files(response, _POOL.FindFileByName(request.file_by_filename))
+                _add_files(response, _DESCRIPTOR_POOL.FindFileByName(request.file_by_filename))
             case "file_containing_symbol":
-                _add_files(response, _file_of(request.file_containing_symbol))
+                _add_files(response, _find_file(request.file_containing_symbol))
             case "all_extension_numbers_of_type":
                 symbol = request.all_extension_numbers_of_type
-                _POOL.FindMessageTypeByName(symbol)
+                _DESCRIPTOR_POOL.FindMessageTypeByName(symbol)
                 response.all_extension_numbers_response.base_type_name = symbol
             case "file_containing_extension":
                 number = request.file_containing_extension.extension_number
                 raise KeyError(f"there is no extension {number}")
             case _:
-                _refuse(response, StatusCode.INVALID_ARGUMENT, "an empty request")
+                _set_error(response, StatusCode.INVALID_ARGUMENT, "an empty request")
     except KeyError as error:
-        _refuse(response, StatusCode.NOT_FOUND, str(error.args[0]))
+        _set_error(response, StatusCode.NOT_FOUND, str(error.args[0]))
     return response
 
 
 SERVICES = frozenset(
     service.full_name
-    for module in _FILES
+    for module in _PROTO_FILES
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 
 
-def _file_of(symbol: str) -> Any:
+def _find_file(symbol: str) -> Any:
     """Return the file that defines a symbol, or the service of a method.
 
     Raises:
         KeyError: There is no such symbol.
     """
     try:
-        return _POOL.FindFileContainingSymbol(symbol)
+        return _DESCRIPTOR_POOL.FindFileContainingSymbol(symbol)
     except KeyError:
-        return _POOL.FindMethodByName(symbol).containing_service.file
+        return _DESCRIPTOR_POOL.FindMethodByName(symbol).containing_service.file
 
 
 def _add_files(response: ServerReflectionResponse, file: Any) -> None:
     """Write a file and the files that it imports to a response."""
-    pending, sent = [file], set()
+    pending, sent_names = [file], set()
     while pending:
         file = pending.pop(0)
-        if file.name not in sent:
-            sent.add(file.name)
+        if file.name not in sent_names:
+            sent_names.add(file.name)
             response.file_descriptor_response.file_descriptor_proto.append(file.serialized_pb)
             pending += file.dependencies
 
 
-def _refuse(response: ServerReflectionResponse, code: StatusCode, text: str) -> None:
+def _set_error(response: ServerReflectionResponse, code: StatusCode, message: str) -> None:
     response.error_response.error_code = code.value
-    response.error_response.error_message = text
+    response.error_response.error_message = message

@@ -1,7 +1,7 @@
-"""A client's connection: bytes to and from the HTTP/2 engine, its events, and its lifetime.
+"""A client's connection: transfers bytes between the socket and the HTTP/2 engine; its lifetime.
 
-A flood of frames delays other connections by at most one turn of the event loop. The rest is
-handled in the next turn, and nothing is read in the meantime.
+A flood of frames delays other connections by at most one turn of the event loop. The remaining
+frames are handled in the next turn, and nothing is read in the meantime.
 
 `ConnectionLifetime` has the keepalive, the limit of the client's pings, the age and the drain. A
 client receives two GOAWAY frames (RFC 9113, 6.8). The first one announces the end, and does not
@@ -31,37 +31,37 @@ from shmserve.gateway.listener import Acceptor, ClientIdentity, LimitedConnectio
 
 logger = logging.getLogger(__name__)
 
-_LARGE = 64 * 1024  # larger responses are written without joining their pieces
-_HIGH_WATER = 256 * 1024  # unsent bytes above which data is queued
+_MAX_JOINED_BYTES = 64 * 1024  # larger responses are written without joining their pieces
+_WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
 _FREE_DEBT = 32  # useless frames that a client may send per turn
-_PAUSE_S = 0.0005  # the pause for each further useless frame
-_LINGER_S = 0.25
-_CHECKS = 4  # time limits are checked this many times within the shortest limit
-_READ = 64 * 1024
+_PAUSE_PER_FRAME_S = 0.0005  # the pause for each further useless frame
+_VIOLATION_DELAY_S = 0.25
+_CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
+_TLS_READ_BYTES = 64 * 1024
 
 
 class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     """One client's connection."""
 
-    def __init__(self, owner: Acceptor, front: GrpcFront) -> None:
-        self._owner = owner
+    def __init__(self, acceptor: Acceptor, front: GrpcFront) -> None:
+        self._acceptor = acceptor
         self.front = front
         self.loop = asyncio.get_running_loop()
         self.transport = None
         self.client: ClientIdentity
-        self.guarded = False
+        self.requires_authorisation = False
         self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, front.limits)
         self.lifetime = ConnectionLifetime(self)
-        self._reading = front.read_buffer  # the buffer of the current read
-        self._handling = False
-        self._ended = False  # whether the server is closing the connection
+        self._current_buffer = front.read_buffer  # the buffer of the current read
+        self._is_handling_data = False
+        self._is_closing = False  # whether the server is closing the connection
         self._counted_debt = self.http2.debt  # the debt at the end of the last turn
-        self._since = self.loop.time()  # the time of the last activity
+        self._last_activity = self.loop.time()  # the time of the last activity
         self._tls = None if front.tls is None else TlsLayer(front.tls)
-        self._opening: asyncio.TimerHandle | None = None
+        self._opening_timer: asyncio.TimerHandle | None = None
         # --- time limits
         self._check_timer: asyncio.TimerHandle | None = None
-        self._arriving: dict[GrpcCall, ArrivingMessage] = {}
+        self._arriving_messages: dict[GrpcCall, ArrivingMessage] = {}
         # By stalled stream: the start of the stall, and the bytes sent until then.
         self._stalled: dict[Stream, tuple[float, int]] = {}
 
@@ -69,18 +69,20 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register the connection, and start the time limit of the first frames."""
-        attached = self.attach(transport)
-        self.client = self._owner.connection_made(self)
+        attached_transport = self.attach(transport)
+        self.client = self._acceptor.connection_made(self)
         rules = self.client.listener.authorisation
-        self.guarded = rules.asks_for_tokens or bool(rules.restrictions)
-        self._opening = self.loop.call_later(self.front.header_timeout_s, self._not_opened)
-        attached.set_write_buffer_limits(high=_HIGH_WATER)
-        self.lifetime.begin()
+        self.requires_authorisation = rules.asks_for_tokens or bool(rules.restrictions)
+        self._opening_timer = self.loop.call_later(
+            self.front.header_timeout_s, self._on_opening_timeout
+        )
+        attached_transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
+        self.lifetime.start()
         self.flush()
 
-    def _not_opened(self) -> None:
-        self._opening = None
-        if not self.http2.acknowledged:
+    def _on_opening_timeout(self) -> None:
+        self._opening_timer = None
+        if not self.http2.settings_acknowledged:
             self.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -88,36 +90,36 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.transport = None
         if self._check_timer is not None:
             self._check_timer.cancel()
-        if self._opening is not None:
-            self._opening.cancel()
-        self.lifetime.end()
+        if self._opening_timer is not None:
+            self._opening_timer.cancel()
+        self.lifetime.stop()
         self._drop_calls()
-        self._owner.connection_lost(self)
+        self._acceptor.connection_lost(self)
         self.client.call_disconnect_actions()
 
     def _drop_calls(self) -> None:
         streams = list(self.http2.streams.values())
         self.http2.streams.clear()
         for stream in streams:
-            self.http2.sending.drop(stream)
+            self.http2.sending.discard_output(stream)
             if stream.call is not None:
-                stream.call.disconnected()
+                stream.call.handle_disconnect()
 
     @property
     def open(self) -> bool:
         """Return whether the connection is neither closed nor closing."""
         transport = self.transport
-        return transport is not None and not (self._ended or transport.is_closing())
+        return transport is not None and not (self._is_closing or transport.is_closing())
 
     @property
     def idle_since(self) -> float | None:
-        """Return the loop time since which no call is open, or None."""
-        return None if self.http2.streams else self._since
+        """Return the event loop's time when the last call ended; None while a call is open."""
+        return None if self.http2.streams else self._last_activity
 
     @property
     def sending_since(self) -> float | None:
-        """Return the loop time since which a message is incomplete, or None."""
-        return self._since if self._arriving else None
+        """Return the event loop's time of the last activity while a message is incomplete."""
+        return self._last_activity if self._arriving_messages else None
 
     def abort(self) -> None:
         """Close the connection at once, without flushing."""
@@ -125,12 +127,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self.transport.abort()
 
     def shut_down(self, *, refuses: bool = False) -> None:
-        """Notify the client that the connection is closed after its calls."""
+        """Notify the client that the connection will be closed after its open calls."""
         self.lifetime.shut_down(refuses=refuses)
 
     def report_drained(self) -> None:
         """Report that the client was notified, and that no unary call is open."""
-        self._owner.connection_drained(self)
+        self._acceptor.connection_drained(self)
 
     def force_close(self) -> None:
         """Close the connection. Written bytes may still be flushed."""
@@ -150,18 +152,20 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
         The bytes of a large tensor are received into their final memory.
         """
-        self._reading = self.front.read_buffer
+        self._current_buffer = self.front.read_buffer
         http2 = self.http2
-        if http2.arriving >= _LARGE and self._tls is None:
-            stream = http2.arriving_for
+        if http2.arriving_bytes >= _MAX_JOINED_BYTES and self._tls is None:
+            stream = http2.arriving_stream
             if stream is not None and stream.call is not None:
-                self._reading = stream.call.next_buffer(http2.arriving) or self._reading
-        return self._reading
+                self._current_buffer = (
+                    stream.call.next_buffer(http2.arriving_bytes) or self._current_buffer
+                )
+        return self._current_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         """Handle the received bytes, as many as are permitted in one turn."""
-        data: Bytes = self._reading[:nbytes]
-        self._since = self.loop.time()
+        data: Bytes = self._current_buffer[:nbytes]
+        self._last_activity = self.loop.time()
         if self._tls is not None and data:
             try:
                 data = self._tls.receive(data)
@@ -169,27 +173,27 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 logger.debug("the TLS handshake with a client failed: %s", broken)
                 self.force_close()
                 return
-        self._handling = True
+        self._is_handling_data = True
         http2 = self.http2
         new_calls: list[GrpcCall] = []
         for event in http2.receive(data):
             if type(event) is Data:
                 if event.stream.call is not None:
-                    event.stream.call.data(event.piece, event.ended)
+                    event.stream.call.receive_data(event.piece, event.ended)
             elif type(event) is StreamOpened:
                 if not event.stream.finished:  # a later frame may have reset the stream
-                    self._begin(event.stream, event.head, new_calls)
+                    self._create_call(event.stream, event.head, new_calls)
             elif type(event) is StreamReset:
                 if event.stream.call is not None:
-                    event.stream.call.disconnected()
+                    event.stream.call.handle_disconnect()
             else:
-                self.lifetime.acknowledged(event.payload)
+                self.lifetime.handle_ping_ack(event.payload)
         for call in new_calls:
             call.check_message()
-        self._handling = False
-        if self.lifetime.needs_received:
-            self.lifetime.received()
-        if http2.sending.ready or http2.sending.waiting or self._tls is not None:
+        self._is_handling_data = False
+        if self.lifetime.counts_received:
+            self.lifetime.record_received()
+        if http2.sending.ready or http2.sending.waiting_streams or self._tls is not None:
             self.flush()
         if http2.closing:
             self._close_after_violation()
@@ -197,33 +201,35 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             debt_of_turn = http2.debt - self._counted_debt
             self._counted_debt += debt_of_turn
             if debt_of_turn > _FREE_DEBT or http2.pending:
-                self._pause_reading(debt_of_turn * _PAUSE_S if debt_of_turn > _FREE_DEBT else 0.0)
+                self._pause_reading(
+                    debt_of_turn * _PAUSE_PER_FRAME_S if debt_of_turn > _FREE_DEBT else 0.0
+                )
 
     def _pause_reading(self, seconds: float) -> None:
         """Pause reading, longer for clients that send useless frames."""
         if self.transport is not None:
             self.transport.pause_reading()
-            self.loop.call_later(seconds, self._resume)
+            self.loop.call_later(seconds, self._resume_reading)
 
     def _close_after_violation(self) -> None:
         """Close the connection of a client that has violated the protocol.
 
         The delay makes reconnections expensive, and lets the client read what was sent.
         """
-        if self.transport is not None and not self._ended:
-            self._ended = True
+        if self.transport is not None and not self._is_closing:
+            self._is_closing = True
             self.transport.pause_reading()
             self._drop_calls()
-            self.loop.call_later(_LINGER_S, self.force_close)
+            self.loop.call_later(_VIOLATION_DELAY_S, self.force_close)
 
-    def _resume(self) -> None:
+    def _resume_reading(self) -> None:
         if self.open and self.transport is not None:
             self.transport.resume_reading()
             self.buffer_updated(0)
 
-    def _begin(self, stream: Stream, head: CallHead, new_calls: list[GrpcCall]) -> None:
+    def _create_call(self, stream: Stream, head: CallHead, new_calls: list[GrpcCall]) -> None:
         try:
-            call = stream.call = self.front.begin(self, stream, head)
+            call = stream.call = self.front.create_call(self, stream, head)
         except Exception:
             logger.exception("a call could not be started")
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
@@ -233,13 +239,13 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Write the pending frames. While received data is handled, they are written at its end."""
-        if self._handling:
+        if self._is_handling_data:
             return
         sending = self.http2.sending
         ready, transport = sending.ready, self.transport
         if transport is None:
             return
-        if sending.waiting:
+        if sending.waiting_streams:
             self._schedule_check()
         if not ready and self._tls is None:
             return
@@ -247,10 +253,10 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self._flush_encrypted(self._tls, transport)
         else:
             sending.ready = []
-            first, *rest = ready
-            if not rest:
-                transport.write(first)
-            elif sum(map(len, ready)) <= _LARGE:
+            first_piece, *other_pieces = ready
+            if not other_pieces:
+                transport.write(first_piece)
+            elif sum(map(len, ready)) <= _MAX_JOINED_BYTES:
                 transport.write(b"".join(ready))
             else:
                 transport.writelines(ready)
@@ -259,7 +265,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         sending = self.http2.sending
         if tls.ready and sending.ready:
             ready, sending.ready = sending.ready, []
-            for piece in (b"".join(ready),) if sum(map(len, ready)) <= _LARGE else ready:
+            for piece in (b"".join(ready),) if sum(map(len, ready)) <= _MAX_JOINED_BYTES else ready:
                 tls.send(piece)
         if encrypted := tls.outgoing():
             transport.write(encrypted)
@@ -279,45 +285,45 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def watch(self, call: GrpcCall, arriving: ArrivingMessage) -> None:
         """Watch the time limit of a call's message."""
-        self._arriving[call] = arriving
+        self._arriving_messages[call] = arriving
         self._schedule_check()
 
     def unwatch(self, call: GrpcCall) -> None:
         """End the watch, since the message has arrived or the call has ended."""
-        self._arriving.pop(call, None)
+        self._arriving_messages.pop(call, None)
 
-    def call_ended(self) -> None:
+    def record_call_end(self) -> None:
         """Record that a call has ended, and that all its frames are sent."""
         if not self.http2.streams:
-            self._since = self.loop.time()
+            self._last_activity = self.loop.time()
         if self.lifetime.shutting_down:
-            self.lifetime.call_ended()
+            self.lifetime.record_call_end()
 
     def _schedule_check(self) -> None:
         if self._check_timer is None:
-            interval_s = self.front.body_timeout_s / _CHECKS
+            interval_s = self.front.body_timeout_s / _CHECKS_PER_TIMEOUT
             self._check_timer = self.loop.call_later(interval_s, self._check_time_limits)
 
     def _check_time_limits(self) -> None:
         self._check_timer = None
         now = time.monotonic()
-        for call, arriving in list(self._arriving.items()):
-            if arriving.overdue(now):
+        for call, arriving in list(self._arriving_messages.items()):
+            if arriving.is_overdue(now):
                 call.on_timeout()
-        blocked = tuple(self.http2.sending.waiting)
-        patience_s = self.front.body_timeout_s
+        blocked = tuple(self.http2.sending.waiting_streams)
+        time_limit_s = self.front.body_timeout_s
         self._stalled = {
-            stream: self._stalled.get(stream, (now, stream.sent)) for stream in blocked
+            stream: self._stalled.get(stream, (now, stream.sent_bytes)) for stream in blocked
         }
-        for stream, (stalled_at, sent) in list(self._stalled.items()):
-            if now - stalled_at < patience_s:
+        for stream, (stalled_at, sent_bytes) in list(self._stalled.items()):
+            if now - stalled_at < time_limit_s:
                 continue
-            if stream.sent - sent >= patience_s * SLOWEST_RATE:
-                self._stalled[stream] = now, stream.sent
+            if stream.sent_bytes - sent_bytes >= time_limit_s * SLOWEST_RATE:
+                self._stalled[stream] = now, stream.sent_bytes
             else:
                 self._reset_stalled(stream)
         self.flush()
-        if self._arriving or self._stalled:
+        if self._arriving_messages or self._stalled:
             self._schedule_check()
 
     def _reset_stalled(self, stream: Stream) -> None:
@@ -329,7 +335,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         del self._stalled[stream]
         self.http2.reset(stream, FaultCode.CANCEL)
         if stream.call is not None:
-            stream.call.disconnected()
+            stream.call.handle_disconnect()
 
 
 class BrokenTls(Exception):
@@ -360,7 +366,7 @@ class TlsLayer:
                 if self._tls.selected_alpn_protocol() != "h2":
                     raise BrokenTls("the client does not use HTTP/2")
                 self.ready = True
-            while piece := self._tls.read(_READ):
+            while piece := self._tls.read(_TLS_READ_BYTES):
                 pieces.append(piece)
         except ssl.SSLWantReadError:
             pass
@@ -386,8 +392,8 @@ class TlsLayer:
         return self._outgoing.read()
 
 
-_ALIVE, _SHUTTING_DOWN = b"alive?\0\0", b"leaving\0"
-_SPREAD = 0.1  # a random part of the age, so that clients do not reconnect at the same time
+_ALIVE_PAYLOAD, _DRAIN_PAYLOAD = b"alive?\0\0", b"leaving\0"
+_AGE_SPREAD = 0.1  # a random part of the age, so that clients do not reconnect at the same time
 _PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 
 
@@ -399,33 +405,35 @@ class ConnectionLifetime:
         self._settings = connection.front.settings
         self._loop = connection.loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._frames = 0  # received frames at the last check
+        self._checked_frames = 0  # received frames at the last check
         self._pings_sent = 0  # pings that were sent since the last data
-        self._data_sent = 0
+        self._counted_data_frames = 0
         self._pings = 0
         self._last_ping = float("-inf")
         self._strikes = 0
         self.shutting_down = False
         # Whether the connection must call `received`, which counts pings.
-        self.needs_received = bool(self._settings.max_ping_strikes)
+        self.counts_received = bool(self._settings.max_ping_strikes)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the timers."""
         settings = self._settings
-        self._later("alive", settings.keepalive_time_ms / 1000, self._check_alive)
+        self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if settings.max_connection_age_ms:
-            spread = random.uniform(1 - _SPREAD, 1 + _SPREAD)
-            self._later("age", settings.max_connection_age_ms / 1000 * spread, self._on_max_age)
+            spread = random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
+            self._start_timer(
+                "age", settings.max_connection_age_ms / 1000 * spread, self._on_max_age
+            )
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop the timers, since the connection is closed."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
 
-    def _later(self, name: str, after_s: float, action: Callable[[], None]) -> None:
-        if (before := self._timers.pop(name, None)) is not None:
-            before.cancel()
+    def _start_timer(self, name: str, after_s: float, action: Callable[[], None]) -> None:
+        if (previous_timer := self._timers.pop(name, None)) is not None:
+            previous_timer.cancel()
         self._timers[name] = self._loop.call_later(after_s, action)
 
     # --- keepalive
@@ -433,47 +441,50 @@ class ConnectionLifetime:
     def _check_alive(self) -> None:
         """Send a ping if no frame was received since the last check."""
         http2, settings = self._connection.http2, self._settings
-        silent, self._frames = http2.frames_in == self._frames, http2.frames_in
-        self._later("alive", settings.keepalive_time_ms / 1000, self._check_alive)
-        if not silent or not (http2.streams or settings.keepalive_permit_without_calls):
+        is_silent, self._checked_frames = (
+            http2.received_frames == self._checked_frames,
+            http2.received_frames,
+        )
+        self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
+        if not is_silent or not (http2.streams or settings.keepalive_permit_without_calls):
             return
-        sent = http2.sending.frames
-        if sent != self._data_sent:
-            self._data_sent, self._pings_sent = sent, 0
+        data_frames = http2.sending.data_frames
+        if data_frames != self._counted_data_frames:
+            self._counted_data_frames, self._pings_sent = data_frames, 0
         if settings.max_pings_without_data and self._pings_sent >= settings.max_pings_without_data:
             return
         self._pings_sent += 1
-        http2.ping(_ALIVE)
+        http2.ping(_ALIVE_PAYLOAD)
         self._connection.flush()
-        self.needs_received = True
-        self._later("pong", settings.keepalive_timeout_ms / 1000, self._connection.abort)
+        self.counts_received = True
+        self._start_timer("pong", settings.keepalive_timeout_ms / 1000, self._connection.abort)
 
-    def acknowledged(self, payload: bytes) -> None:
+    def handle_ping_ack(self, payload: bytes) -> None:
         """Handle the acknowledgement of a ping."""
-        if payload == _SHUTTING_DOWN and self.shutting_down:
+        if payload == _DRAIN_PAYLOAD and self.shutting_down:
             self._refuse_streams()
 
-    def received(self) -> None:
+    def record_received(self) -> None:
         """Record that bytes were received."""
-        pong = self._timers.pop("pong", None)
-        if pong is not None:
-            pong.cancel()
+        pong_timer = self._timers.pop("pong", None)
+        if pong_timer is not None:
+            pong_timer.cancel()
         if self._settings.max_ping_strikes:
             self._count_pings()
         if not self._connection.http2.streams:
-            self.call_ended()
+            self.record_call_end()
 
     def _count_pings(self) -> None:
         http2, settings = self._connection.http2, self._settings
-        received, self._pings = http2.pings - self._pings, http2.pings
-        if not received:
+        new_pings, self._pings = http2.ping_count - self._pings, http2.ping_count
+        if not new_pings:
             return
-        if http2.sending.frames != self._data_sent:
-            self._data_sent, self._strikes = http2.sending.frames, 0
+        if http2.sending.data_frames != self._counted_data_frames:
+            self._counted_data_frames, self._strikes = http2.sending.data_frames, 0
             self._last_ping = float("-inf")
         now = self._loop.time()
         is_early = now - self._last_ping < settings.min_ping_interval_ms / 1000
-        self._strikes += received if is_early else received - 1
+        self._strikes += new_pings if is_early else new_pings - 1
         self._last_ping = now
         if self._strikes > settings.max_ping_strikes:
             http2.fail(FaultCode.ENHANCE_YOUR_CALM, "too_many_pings")
@@ -484,7 +495,7 @@ class ConnectionLifetime:
         self.shut_down()
         grace_ms = self._settings.max_connection_age_grace_ms
         if grace_ms:
-            self._later("grace", grace_ms / 1000, self._connection.abort)
+            self._start_timer("grace", grace_ms / 1000, self._connection.abort)
 
     def shut_down(self, *, refuses: bool = False) -> None:
         """Notify the client, and close the connection after its calls.
@@ -493,14 +504,14 @@ class ConnectionLifetime:
         repeat on another connection.
         """
         if self.shutting_down:
-            self.call_ended()
+            self.record_call_end()
             return
-        self.shutting_down = self.needs_received = True
+        self.shutting_down = self.counts_received = True
         self._connection.http2.send_goaway(final=False)
         if refuses:
             self._connection.http2.send_goaway(final=True)
-        self._connection.http2.ping(_SHUTTING_DOWN)
-        self._later("ping", _PING_LIMIT_S, self._refuse_streams)
+        self._connection.http2.ping(_DRAIN_PAYLOAD)
+        self._start_timer("ping", _PING_LIMIT_S, self._refuse_streams)
         self._connection.flush()
 
     def _refuse_streams(self) -> None:
@@ -510,7 +521,7 @@ class ConnectionLifetime:
             timer.cancel()
             self._connection.http2.send_goaway(final=True)
             self._connection.flush()
-        # Deferred until the end of the call is written.
+        # The report is deferred, so that the end of the call is written first.
         self._loop.call_soon(self._report_if_drained)
 
     def _report_if_drained(self) -> None:
@@ -520,7 +531,7 @@ class ConnectionLifetime:
         if not any(call is not None and call.delays_drain for call in calls):
             self._connection.report_drained()
 
-    def call_ended(self) -> None:
+    def record_call_end(self) -> None:
         """Record the end of a call, after which a draining connection may close."""
         if self.shutting_down and "ping" not in self._timers:
             self._refuse_streams()

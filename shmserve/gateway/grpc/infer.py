@@ -1,7 +1,7 @@
 """Inference requests over gRPC, of unary calls and of streams: decoded, submitted, and encoded.
 
-message ──> `begin`: known by its layout or fingerprint, received into the arena, or parsed
-        ──> `submit` ──> UnaryInference ──> `response`: from a template, or serialized
+message ──> `submit_request`: finds a template, or parses the message, or takes it from the arena
+        ──> `submit` ──> UnaryInference ──> `encode_response`: from a template, or serialized
                     └──> StreamingInference, for decoupled models in streams (stream_infer.py)
 """
 
@@ -20,10 +20,16 @@ from google.protobuf.message import DecodeError
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.context import UNLIMITED, Gateway, needs_load, resolve_model
 from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
-from shmserve.gateway.grpc.calls.headers import EXPIRED, INTERNAL, CallHead, Ending, ending_of
-from shmserve.gateway.grpc.calls.messages import release
-from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, Split, split
-from shmserve.gateway.grpc.wire.request import RequestSink, infer_request
+from shmserve.gateway.grpc.calls.headers import (
+    DEADLINE_EXPIRED,
+    INTERNAL_FAILURE,
+    CallHead,
+    Ending,
+    ending_from_error,
+)
+from shmserve.gateway.grpc.calls.messages import release_message
+from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, split_message
+from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.inference import (
     ActiveCount,
@@ -53,10 +59,10 @@ from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 logger = logging.getLogger(__name__)
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-_UNLOADED = "the model was unloaded while the request arrived"
-_DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+_MODEL_UNLOADED = "the model was unloaded while the request arrived"
+_DECOUPLED_UNSUPPORTED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
-OnStreamed = Callable[[StreamingInference, StreamedResponse], None]
+StreamedCallback = Callable[[StreamingInference, StreamedResponse], None]
 
 
 class RequestRefused(Exception):
@@ -75,54 +81,58 @@ class RequestRefused(Exception):
 
 
 class Inferences(ActiveCount):
-    """The inferences of a gateway; `active` counts those whose response is not sent yet."""
+    """The inferences of a gateway; `active` is the number of inferences without a sent response."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
         self.gateway = gateway
         self.encoder = ResponseEncoder()
-        self._prepared = PreparedRequests(gateway.models)
+        self._template_cache = TemplateCache(gateway.models)
 
     # --- ModelInfer
 
-    def infer(self, raw: bytes | ArrivingRequest, call: UnaryCall) -> None:
-        """Handle a ModelInfer, whose message is `raw`, without a task."""
+    def infer(self, raw_request: bytes | ArrivingRequest, call: UnaryCall) -> None:
+        """Handle a ModelInfer, whose message is `raw_request`, without a task."""
         try:
             pattern = self.gateway.settings.grpc_header_forward_pattern
-            headers = self.headers(call.head) if pattern else _NO_HEADERS
-            inference = self.begin(raw, call, headers, partial(self._respond, call))
+            headers = self.select_headers(call.head) if pattern else _NO_HEADERS
+            inference = self.submit_request(
+                raw_request, call, headers, partial(self._respond, call)
+            )
         except Exception as error:
-            if isinstance(error, RequestRefused) and self.needs_load(raw):
-                task = asyncio.ensure_future(self._infer_once_loaded(raw, call))
+            if isinstance(error, RequestRefused) and self.needs_load(raw_request):
+                task = asyncio.ensure_future(self._infer_once_loaded(raw_request, call))
                 call.on_disconnect = task.cancel
             else:
-                call.fail(*_ending(error, call))
+                call.fail(*_ending_from_error(error, call))
             return
         if not call.done:
             self.active += 1
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
 
-    async def _infer_once_loaded(self, raw: bytes | ArrivingRequest, call: UnaryCall) -> None:
+    async def _infer_once_loaded(
+        self, raw_request: bytes | ArrivingRequest, call: UnaryCall
+    ) -> None:
         try:
-            await self.load(raw, call.time_remaining())
+            await self.load_model(raw_request, call.time_remaining())
         except Exception as error:
-            call.fail(*_ending(error, call))
+            call.fail(*_ending_from_error(error, call))
         else:
             call.on_disconnect = None
-            self.infer(raw, call)
+            self.infer(raw_request, call)
 
     def _respond(self, call: UnaryCall, inference: UnaryInference) -> None:
         try:
-            response = self.response(inference)
+            response = self.encode_response(inference)
         except Exception as error:
-            call.fail(*_ending(error, call))
+            call.fail(*_ending_from_error(error, call))
         else:
             call.finish(response)
 
     # --- requests
 
-    def headers(self, head: CallHead) -> Mapping[str, str]:
+    def select_headers(self, head: CallHead) -> Mapping[str, str]:
         """Return the metadata of a call that becomes parameters of its requests, sorted.
 
         Raises:
@@ -134,22 +144,22 @@ class Inferences(ActiveCount):
         metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return select_forwarded_headers(pattern, metadata)
 
-    def sink(self, head: CallHead, size: int) -> RequestSink[ArrivingRequest]:
+    def create_sink(self, head: CallHead, size: int) -> RequestSink[ArrivingRequest]:
         """Return the receiver of a large request, which writes its tensors into the arena."""
-        return RequestSink(partial(self._receive, head, size))
+        return RequestSink(partial(self._reserve_request, head, size))
 
-    def begin(
+    def submit_request(
         self,
-        raw: bytes | ArrivingRequest,
+        raw_request: bytes | ArrivingRequest,
         call: GrpcCall,
         headers: Mapping[str, str],
         on_response: Callable[[UnaryInference], None],
-        on_streamed: OnStreamed | None = None,
+        on_streamed: StreamedCallback | None = None,
     ) -> UnaryInference | StreamingInference:
         """Submit a request.
 
         Args:
-            raw: The serialized ModelInferRequest, or the request in the arena.
+            raw_request: The serialized ModelInferRequest, or the request in the arena.
             call: The call of the client.
             headers: The metadata that becomes parameters.
             on_response: The callback for the response of an `UnaryInference`.
@@ -160,58 +170,67 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built_request = self._read(raw, headers, streamed=on_streamed is not None)
+        built_request = self._decode(raw_request, headers, streamed=on_streamed is not None)
         inference_args: tuple[Any, ...] = (UnaryInference, on_response, True)
         if built_request.model.decoupled:
             if on_streamed is None:
                 built_request.release()
-                raise RequestRefused(Unsupported(_DECOUPLED), built_request.infer_request.id)
+                raise RequestRefused(
+                    Unsupported(_DECOUPLED_UNSUPPORTED), built_request.infer_request.id
+                )
             inference_args = (StreamingInference, on_streamed)
-        limit = UNLIMITED
+        call_limit = UNLIMITED
         if call.head.timeout_s is not None:
-            limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
+            call_limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
             inference: UnaryInference | StreamingInference = submit(
                 *(self.gateway, built_request, call.client, arrived_ns, *inference_args),
-                call_limit=limit,
+                call_limit=call_limit,
                 traceparent=call.head.traceparent,
             )
             return inference
         except ShmserveError as error:
             raise RequestRefused(error, built_request.infer_request.id) from None
 
-    def _read(
-        self, raw: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
+    def _decode(
+        self, raw_request: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
-        if type(raw) is ArrivingRequest:
-            self.gateway.malloc_trim.schedule(len(raw))
-            if not raw.built_request.model.is_published and self.needs_load(raw):
-                raise RequestRefused(Unavailable(_UNLOADED), raw.built_request.infer_request.id)
-            return raw.built_request
+        if type(raw_request) is ArrivingRequest:
+            self.gateway.malloc_trim.schedule(len(raw_request))
+            if not raw_request.built_request.model.is_published and self.needs_load(raw_request):
+                raise RequestRefused(
+                    Unavailable(_MODEL_UNLOADED), raw_request.built_request.infer_request.id
+                )
+            return raw_request.built_request
         if headers:  # metadata become parameters that the message does not contain
-            return self._parse(raw, None, headers, streamed=streamed)
+            return self._parse(raw_request, None, headers, streamed=streamed)
         try:
-            built_request = self._prepared.find(raw)
-            parts = split(raw) if built_request is None else None
+            built_request = self._template_cache.find_by_layout(raw_request)
+            parts = split_message(raw_request) if built_request is None else None
             if parts is not None:
-                built_request = self._prepared.repeat(raw, parts)
+                built_request = self._template_cache.find_by_fingerprint(raw_request, parts)
         except ShmserveError as error:
-            raise RequestRefused(error, _id_of(raw)) from None
-        return built_request or self._parse(raw, parts, headers, streamed=streamed)
+            raise RequestRefused(error, _request_id(raw_request)) from None
+        return built_request or self._parse(raw_request, parts, headers, streamed=streamed)
 
     def _parse(
-        self, raw: bytes, parts: Split | None, headers: Mapping[str, str], *, streamed: bool
+        self,
+        raw_request: bytes,
+        parts: SplitMessage | None,
+        headers: Mapping[str, str],
+        *,
+        streamed: bool,
     ) -> BuiltRequest:
         request_id = ""
-        self.gateway.malloc_trim.schedule(len(raw))
+        self.gateway.malloc_trim.schedule(len(raw_request))
         try:
-            message = _parsed(raw)
+            message = _parse_message(raw_request)
             request_id = message.id
             version = checked_version(message.model_version)
             model = self.gateway.models.resolve(message.model_name, version)
             if model.decoupled and not streamed:
-                raise Unsupported(_DECOUPLED)
-            request = infer_request(message)
+                raise Unsupported(_DECOUPLED_UNSUPPORTED)
+            request = decode_request(message)
             request.parameters |= headers
             if parts is None:
                 return build_request(self.gateway, model, request)
@@ -227,11 +246,11 @@ class Inferences(ActiveCount):
         except ShmserveError as error:
             raise RequestRefused(error, request_id) from None
         if template is not None:
-            self._prepared.store(parts, request, model, template)
+            self._template_cache.store(parts, request, model, template)
         return built_request
 
-    def _receive(
-        self, call: CallHead, size: int, head: bytes, first_size: int
+    def _reserve_request(
+        self, call: CallHead, size: int, head: bytes, first_tensor_size: int
     ) -> ArrivingRequest | None:
         """Return the request with this head, whose tensors are received into the arena.
 
@@ -239,7 +258,7 @@ class Inferences(ActiveCount):
             call: The head of the call.
             size: The size of the message.
             head: The fields before the tensors.
-            first_size: The size of the first tensor.
+            first_tensor_size: The size of the first tensor.
 
         Returns:
             None if the size of a tensor is unknown, a tensor is in a region, or the head is
@@ -249,11 +268,11 @@ class Inferences(ActiveCount):
             message = ModelInferRequest.FromString(head)
             version = checked_version(message.model_version)
             model = self.gateway.models.resolve(message.model_name, version)
-            request = infer_request(message, [b""] * len(message.inputs))
-            request.parameters |= self.headers(call)
+            request = decode_request(message, [b""] * len(message.inputs))
+            request.parameters |= self.select_headers(call)
             inputs = request.inputs
             for tensor in inputs:
-                tensor.binary_size = first_size if len(inputs) == 1 else _size(tensor)
+                tensor.binary_size = first_tensor_size if len(inputs) == 1 else _input_size(tensor)
                 tensor.data = None
             if any(tensor.memory_range is not None or tensor.binary_size < 0 for tensor in inputs):
                 return None
@@ -263,7 +282,7 @@ class Inferences(ActiveCount):
 
     # --- responses
 
-    def response(self, inference: UnaryInference) -> bytes:
+    def encode_response(self, inference: UnaryInference) -> bytes:
         """Return the serialized ModelInferResponse of an inference whose response has arrived.
 
         Raises:
@@ -273,7 +292,7 @@ class Inferences(ActiveCount):
         inference.encoded = None
         try:
             if response is None:
-                response = self._encoded(inference, inference.take())
+                response = self._encode_outputs(inference, inference.take())
         except ShmserveError as error:
             record_failure(inference.built_request, error)
             raise
@@ -282,11 +301,13 @@ class Inferences(ActiveCount):
             inference.built_request.trace.finish()
         return response
 
-    def _encoded(self, inference: UnaryInference, message: m.Finished | m.Responded) -> bytes:
+    def _encode_outputs(
+        self, inference: UnaryInference, message: m.Finished | m.Responded
+    ) -> bytes:
         built_request = inference.built_request
         inferred = inference.outputs(message)
-        explained = built_request.trace is not None and built_request.trace.explained
-        schema = b"" if explained else message.schema
+        is_explained = built_request.trace is not None and built_request.trace.explained
+        schema = b"" if is_explained else message.schema
         try:
             encoded = self.encode(built_request, schema, inferred)
         finally:
@@ -295,7 +316,9 @@ class Inferences(ActiveCount):
         self.gateway.malloc_trim.schedule(len(encoded))
         if built_request.responses is not None and _is_plain(built_request.infer_request, inferred):
             in_regions = built_request.infer_request.region_outputs
-            template = self.encoder.template(built_request.model, schema, inferred, in_regions)
+            template = self.encoder.create_template(
+                built_request.model, schema, inferred, in_regions
+            )
             built_request.responses.store(schema, template)
         return encoded
 
@@ -307,45 +330,53 @@ class Inferences(ActiveCount):
             Internal: An output has another size than its shape, or the response is too large.
         """
         request = built_request.infer_request
-        shown = classify_outputs(self.gateway, built_request.model, request, inferred)
+        classified = classify_outputs(self.gateway, built_request.model, request, inferred)
         in_regions = request.region_outputs
         contents: list[bytes | memoryview] = []
-        for tensor in shown.outputs:
+        for tensor in classified.outputs:
             is_sent = tensor.name not in in_regions
             contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
-        cacheable_schema = schema if shown is inferred else b""
+        cacheable_schema = schema if classified is inferred else b""
         return self.encoder.encode(
-            built_request.model, request.id, cacheable_schema, shown, contents
+            built_request.model, request.id, cacheable_schema, classified, contents
         )
 
     # --- models that are loaded on demand
 
-    def needs_load(self, raw: bytes | ArrivingRequest) -> bool:
+    def needs_load(self, raw_request: bytes | ArrivingRequest) -> bool:
         """Return whether the model of a refused request is loaded on demand, with `load`."""
-        if not isinstance(raw, bytes):
+        if not isinstance(raw_request, bytes):
             return needs_load(
-                self.gateway, raw.built_request.model.name, raw.built_request.model.version
+                self.gateway,
+                raw_request.built_request.model.name,
+                raw_request.built_request.model.version,
             )
         try:
-            message = _parsed(raw)
+            message = _parse_message(raw_request)
             version = checked_version(message.model_version)
         except ShmserveError:
             return False
         return needs_load(self.gateway, message.model_name, version)
 
-    async def load(self, raw: bytes | ArrivingRequest, remaining_s: float | None) -> None:
+    async def load_model(
+        self, raw_request: bytes | ArrivingRequest, remaining_s: float | None
+    ) -> None:
         """Load the model of a request, within the time limits of the request and its call.
 
         Raises:
             RequestRefused: The load failed, or took too long.
         """
-        if isinstance(raw, bytes):
-            message = _parsed(raw)
-            request = infer_request(message)
+        if isinstance(raw_request, bytes):
+            message = _parse_message(raw_request)
+            request = decode_request(message)
             name, version = message.model_name, message.model_version
         else:
-            model = raw.built_request.model
-            request, name, version = raw.built_request.infer_request, model.name, model.version
+            model = raw_request.built_request.model
+            request, name, version = (
+                raw_request.built_request.infer_request,
+                model.name,
+                model.version,
+            )
         self.active += 1
         try:
             is_deadline = self.gateway.settings.request_timeout_is_deadline
@@ -353,7 +384,7 @@ class Inferences(ActiveCount):
             limits = (request.deadline_us, timeout_us, _limit_us(remaining_s))
             await resolve_model(self.gateway, name, version, *limits)
         except BaseException as error:
-            release(raw)
+            release_message(raw_request)
             if isinstance(error, ShmserveError):
                 raise RequestRefused(error, request.id) from None
             raise
@@ -361,7 +392,7 @@ class Inferences(ActiveCount):
             self.decrement()
 
 
-def _ending(error: Exception, call: GrpcCall) -> Ending:
+def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
     """Return the status of a call whose inference failed."""
     if isinstance(error, RequestRefused):
         error = error.error
@@ -369,11 +400,11 @@ def _ending(error: Exception, call: GrpcCall) -> Ending:
         error.traceparent = "" if caller is None else caller.traceparent
     if not isinstance(error, ShmserveError):
         logger.error("an inference failed", exc_info=error)
-        return INTERNAL
+        return INTERNAL_FAILURE
     if call.is_out_of_time():
         # The scheduler detected the expired deadline of the call before the client did.
-        return EXPIRED
-    return ending_of(error)
+        return DEADLINE_EXPIRED
+    return ending_from_error(error)
 
 
 def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
@@ -381,7 +412,9 @@ def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
     if not inferred.outputs or any(output.classes for output in request.outputs):
         return False
     in_regions = request.region_outputs
-    return all(type(each.data) is bytes or each.name in in_regions for each in inferred.outputs)
+    return all(
+        type(output.data) is bytes or output.name in in_regions for output in inferred.outputs
+    )
 
 
 def _limit_us(remaining_s: float | None) -> int:
@@ -389,21 +422,21 @@ def _limit_us(remaining_s: float | None) -> int:
     return 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
 
 
-def _size(tensor: InferInput) -> int:
+def _input_size(tensor: InferInput) -> int:
     """Return the byte size of an input, or -1 if its datatype and shape do not determine it."""
-    item = ITEM_SIZE.get(tensor.datatype, 0)
-    return tensor.count * item if item > 0 else -1
+    item_size = ITEM_SIZE.get(tensor.datatype, 0)
+    return tensor.count * item_size if item_size > 0 else -1
 
 
-def _id_of(raw: bytes) -> str:
+def _request_id(raw_request: bytes) -> str:
     try:
-        return _parsed(raw).id
+        return _parse_message(raw_request).id
     except InvalidArgument:
         return ""
 
 
-def _parsed(raw: bytes) -> ModelInferRequest:
+def _parse_message(raw_request: bytes) -> ModelInferRequest:
     try:
-        return ModelInferRequest.FromString(raw)
+        return ModelInferRequest.FromString(raw_request)
     except DecodeError:
         raise InvalidArgument("malformed ModelInferRequest") from None

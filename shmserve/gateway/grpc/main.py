@@ -56,7 +56,7 @@ class GrpcFrontend(process.Frontend):
         compression_level = settings.compression_level
         self._front = GrpcFront(
             settings=settings,
-            begin=self._service.begin_call,
+            create_call=self._service.begin_call,
             budget=gateway.body_budget,
             header_timeout_s=gateway_settings.header_timeout_s,
             body_timeout_s=gateway_settings.body_timeout_s,

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from shmserve.common.auth_tokens import SIGNATURE
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.admin import AdminCall, reflect, serving
+from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
 from shmserve.gateway.grpc.calls.call import (
     Carrier,
     GrpcCall,
@@ -27,12 +27,12 @@ from shmserve.gateway.grpc.calls.call import (
     UnaryHandler,
 )
 from shmserve.gateway.grpc.calls.headers import (
-    INTERNAL,
-    MISSING,
+    INTERNAL_FAILURE,
+    MISSING_REQUEST,
     UNKNOWN_METHOD,
     CallHead,
     Ending,
-    ending_of,
+    ending_from_error,
 )
 from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.infer import Inferences
@@ -121,9 +121,9 @@ class Service:
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        self._factories[MODEL_INFER] = _unary_factory(inferences.infer, inferences.sink)
+        self._factories[MODEL_INFER] = _unary_factory(inferences.infer, inferences.create_sink)
         stream = partial(_run_stream_infer, inferences)
-        self._factories[MODEL_STREAM_INFER] = _stream_factory(stream, sinks=inferences.sink)
+        self._factories[MODEL_STREAM_INFER] = _stream_factory(stream, sinks=inferences.create_sink)
         self._factories[HEALTH_WATCH] = _stream_factory(
             self._watch_health, limits_first_message=True
         )
@@ -139,9 +139,9 @@ class Service:
         ending = head.refusal
         if ending is None and create_call is None:
             ending = UNKNOWN_METHOD
-        elif ending is None and connection.guarded:
+        elif ending is None and connection.requires_authorisation:
             error = _find_access_error(connection.client, RPCS[head.path].scope, head)
-            ending = None if error is None else ending_of(error)
+            ending = None if error is None else ending_from_error(error)
         if ending is not None or create_call is None:
             call = UnaryCall(connection, stream, head, _ignore_message)
             call.fail(*(ending or UNKNOWN_METHOD))
@@ -167,10 +167,10 @@ class Service:
                 response = await handle(AdminCall(self._gateway, call.client), request)
                 call.finish(b"" if response is None else response.SerializeToString())
             except ShmserveError as error:
-                call.fail(*ending_of(error))
+                call.fail(*ending_from_error(error))
             except Exception:
                 logger.exception("%s failed", path)
-                call.fail(*INTERNAL)
+                call.fail(*INTERNAL_FAILURE)
 
         def start_task(encoded_request: bytes, call: UnaryCall) -> None:
             task = asyncio.ensure_future(respond(encoded_request, call))
@@ -181,14 +181,14 @@ class Service:
         return start_task
 
     async def _watch_health(self, call: StreamingCall) -> Ending | None:
-        async for _ in call.requests():
+        async for _ in call.read_messages():
             break
         else:
-            return MISSING
+            return MISSING_REQUEST
         sent_status = None
         while True:
             health_event = self._health_changed
-            status = serving(self._gateway)
+            status = serving_status(self._gateway)
             if status != sent_status:
                 sent_status = status
                 await call.write_all([status.SerializeToString()])
@@ -237,5 +237,5 @@ async def _run_stream_infer(inferences: Inferences, call: StreamingCall) -> Endi
     try:
         await stream_infer(inferences, call, inferences.gateway.settings.body_timeout_s)
     except ShmserveError as error:
-        return ending_of(error)
+        return ending_from_error(error)
     return None

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.messages import release
+from shmserve.gateway.grpc.calls.messages import release_message
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.wire.response import (
-    streamed,
-    streamed_end,
-    streamed_error,
+    encode_stream_end,
+    encode_stream_error,
+    encode_streamed,
 )
 from shmserve.gateway.inference.inference import (
     StreamedResponse,
@@ -38,30 +38,30 @@ from shmserve.ipc.tensors.inference import Inferred
 # The limit of the bytes of a stream's requests in flight. Later requests are not read, since other
 # clients of the model would wait behind them, and their responses need memory, too. A small request
 # counts as `_LEAST` bytes, so that at most 1024 requests are in flight.
-_WINDOW = 32 * 1024 * 1024
-_LEAST = _WINDOW // 1024
-_MOST_BYTES_AT_ONCE = 32 * 1024  # bytes of responses that are written together
+_WINDOW_BYTES = 32 * 1024 * 1024
+_MIN_REQUEST_BYTES = _WINDOW_BYTES // 1024
+_MAX_JOINED_BYTES = 32 * 1024  # bytes of responses that are written together
 
-_Ordered = UnaryInference | RequestRefused
+_OrderedEntry = UnaryInference | RequestRefused
 
 
 class _Window:
     """Flow control of requests in flight, in bytes; the last request may exceed the limit."""
 
     def __init__(self, size: int) -> None:
-        self._free = size
+        self._free_bytes = size
         self._enlarged = asyncio.Event()
 
     async def reserve(self, size: int) -> None:
         """Wait until the window is open, and reduce it. Only one task may wait."""
-        while self._free <= 0:
+        while self._free_bytes <= 0:
             self._enlarged.clear()
             await self._enlarged.wait()
-        self._free -= size
+        self._free_bytes -= size
 
     def release(self, size: int) -> None:
         """Enlarge the window."""
-        self._free += size
+        self._free_bytes += size
         self._enlarged.set()
 
 
@@ -73,7 +73,7 @@ class StreamEntry:
         size: The bytes that the request occupies in the window of the stream.
     """
 
-    __slots__ = ("_inferences", "_plain", "request", "size")
+    __slots__ = ("_inferences", "_is_plain", "request", "size")
 
     def __init__(self, inferences: Inferences, request: StreamingInference, size: int) -> None:
         self._inferences = inferences
@@ -81,7 +81,7 @@ class StreamEntry:
         self.size = size
         # Whether the responses contain the outputs as the worker sent them.
         outputs = request.built_request.infer_request.outputs
-        self._plain = not any(output.memory_range or output.classes for output in outputs)
+        self._is_plain = not any(output.memory_range or output.classes for output in outputs)
 
     def encode(
         self, message: StreamedResponse, *, strict: bool
@@ -94,43 +94,43 @@ class StreamEntry:
         Raises:
             ShmserveError: The response is an error, and the stream is `strict`.
         """
-        final = is_last_response(message)
+        is_final = is_last_response(message)
         built_request = self.request.built_request
         infer_request, model = built_request.infer_request, built_request.model
-        if (filled := self.request.from_template(message)) is not None:
-            return streamed(filled, final=False), None
+        if (encoded := self.request.from_template(message)) is not None:
+            return encode_streamed(encoded, final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
         inferred: Inferred | None = None
         try:
             inferred = self.request.outputs(message)
             if inferred is None:
-                end = streamed_end(model.name, infer_request.version, infer_request.id)
+                end = encode_stream_end(model.name, infer_request.version, infer_request.id)
                 return end if infer_request.empty_final else None, None
             response = self._inferences.encode(built_request, schema, inferred)
         except ShmserveError as error:
             if strict:
                 raise
             names = (infer_request.id, model.name)
-            return streamed_error(error.message, *names, final=final), inferred
-        if not final and self._plain and self.request.templates.find(schema) is None:
-            template = self._inferences.encoder.template(model, schema, inferred, ())
+            return encode_stream_error(error.message, *names, final=is_final), inferred
+        if not is_final and self._is_plain and self.request.templates.find(schema) is None:
+            template = self._inferences.encoder.create_template(model, schema, inferred, ())
             self.request.templates.store(schema, template)
-        return streamed(response, final=final), inferred
+        return encode_streamed(response, final=is_final), inferred
 
 
-async def stream_infer(inferences: Inferences, call: StreamingCall, stall_s: float) -> None:
+async def stream_infer(inferences: Inferences, call: StreamingCall, stall_timeout_s: float) -> None:
     """Handle a call until its last response is sent, or the client disconnects.
 
     Raises:
         ShmserveError: The first error, in strict mode.
-        Unavailable: The client does not read a response within `stall_s` seconds.
+        Unavailable: The client does not read a response within `stall_timeout_s` seconds.
     """
     stream = _Stream(inferences, call)
-    # Until the end, the call holds the unread response and received parts of further requests.
-    call.on_ended = lambda: stream.trim.schedule(stream.total)
-    reader = asyncio.create_task(stream.read())
+    # The call holds memory for an unread response and for partial requests until it ends.
+    call.on_ended = lambda: stream.malloc_trim.schedule(stream.total_bytes)
+    reader = asyncio.create_task(stream.read_requests())
     try:
-        await stream.write(stall_s)
+        await stream.write_responses(stall_timeout_s)
         await reader  # raises the error of the reader, which has ended
     except TimeoutError:
         raise Unavailable("the client does not read its responses") from None
@@ -150,45 +150,45 @@ class _Stream:
 
     def __post_init__(self) -> None:
         inferences = self._inferences
-        self._headers = inferences.headers(self._call.head)
+        self._headers = inferences.select_headers(self._call.head)
         self._strict = self._call.head.strict
-        self._window = _Window(_WINDOW)
+        self._window = _Window(_WINDOW_BYTES)
         # Requests in order, each with the bytes that it occupies in the window.
-        self._ordered: deque[tuple[_Ordered, int]] = deque()
+        self._ordered: deque[tuple[_OrderedEntry, int]] = deque()
         self._decoupled: dict[StreamingInference, StreamEntry] = {}
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
-        self._ended = False  # the client has half-closed the call
+        self._is_half_closed = False  # the client has half-closed the call
         self._progress = asyncio.Event()
-        self.total = 0
-        self.trim = inferences.gateway.malloc_trim
+        self.total_bytes = 0
+        self.malloc_trim = inferences.gateway.malloc_trim
 
-    async def read(self) -> None:
+    async def read_requests(self) -> None:
         """Submit requests while the window is open."""
         try:
-            async for raw in self._call.requests():
-                size = max(len(raw), _LEAST)
+            async for raw_request in self._call.read_messages():
+                size = max(len(raw_request), _MIN_REQUEST_BYTES)
                 try:
                     await self._window.reserve(size)
                 except BaseException:
-                    release(raw)
+                    release_message(raw_request)
                     raise
-                await self._take(raw, size)
-                self.total += len(raw)
-                self.trim.schedule(len(raw))
+                await self._submit_entry(raw_request, size)
+                self.total_bytes += len(raw_request)
+                self.malloc_trim.schedule(len(raw_request))
         finally:
-            self._ended = True
+            self._is_half_closed = True
             self._progress.set()
 
-    async def _take(self, raw: bytes | ArrivingRequest, size: int) -> None:
-        inferences, entry = self._inferences, self._submitted(raw)
-        if isinstance(entry, RequestRefused) and inferences.needs_load(raw):
+    async def _submit_entry(self, raw_request: bytes | ArrivingRequest, size: int) -> None:
+        inferences, entry = self._inferences, self._submit(raw_request)
+        if isinstance(entry, RequestRefused) and inferences.needs_load(raw_request):
             try:
-                await inferences.load(raw, self._call.time_remaining())
+                await inferences.load_model(raw_request, self._call.time_remaining())
             except RequestRefused as refused:
                 entry = refused.without_traceback()
             else:
-                entry = self._submitted(raw)
+                entry = self._submit(raw_request)
         if not isinstance(entry, RequestRefused):
             inferences.active += 1
         if isinstance(entry, StreamingInference):
@@ -198,12 +198,12 @@ class _Stream:
         if _is_done(entry):
             self._progress.set()
 
-    def _submitted(
-        self, raw: bytes | ArrivingRequest
+    def _submit(
+        self, raw_request: bytes | ArrivingRequest
     ) -> UnaryInference | StreamingInference | RequestRefused:
         callbacks = (self._headers, self._on_response, self._on_streamed)
         try:
-            return self._inferences.begin(raw, self._call, *callbacks)
+            return self._inferences.submit_request(raw_request, self._call, *callbacks)
         except RequestRefused as refused:
             return refused.without_traceback()
 
@@ -214,33 +214,33 @@ class _Stream:
         self._outbox.append((request, message))
         self._progress.set()
 
-    async def write(self, stall_s: float) -> None:
+    async def write_responses(self, stall_timeout_s: float) -> None:
         """Write responses until the client has half-closed the call and has all of them.
 
         Raises:
-            TimeoutError: The client does not read a response within `stall_s` seconds.
+            TimeoutError: The client does not read a response within `stall_timeout_s` seconds.
         """
         byte_limit = 1
         while True:
             self._progress.clear()
-            idle = True
+            is_idle = True
             if self._outbox:
-                await self._write_outbox(byte_limit, stall_s)
-                idle = False
+                await self._write_outbox(byte_limit, stall_timeout_s)
+                is_idle = False
             if self._ordered and _is_done(self._ordered[0][0]):
-                await self._write_ordered(byte_limit, stall_s)
-                idle = False
-            byte_limit = _MOST_BYTES_AT_ONCE
-            if idle:
-                if self._ended and not (self._ordered or self._decoupled):
+                await self._write_ordered(byte_limit, stall_timeout_s)
+                is_idle = False
+            byte_limit = _MAX_JOINED_BYTES
+            if is_idle:
+                if self._is_half_closed and not (self._ordered or self._decoupled):
                     return
                 await self._progress.wait()
                 byte_limit = 1  # the first response is not delayed by others
 
-    async def _write_outbox(self, byte_limit: int, stall_s: float) -> None:
+    async def _write_outbox(self, byte_limit: int, stall_timeout_s: float) -> None:
         """Write responses of decoupled models, until they have `byte_limit` bytes."""
         responses: list[bytes] = []
-        written: list[tuple[StreamEntry, Inferred | None, bool]] = []
+        written_responses: list[tuple[StreamEntry, Inferred | None, bool]] = []
         size = 0
         while self._outbox and size < byte_limit:
             request, message = self._outbox[0]
@@ -256,57 +256,57 @@ class _Stream:
             if response is not None:
                 responses.append(response)
                 size += len(response)
-            written.append((streamed_request, inferred, is_last_response(message)))
-        await self._send(responses, stall_s)
-        for streamed_request, inferred, last in written:
+            written_responses.append((streamed_request, inferred, is_last_response(message)))
+        await self._send(responses, stall_timeout_s)
+        for streamed_request, inferred, is_last in written_responses:
             streamed_request.request.credit(inferred)
-            if last:
+            if is_last:
                 del self._decoupled[streamed_request.request]
                 self._inferences.decrement()
                 self._window.release(streamed_request.size)
 
-    async def _write_ordered(self, byte_limit: int, stall_s: float) -> None:
+    async def _write_ordered(self, byte_limit: int, stall_timeout_s: float) -> None:
         """Write the responses that are next in order, until they have `byte_limit` bytes."""
         responses: list[bytes] = []
-        size = window = inference_count = 0
+        size = released_bytes = inference_count = 0
         try:
             while self._ordered and size < byte_limit and _is_done(self._ordered[0][0]):
-                entry, occupied = self._ordered[0]
+                entry, window_bytes = self._ordered[0]
                 self._ordered.popleft()
                 inference_count += isinstance(entry, UnaryInference)
-                window += occupied
+                released_bytes += window_bytes
                 try:
-                    response = self._response(entry)
+                    response = self._encode_entry(entry)
                 except ShmserveError:
-                    await self._send(responses, stall_s)
+                    await self._send(responses, stall_timeout_s)
                     raise
                 responses.append(response)
                 size += len(response)
-            await self._send(responses, stall_s)
+            await self._send(responses, stall_timeout_s)
         finally:
             for _ in range(inference_count):
                 self._inferences.decrement()
-        self._window.release(window)
+        self._window.release(released_bytes)
 
-    def _response(self, entry: _Ordered) -> bytes:
+    def _encode_entry(self, entry: _OrderedEntry) -> bytes:
         try:
             if isinstance(entry, RequestRefused):
                 raise entry.error
-            return streamed(self._inferences.response(entry))
+            return encode_streamed(self._inferences.encode_response(entry))
         except ShmserveError as error:
             if self._strict:
                 raise
             if isinstance(entry, RequestRefused):
-                return streamed_error(error.message, entry.request_id)
-            return streamed_error(
+                return encode_stream_error(error.message, entry.request_id)
+            return encode_stream_error(
                 error.message, entry.submit.request_id, entry.built_request.model.name
             )
 
-    async def _send(self, responses: Sequence[bytes], stall_s: float) -> None:
+    async def _send(self, responses: Sequence[bytes], stall_timeout_s: float) -> None:
         if not responses:
             return
-        self.total += sum(map(len, responses))
-        await self._call.write_all(responses, stall_s)
+        self.total_bytes += sum(map(len, responses))
+        await self._call.write_all(responses, stall_timeout_s)
 
     def cancel(self) -> None:
         """Cancel all requests in flight, since the call ends early."""
@@ -324,5 +324,5 @@ class _Stream:
         self._decoupled.clear()
 
 
-def _is_done(entry: _Ordered) -> bool:
+def _is_done(entry: _OrderedEntry) -> bool:
     return isinstance(entry, RequestRefused) or entry.message is not None

@@ -289,7 +289,7 @@ class Body:
         piece = start
         while True:
             tensors.feed_all(memoryview(piece))
-            if tensors.complete:
+            if tensors.is_complete:
                 return True
             piece = await self.next()
             if not piece:

@@ -49,16 +49,18 @@ from shmserve.ipc.transport.frames import unpack
 
 logger = logging.getLogger(__name__)
 
-_MOST_VIEWERS = 32  # limited because scrapes share the listener
-_EVERY_S = 1.0
-_COST = 10  # taking snapshots may use at most 1/10 of the time
-_LONGEST_S = 5.0
-_PROCESSES_EVERY = 5  # Processes are read with every fifth snapshot, since /proc is slow.
-_STATE_S = 1.0
+_MAX_VIEWERS = 32  # limited because scrapes share the listener
+_SNAPSHOT_INTERVAL_S = 1.0
+_INTERVAL_PER_COST = 10  # taking a snapshot may use at most 1/10 of the time between snapshots
+_MAX_INTERVAL_S = 5.0
+_SNAPSHOTS_PER_PROCESS_READ = (
+    5  # Processes are read with every fifth snapshot, since /proc is slow.
+)
+_STATE_TIMEOUT_S = 1.0
 _HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
-_MOST_EVENTS = 100
-_PAGE = Path(__file__).with_name("pages") / "dashboard.html"
+_MAX_EVENTS = 100
+_PAGE_FILE = Path(__file__).with_name("pages") / "dashboard.html"
 
 
 class LiveFigures:
@@ -71,12 +73,12 @@ class LiveFigures:
         self._figures, self._history = Figures(), History()
         self._recorder: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._ended = False
-        self._number = 0  # the number of the last snapshot
-        self._whole_event = self._change_event = b""
+        self._is_ended = False
+        self._snapshot_number = 0  # the number of the last snapshot
+        self._full_event = self._change_event = b""
         self._snapshot_taken = asyncio.Event()
 
-    def begin(self) -> None:
+    def start_recording(self) -> None:
         """Record the history until the server exits."""
         self._recorder = asyncio.get_running_loop().create_task(self._record())
 
@@ -103,36 +105,40 @@ class LiveFigures:
         """
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
             raise PermissionDenied("pages of other origins may not open the dashboard's stream")
-        if self._viewers >= _MOST_VIEWERS:
-            raise QueueFull(f"{_MOST_VIEWERS} dashboards are already connected to this server")
+        if self._viewers >= _MAX_VIEWERS:
+            raise QueueFull(f"{_MAX_VIEWERS} dashboards are already connected to this server")
         return ChunkedResponse(200, self._events(), _HEADERS)
 
-    def end(self) -> None:
+    def end_streams(self) -> None:
         """End the responses to all viewers, since the server exits."""
-        self._ended = True
+        self._is_ended = True
         self._snapshot_taken.set()
         if self._recorder is not None:
             self._recorder.cancel()
 
     async def _events(self) -> AsyncGenerator[Sequence[bytes], None]:
-        seen = 0
+        seen_number = 0
         self._add_viewer()
         try:
-            while not self._ended:
-                if self._number == seen:
+            while not self._is_ended:
+                if self._snapshot_number == seen_number:
                     await self._snapshot_taken.wait()
                     continue
-                frame = self._change_event if seen == self._number - 1 else self._whole_event
-                frame = frame if seen else self._first()
-                seen = self._number
+                frame = (
+                    self._change_event
+                    if seen_number == self._snapshot_number - 1
+                    else self._full_event
+                )
+                frame = frame if seen_number else self._first_event()
+                seen_number = self._snapshot_number
                 yield (frame,)
         finally:
             self._remove_viewer()
 
-    def _first(self) -> bytes:
+    def _first_event(self) -> bytes:
         """Return the first event for a viewer: the whole snapshot with the history."""
         history = orjson.dumps(self._history.as_series())
-        return b'%b,"history":%b}\n\n' % (self._whole_event.rstrip()[:-1], history)
+        return b'%b,"history":%b}\n\n' % (self._full_event.rstrip()[:-1], history)
 
     def _add_viewer(self) -> None:
         self._viewers += 1
@@ -143,29 +149,34 @@ class LiveFigures:
         self._viewers -= 1
         if not self._viewers and self._task is not None:
             self._task.cancel()
-            self._task, self._number = None, 0
+            self._task, self._snapshot_number = None, 0
 
     async def _take_snapshots(self) -> None:
         watch = EventWatch(self._run_dir)
         try:
-            await watch.wait_for_state(_STATE_S)
+            await watch.wait_for_state(_STATE_TIMEOUT_S)
             snapshot = _Snapshot(self._gateway, watch, self._figures, self._history)
             while True:
-                began_s = time.monotonic()
-                self._publish(*await snapshot.take(began_s))
-                took_s = time.monotonic() - began_s
-                await asyncio.sleep(min(max(_EVERY_S - took_s, _COST * took_s), _LONGEST_S))
+                started_s = time.monotonic()
+                self._publish(*await snapshot.take(started_s))
+                duration_s = time.monotonic() - started_s
+                await asyncio.sleep(
+                    min(
+                        max(_SNAPSHOT_INTERVAL_S - duration_s, _INTERVAL_PER_COST * duration_s),
+                        _MAX_INTERVAL_S,
+                    )
+                )
         except Exception:
             logger.exception("the dashboard's figures cannot be computed")
-            self.end()
+            self.end_streams()
         finally:
             watch.close()
 
     def _publish(self, figures: dict[str, Any], change: dict[str, Any]) -> None:
-        self._whole_event, self._change_event = (
-            SERVER_SENT_EVENTS.frame(orjson.dumps(e)) for e in (figures, change)
+        self._full_event, self._change_event = (
+            SERVER_SENT_EVENTS.frame(orjson.dumps(event)) for event in (figures, change)
         )
-        self._number += 1
+        self._snapshot_number += 1
         taken_event, self._snapshot_taken = self._snapshot_taken, asyncio.Event()
         taken_event.set()
 
@@ -183,7 +194,7 @@ class _Snapshot:
         self._cpu = CpuUtilization()
         self._models: dict[str, Row] = {}
         self._last_event = 0
-        self._count = 0
+        self._snapshot_count = 0
         self._host: dict[str, Any] = {}
 
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -194,42 +205,47 @@ class _Snapshot:
         )
         rows = self._figures.build_rows(reports, now_s)
         self._history.add(time.time(), rows)
-        before, self._models = self._models, self._rows(rows)
+        previous_models, self._models = self._models, self._model_rows(rows)
         newest = list(watch.newest)
-        new, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
-        common = {"at": time.time(), "server": self._server()}
-        changed = {key: row for key, row in self._models.items() if before.get(key) != row}
+        new_count, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
+        common_members = {"at": time.time(), "server": self._server_figures()}
+        changed_models = {
+            key: row for key, row in self._models.items() if previous_models.get(key) != row
+        }
         return (
-            {**common, "whole": True, "models": self._models, "events": newest},
+            {**common_members, "whole": True, "models": self._models, "events": newest},
             {
-                **common,
-                "models": changed,
-                "gone": sorted(before.keys() - self._models.keys()),
-                "events": newest[len(newest) - new :],
+                **common_members,
+                "models": changed_models,
+                "gone": sorted(previous_models.keys() - self._models.keys()),
+                "events": newest[len(newest) - new_count :],
             },
         )
 
-    def _rows(self, rows: dict[str, Row]) -> dict[str, Row]:
+    def _model_rows(self, rows: dict[str, Row]) -> dict[str, Row]:
         """Return a row for each model version, including versions that are not ready."""
-        found: dict[str, Row] = {}
+        model_rows: dict[str, Row] = {}
         for model in self._gateway.models.all_versions():
             key = f"{model.name}/{model.version}"
-            row = {"state": "READY" if model.ready else "STARTING", **rows.get(key, _SILENT)}
-            found[key] = row | ({"steps": model.steps} if model.steps else {})
+            row = {
+                "state": "READY" if model.ready else "STARTING",
+                **rows.get(key, _SILENT_SCHEDULER),
+            }
+            model_rows[key] = row | ({"steps": model.steps} if model.steps else {})
         for (name, version), (state, reason) in self._watch.states.items():
-            row = found.setdefault(f"{name}/{version}", {"state": state})
+            row = model_rows.setdefault(f"{name}/{version}", {"state": state})
             if state != "READY" or row["state"] == "READY":
                 row |= {"state": state, "reason": reason}
             if state == "UNAVAILABLE" and reason not in ("", "unloaded"):
                 row |= {"hurts": 9000, "because": reason}
-        return found
+        return model_rows
 
-    def _server(self) -> dict[str, Any]:
+    def _server_figures(self) -> dict[str, Any]:
         gateway = self._gateway
-        if self._count % _PROCESSES_EVERY == 0:
+        if self._snapshot_count % _SNAPSHOTS_PER_PROCESS_READ == 0:
             count, pss_bytes = proportional_bytes(os.getppid())
             self._host = {"processes": count, "pss_bytes": pss_bytes}
-        self._count += 1
+        self._snapshot_count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]
         return {
@@ -247,7 +263,7 @@ class _Snapshot:
         }
 
 
-_SILENT: Row = {"hurts": 5000, "because": "its scheduler does not respond"}
+_SILENT_SCHEDULER: Row = {"hurts": 5000, "because": "its scheduler does not respond"}
 
 
 class EventWatch:
@@ -261,7 +277,7 @@ class EventWatch:
 
     def __init__(self, run_dir: Path) -> None:
         self.states: dict[tuple[str, str], tuple[str, str]] = {}
-        self.newest: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self.newest: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self.count = 0
         import zmq.asyncio  # Imported late, since most gateways have no viewer.
 
@@ -273,31 +289,31 @@ class EventWatch:
         self._socket.connect(endpoints.events(run_dir))
         for topic in (*_TOPICS, m.RECENT + self._topic_suffix, m.SNAPSHOT + self._topic_suffix):
             self._socket.subscribe(topic)
-        self._task = asyncio.get_running_loop().create_task(self._read())
+        self._task = asyncio.get_running_loop().create_task(self._read_events())
 
-    async def wait_for_state(self, within_s: float) -> None:
-        """Wait until the server's state has arrived, at most `within_s` seconds."""
+    async def wait_for_state(self, timeout_s: float) -> None:
+        """Wait until the server's state has arrived, at most `timeout_s` seconds."""
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(timeout_s):
                 await self._state_received.wait()
         except TimeoutError:
             pass  # No events are published: the figures are shown without states.
 
-    async def _read(self) -> None:
+    async def _read_events(self) -> None:
         while True:
             topic, frame = await self._socket.recv_multipart()
             header, *events = unpack(frame)
             for event in events:
                 if type(event) is m.ModelChanged:
-                    self._changed(event)
+                    self._record_model_change(event)
                 if not topic.startswith(m.SNAPSHOT.encode()):
-                    shown = {"time": header.time_ns / 1e9, "event": type(event).__name__}
-                    self.newest.append(shown | asdict(event))
+                    event_entry = {"time": header.time_ns / 1e9, "event": type(event).__name__}
+                    self.newest.append(event_entry | asdict(event))
                     self.count += 1
             if topic.startswith(m.SNAPSHOT.encode()):
                 self._state_received.set()
 
-    def _changed(self, event: m.ModelChanged) -> None:
+    def _record_model_change(self, event: m.ModelChanged) -> None:
         key = event.name, event.version
         if event.state:
             self.states[key] = event.state, event.reason
@@ -310,13 +326,13 @@ class EventWatch:
         self._context.destroy(linger=0)
 
 
-async def page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Return the page.
+async def show_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET / of a metrics listener: return the dashboard's page.
 
     Raises:
         PermissionDenied: The request has a token of other scopes.
     """
-    body, headers = _page()
+    body, headers = _load_page()
     refusal = request.connection.client.find_access_error(METRICS, request.headers)
     if refusal is None:
         return HttpResponse(200, (body,), headers)
@@ -326,12 +342,12 @@ async def page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 @cache
-def _page() -> tuple[bytes, bytes]:
-    body = _PAGE.read_bytes()
+def _load_page() -> tuple[bytes, bytes]:
+    body = _PAGE_FILE.read_bytes()
     policy = (
         "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'; "
-        f"style-src {_hash(body, b'style')}; script-src {_hash(body, b'script')}"
+        f"style-src {_content_hash(body, b'style')}; script-src {_content_hash(body, b'script')}"
     )
     headers = (
         "Content-Type: text/html; charset=utf-8\r\n"
@@ -342,7 +358,7 @@ def _page() -> tuple[bytes, bytes]:
     return body, headers.encode()
 
 
-def _hash(body: bytes, tag: bytes) -> str:
-    """Return the policy's source for the only element with this tag."""
-    (text,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
+def _content_hash(body: bytes, tag: bytes) -> str:
+    """Return the hash by which the policy permits the only element with this tag."""
+    (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -33,11 +33,11 @@ from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, unsigned
 from shmserve.gateway.http.json.tensors import encode_in_turns
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
-    JSON,
+    JSON_HEADER,
     SERVER_SENT_EVENTS,
     HttpRequest,
     HttpResponse,
-    error_json,
+    encode_error_json,
 )
 from shmserve.gateway.http.openai.bodies import generates, parse_prompts
 from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
@@ -74,8 +74,8 @@ async def generate(
                 break
     finally:
         responses.close()
-    body = texts[0] if len(texts) == 1 else error_json(_NOT_ONE_RESPONSE)
-    return HttpResponse(status, (body,), JSON)
+    body = texts[0] if len(texts) == 1 else encode_error_json(_NOT_ONE_RESPONSE)
+    return HttpResponse(status, (body,), JSON_HEADER)
 
 
 async def generate_stream(
@@ -149,7 +149,7 @@ class _Generation:
                 return None, None
             return await self._text(inferred), inferred
         except ShmserveError as error:
-            return error_json(error.message), inferred
+            return encode_error_json(error.message), inferred
 
     async def _text(self, inferred: Inferred) -> bytes:
         outputs = []

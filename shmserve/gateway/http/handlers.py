@@ -1,7 +1,7 @@
 """The HTTP handlers of the operations in gateway/api.
 
-They cover health, metadata, configuration, statistics, metrics, log and trace settings, the model
-repository, and shared memory of the system and of CUDA.
+The handlers cover health, metadata, configuration, statistics, metrics, log and trace settings, the
+model repository, and shared memory of the system and of CUDA.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value
-from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, json_response
+from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai.models import embeds
 from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, CudaHandle, whole
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
-_TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
+_TEXT_HEADER = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 
-async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /v2/health/live."""
     management.check_not_exiting(gateway)
     return HttpResponse(200 if gateway.health.live else 400)
 
 
-async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /v2/health/ready."""
     management.check_not_exiting(gateway)
     return HttpResponse(200 if gateway.health.ready else 400)
 
 
-async def health(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_health(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /health and /ping, by which load balancers and vLLM's clients check readiness."""
     management.check_not_exiting(gateway)
     return HttpResponse(200 if gateway.health.ready else 503)
 
 
-async def version(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_version(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /version."""
     return json_response({"version": shmserve.__version__})
 
 
-async def model_ready(
+async def get_model_ready(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME/ready."""
@@ -60,26 +60,28 @@ async def model_ready(
     raise InvalidArgument("Model version not ready")
 
 
-async def server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /v2."""
     return json_response(management.server_metadata(gateway))
 
 
-async def model(
+async def get_model(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME. With a version in the URL, only this version is listed."""
     return json_response(await management.model_metadata(gateway, name, version or ""))
 
 
-async def model_config(
+async def get_model_config(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME/config."""
-    return HttpResponse(200, (await management.model_config(gateway, name, version or ""),), JSON)
+    return HttpResponse(
+        200, (await management.model_config(gateway, name, version or ""),), JSON_HEADER
+    )
 
 
-async def examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /docs/models, the requests that the page /docs offers."""
     rows: list[dict[str, Any]] = []
     for example in management.request_examples(gateway):
@@ -91,7 +93,7 @@ async def examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     return json_response(rows)
 
 
-async def statistics(
+async def get_statistics(
     gateway: Gateway, request: HttpRequest, name: str = "", version: str | None = None
 ) -> HttpResponse:
     """Handle GET /v2/models/stats and /v2/models/NAME/stats."""
@@ -100,35 +102,39 @@ async def statistics(
     )
 
 
-async def metrics(
+async def get_metrics(
     exporter: MetricsExporter, gateway: Gateway, request: HttpRequest
 ) -> HttpResponse:
     """Handle GET /metrics of a metrics listener."""
-    return HttpResponse(200, (await exporter.render_page(),), _TEXT)
+    return HttpResponse(200, (await exporter.render_page(),), _TEXT_HEADER)
 
 
-async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Return an empty response for all other paths of a metrics listener."""
     return HttpResponse()
 
 
-async def trace_settings(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+async def handle_trace_settings(
+    gateway: Gateway, request: HttpRequest, name: str | None
+) -> HttpResponse:
     """Handle GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting.
 
     A POST applies all changes or none.
     """
     body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
     members = body if type(body) is dict else {}
-    changes = {key: _texts(key, value) for key, value in members.items()}
+    changes = {key: _trace_values(key, value) for key, value in members.items()}
     settings = await management.change_trace_settings(gateway, name or "", changes)
-    shown = {key: values if key == "trace_level" else values[0] for key, values in settings.items()}
-    return json_response(shown)
+    response = {
+        key: values if key == "trace_level" else values[0] for key, values in settings.items()
+    }
+    return json_response(response)
 
 
-def _texts(key: str, value: Any) -> list[str] | None:
+def _trace_values(key: str, value: Any) -> list[str] | None:
     """Return the values of a trace setting; None resets the setting."""
     values = value if type(value) is list and key == "trace_level" else [value]
-    if value is None or all(type(each) is str or type(each) is int for each in values):
+    if value is None or all(type(item) is str or type(item) is int for item in values):
         return None if value is None else list(map(str, values))
     raise InvalidArgument(
         f"'{key}' must be a string, an integer or, for trace_level, a list of strings; got "
@@ -136,17 +142,17 @@ def _texts(key: str, value: Any) -> list[str] | None:
     )
 
 
-async def log_settings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def handle_log_settings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET and POST /v2/logging.
 
     A POST applies all changes or none. Unknown settings, and settings whose value is null, are
     ignored.
     """
     body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
-    return json_response(await management.change_log_settings(gateway, _changes(body)))
+    return json_response(await management.change_log_settings(gateway, _read_log_changes(body)))
 
 
-def _changes(body: Any) -> dict[str, Any]:
+def _read_log_changes(body: Any) -> dict[str, Any]:
     names = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE)
     members = body if type(body) is dict else {}
     changes = {key: members[key] for key in names if members.get(key) is not None}
@@ -164,7 +170,9 @@ def _changes(body: Any) -> dict[str, Any]:
     return changes
 
 
-async def index(gateway: Gateway, request: HttpRequest, repository: str | None) -> HttpResponse:
+async def post_index(
+    gateway: Gateway, request: HttpRequest, repository: str | None
+) -> HttpResponse:
     """Handle POST /v2/repository/index. Triton accepts the name of any repository here."""
     body = await read_json(gateway, request, parse=loads_members)
     only_ready = body.get("ready", False) if type(body) is dict else False
@@ -173,23 +181,23 @@ async def index(gateway: Gateway, request: HttpRequest, repository: str | None) 
     return json_response(await management.repository_index(gateway, only_ready=only_ready))
 
 
-async def load(
+async def post_load(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
     """Handle POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
     management.check_names(repository, name)
-    config, files = _load_parameters(_parameters(await read_json(gateway, request)))
+    config, files = _decode_load_parameters(_read_parameters(await read_json(gateway, request)))
     await management.load_model(gateway, request.connection.client, name, config, files)
     return HttpResponse()
 
 
-async def unload(
+async def post_unload(
     gateway: Gateway, request: HttpRequest, repository: str | None, name: str
 ) -> HttpResponse:
     """Handle POST /v2/repository/models/NAME/unload, whose body Triton does not check."""
     management.check_names(repository, name, unload=True)
     try:
-        parameters = _parameters(await read_json(gateway, request))
+        parameters = _read_parameters(await read_json(gateway, request))
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
     dependents = parameters.get("unload_dependents", False)
@@ -201,14 +209,14 @@ async def unload(
     return HttpResponse()
 
 
-def _parameters(body: Any) -> dict[str, Any]:
+def _read_parameters(body: Any) -> dict[str, Any]:
     parameters = body.get("parameters", {}) if type(body) is dict else {}
     if type(parameters) is not dict:
         raise JsonFault("attempt to get members for non-object")
     return parameters
 
 
-def _load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _decode_load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     config = ""
     files: dict[str, Any] = {}
     for key, value in parameters.items():
@@ -229,7 +237,7 @@ def _load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return config, files
 
 
-async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+async def post_register(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """Handle POST /v2/systemsharedmemory/region/NAME/register.
 
     With {"lifetime": "connection"} the region is unregistered when this connection ends; with
@@ -240,16 +248,22 @@ async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> 
     client = request.connection.client
     peer = client.peer()
     memory_api.check_region_name(name)
-    key, offset, size, leased, pin = registration(await _register_body(gateway, request))
+    key, offset, size, is_leased, pin_pages = decode_registration(
+        await _read_registration(gateway, request)
+    )
     region = (name, key, offset, size)
-    registered = memory_api.register_system(gateway, peer, *region, is_leased=leased, pin_pages=pin)
+    registration = memory_api.register_system(
+        gateway, peer, *region, is_leased=is_leased, pin_pages=pin_pages
+    )
     await (
-        memory_api.await_leased_registration(gateway, client, registered) if leased else registered
+        memory_api.await_leased_registration(gateway, client, registration)
+        if is_leased
+        else registration
     )
     return HttpResponse()
 
 
-def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
+def decode_registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
     """Decode the JSON of a registration (pure).
 
     Returns:
@@ -259,8 +273,8 @@ def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
         InvalidArgument: A value is not allowed.
         JsonFault: A value has the wrong type.
     """
-    key = _required(body, "key")
-    byte_size = _required(body, "byte_size")
+    key = _require_member(body, "key")
+    byte_size = _require_member(body, "byte_size")
     if type(key) is not str:
         raise mistyped_value("string")
     size = whole(byte_size, "byte_size")
@@ -268,24 +282,24 @@ def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
     lifetime = body.get("lifetime", "server")
     if lifetime not in ("server", "connection"):
         raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
-    pin = body.get("pin", False)
-    if type(pin) is not bool:
+    pin_pages = body.get("pin", False)
+    if type(pin_pages) is not bool:
         raise InvalidArgument("'pin' must be true or false")
-    return key, offset, size, lifetime == "connection", pin
+    return key, offset, size, lifetime == "connection", pin_pages
 
 
-async def _register_body(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
+async def _read_registration(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     body = await read_json(gateway, request)
     return body if type(body) is dict else {}
 
 
-def _required(body: dict[str, Any], field: str) -> Any:
+def _require_member(body: dict[str, Any], field: str) -> Any:
     if field not in body:
         raise InvalidArgument(f"Shared memory register request has no '{field}' field")
     return body[field]
 
 
-async def status(
+async def get_region_status(
     gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
 ) -> HttpResponse:
     """Handle GET /v2/systemsharedmemory[/region/NAME]/status, for regions of the client's user.
@@ -296,7 +310,7 @@ async def status(
     return json_response([region.status() for region in regions])
 
 
-async def unregister(
+async def post_unregister(
     gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
 ) -> HttpResponse:
     """Handle POST /v2/systemsharedmemory[/region/NAME]/unregister, or that of CUDA.
@@ -307,7 +321,9 @@ async def unregister(
     return HttpResponse()
 
 
-async def register_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+async def post_register_cuda(
+    gateway: Gateway, request: HttpRequest, name: str | None
+) -> HttpResponse:
     """Handle POST /v2/cudasharedmemory/region/NAME/register.
 
     The optional members `offset` and `device_uuid` are extensions of Triton's API.
@@ -315,28 +331,31 @@ async def register_cuda(gateway: Gateway, request: HttpRequest, name: str | None
     if not name:
         raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
     peer = request.connection.client.peer()
-    body = await _register_body(gateway, request)
-    raw_handle = _required(body, "raw_handle")
-    encoded = _member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
-    byte_size = _member(body, "byte_size", int)
-    device_id = _member(body, "device_id", int)
-    offset = _member(body, "offset", int) if "offset" in body else 0
-    uuid = _member(body, "device_uuid", str) if "device_uuid" in body else ""
-    raw = memory_api.decode_handle(encoded)
-    handle = CudaHandle(raw, device_id, memory_api.decode_uuid(uuid) if uuid else b"")
+    body = await _read_registration(gateway, request)
+    raw_handle = _require_member(body, "raw_handle")
+    encoded = _typed_member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
+    byte_size = _typed_member(body, "byte_size", int)
+    device_id = _typed_member(body, "device_id", int)
+    offset = _typed_member(body, "offset", int) if "offset" in body else 0
+    uuid = _typed_member(body, "device_uuid", str) if "device_uuid" in body else ""
+    handle_bytes = memory_api.decode_handle(encoded)
+    handle = CudaHandle(handle_bytes, device_id, memory_api.decode_uuid(uuid) if uuid else b"")
     exporter_pid = unix_pid(request.connection.transport)
     await memory_api.register_cuda(gateway, peer, name, handle, offset, byte_size, exporter_pid)
     return HttpResponse()
 
 
-def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
-    if field not in holder:
+def _typed_member(members: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
+    if field not in members:
         raise JsonFault(f"attempt to access non-existing object member '{field}'")
-    value: Any = holder[field]
+    value: Any = members[field]
     if kind is str:
-        word, fits = "string", type(value) is str
+        type_name, is_valid = "string", type(value) is str
     else:
-        word, fits = "unsigned-integer", type(value) is int and 0 <= value <= LARGEST_UNSIGNED
-    if not fits:
-        raise mistyped_value(word)
+        type_name, is_valid = (
+            "unsigned-integer",
+            type(value) is int and 0 <= value <= LARGEST_UNSIGNED,
+        )
+    if not is_valid:
+        raise mistyped_value(type_name)
     return value

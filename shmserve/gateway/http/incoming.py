@@ -1,7 +1,7 @@
 """The receiving half of a connection: a queue of requests, read timeouts, and back-pressure.
 
-Programs send requests whose heads are equal. The last head is therefore cached, and a head with the
-same bytes is not parsed again. Its body may arrive with the head or in the next packet.
+Programs often send requests with equal heads. The last head is therefore cached, and a head with
+the same bytes is not parsed again. Its body may arrive with the head or in the next packet.
 
 Writing waits while the client reads more slowly than the server writes. A connection is not read
 while the stream of a body is full, or while too many pipelined requests are queued.
@@ -23,30 +23,30 @@ from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
     HttpRequest,
-    Repeat,
+    StartRepeatedRequest,
     WholeBody,
 )
 from shmserve.gateway.listener import ClientIdentity, LimitedConnection
 from shmserve.gateway.settings import GatewaySettings
 
 # The head of a request, and the stream of its body.
-Message = tuple[RawRequestMessage, StreamReader]
+ParsedMessage = tuple[RawRequestMessage, StreamReader]
 
-SMALL_BODY = 128 * 1024  # large enough for a tensor of 64 KiB with its header
-_LONGEST_CACHED_HEAD = 2048
-_MOST_QUEUED = 32
-_MOST_HEADERS = 128
-_LONGEST_LINE = 8190
-_READ_AHEAD = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
-
-
-_LONGEST_PENDING = 128 * 1024
-_FRAMING = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*[0-9]+[ \t]*(?=\r\n)", re.IGNORECASE)
-_CODING = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked[ \t]*(?=\r\n)", re.IGNORECASE)
+SMALL_BODY_BYTES = 128 * 1024  # large enough for a tensor of 64 KiB with its header
+_MAX_CACHED_HEAD_BYTES = 2048
+_MAX_QUEUED_REQUESTS = 32
+_MAX_HEADERS = 128
+_MAX_LINE_BYTES = 8190
+_READ_AHEAD_BYTES = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
 
 
-def without_length(request: bytes) -> bytes | None:
+_MAX_PENDING_HEAD_BYTES = 128 * 1024
+_FRAMING_HEADER = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
+_LENGTH_HEADER = re.compile(rb"\r\ncontent-length:[ \t]*[0-9]+[ \t]*(?=\r\n)", re.IGNORECASE)
+_CHUNKED_HEADER = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked[ \t]*(?=\r\n)", re.IGNORECASE)
+
+
+def remove_length(request: bytes) -> bytes | None:
     """Return a chunked request of HTTP/1.1 without its Content-Length, or None for another request.
 
     Chunks override a length (RFC 9112, 6.3). A proxy in front of the server may use the length
@@ -54,12 +54,18 @@ def without_length(request: bytes) -> bytes | None:
     therefore has to end the connection with this request, so that no later byte is handled as a
     request. Requests with several lengths or codings, or another coding than chunks, are refused.
     """
-    head, end, rest = request.partition(b"\r\n\r\n")
+    head, separator, body = request.partition(b"\r\n\r\n")
     head += b"\r\n"
-    counts = [len(each.findall(head)) for each in (_FRAMING, _LENGTH, _CODING)]
-    if not end or counts != [2, 1, 1] or not head.partition(b"\r\n")[0].endswith(b" HTTP/1.1"):
+    counts = [
+        len(pattern.findall(head)) for pattern in (_FRAMING_HEADER, _LENGTH_HEADER, _CHUNKED_HEADER)
+    ]
+    if (
+        not separator
+        or counts != [2, 1, 1]
+        or not head.partition(b"\r\n")[0].endswith(b" HTTP/1.1")
+    ):
         return None
-    return _LENGTH.sub(b"", head) + b"\r\n" + rest
+    return _LENGTH_HEADER.sub(b"", head) + b"\r\n" + body
 
 
 class MalformedBody(Exception):
@@ -79,46 +85,50 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._settings = settings
         self._parser = self._new_parser()
         self.transport = None  # set once the connection is made
-        self._ended = False
+        self._is_closed = False
         # --- received requests
         # The queue. Nothing is parsed after an error. A request with a cached head is the only
         # entry, and its body is complete.
-        self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
+        self._messages: deque[HttpRequest | HttpProcessingError | ParsedMessage] = deque()
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
-        self._parsing = True  # whether bytes may be parsed; False after an error
-        self._head: bytes | None = None  # the received part of an incomplete head, if it is known
+        self._may_parse = True  # whether bytes may be parsed; False after an error
+        self._partial_head: bytes | None = (
+            None  # the received part of an incomplete head, if it is known
+        )
         self._ends_request = False  # whether the received bytes end with a head or with chunks
         # The incomplete head of a chunked request with a Content-Length.
         self._conflicting_head = b""
         self.closes_next = False  # whether the connection ends with the next request
         # --- read timeouts
-        self._timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
-        self._busy = False  # whether a request is being handled
+        self._is_handling = False  # whether a request is being handled
         self._head_incomplete = False  # whether the head of the next request is incomplete
-        self._content: StreamReader | None = None  # the stream of an incomplete body
+        self._body_stream: StreamReader | None = None  # the stream of an incomplete body
         self._awaits_body = False  # whether a small body is awaited
         # --- the cached head
         self._cached_head = b""  # the head of the last request with a small body
-        self._cached_body_at = 0  # the offset of the body in that request
+        self._cached_body_offset = 0  # the offset of the body in that request
         self._cached_size = 0  # the size of that request with its body
         self._cached_request: HttpRequest | None = None
         # The rules by which the cached request was authorised.
         self._cached_rules: Authorisation | None = None
-        # Reused for each request, since at most one request with a cached head is queued.
+        # The body object is reused, since at most one request with a cached head is queued.
         self._cached_body = WholeBody()
         self._pending_head = b""  # a head that equals the cached one and whose body has not arrived
         # The missing bytes of the last request. -1: the start of the next request is unknown, as
         # after bytes of two requests in one packet. The parser then receives all further bytes.
-        self._missing = 0
+        self._missing_bytes = 0
         self._offers_upgrade = False  # whether the last request offers another protocol (`Upgrade`)
-        self._since = loop.time()  # the end of the last request, or the start of the connection
+        self._idle_start = (
+            loop.time()
+        )  # the end of the last request, or the start of the connection
         # --- back-pressure
         self.writing_paused = False
-        self._drained: asyncio.Future[None] | None = None
-        self._stream_full = False
-        self._too_many = False  # whether too many requests are queued
+        self._drain_waiter: asyncio.Future[None] | None = None
+        self._is_stream_full = False
+        self._is_queue_full = False  # whether too many requests are queued
         self._reading_paused = False
 
     def _new_parser(self) -> HttpRequestParser:
@@ -127,13 +137,13 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         return HttpRequestParser(
             self,  # type: ignore[arg-type]
             self._loop,
-            _READ_AHEAD,
-            max_line_size=_LONGEST_LINE,
-            max_field_size=_LONGEST_LINE,
-            max_headers=_MOST_HEADERS,
+            _READ_AHEAD_BYTES,
+            max_line_size=_MAX_LINE_BYTES,
+            max_field_size=_MAX_LINE_BYTES,
+            max_headers=_MAX_HEADERS,
             payload_exception=MalformedBody,
             auto_decompress=False,
-            max_msg_queue_size=_MOST_QUEUED,
+            max_msg_queue_size=_MAX_QUEUED_REQUESTS,
         )
 
     @property
@@ -143,7 +153,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def force_close(self) -> None:
         """Close the connection. Written bytes may still be flushed."""
-        self._ended = True
+        self._is_closed = True
         if self._waiter is not None:
             self._waiter.cancel()
             self._waiter = None
@@ -168,21 +178,23 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     @property
     def open(self) -> bool:
         """Return whether the connection accepts further requests."""
-        return not self._ended
+        return not self._is_closed
 
     @property
     def idle_since(self) -> float | None:
-        """Return the time since which no request with a complete head is pending, or None."""
-        return None if self._busy or self._pending_head or self._messages else self._since
+        """Return the event loop's time when the connection became idle; None while it is busy."""
+        return (
+            None if self._is_handling or self._pending_head or self._messages else self._idle_start
+        )
 
     @property
     def sending_since(self) -> float | None:
-        """Return the time since which the body of a received head is incomplete, or None."""
-        sending = self._pending_head or (self._busy and self._content is not None)
-        return self._since if sending else None
+        """Return the event loop's time since which a request lacks its body, or None."""
+        is_sending = self._pending_head or (self._is_handling and self._body_stream is not None)
+        return self._idle_start if is_sending else None
 
     @abstractmethod
-    def _begin(self, repeat: Repeat, body: bytes) -> bool:
+    def _start_request(self, repeat: StartRepeatedRequest, body: bytes) -> bool:
         """Begin a request with the cached head without the task; return whether it was begun."""
 
     # --- bytes
@@ -193,11 +205,11 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if pending_head:
             data = pending_head + data
         # No request is being handled, queued or partly received.
-        is_between_requests = not (self._missing or self._busy or self._messages)
+        is_between_requests = not (self._missing_bytes or self._is_handling or self._messages)
         waiter = self._waiter
         size = len(data)
         if waiter is None:
-            pass  # the task has not begun, has ended, or is handling a request
+            pass  # the task has not started, has ended, or is handling a request
         elif (
             is_between_requests
             and size <= self._cached_size
@@ -207,8 +219,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             if size == self._cached_size:
                 request = self._cached_request
                 assert request is not None
-                body = data[self._cached_body_at :]
-                if request.repeat is not None and self._begin(request.repeat, body):
+                body = data[self._cached_body_offset :]
+                if request.repeat is not None and self._start_request(request.repeat, body):
                     return
                 request.content = self._cached_body
                 request.content.data = body
@@ -222,76 +234,88 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 return
         self._parse(data, is_between_requests)
 
-    def _parse_rest(self) -> int:
+    def _parse_buffered(self) -> int:
         self._parse(b"", False)
         return len(self._messages)
 
     def _parse(self, data: bytes, is_between_requests: bool) -> None:
-        if self._ended or not self._parsing:
+        if self._is_closed or not self._may_parse:
             return
-        rest = b""
+        unparsed = b""
         if self._conflicting_head:
             data, self._conflicting_head = self._conflicting_head + data, b""
             is_between_requests = True
             self._parser = self._new_parser()
-        if self._ends_request and not (self._busy or self._messages):
-            self._head = b""
-        head = data if is_between_requests else None if self._head is None else self._head + data
+        if self._ends_request and not (self._is_handling or self._messages):
+            self._partial_head = b""
+        head = (
+            data
+            if is_between_requests
+            else None
+            if self._partial_head is None
+            else self._partial_head + data
+        )
         # An incomplete head does not end with an empty line.
-        self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")
+        self._partial_head, self._ends_request = None, data.endswith(b"\r\n\r\n")
         try:
-            messages, upgraded, rest = self._parser.feed_data(data)
+            messages, upgraded, unparsed = self._parser.feed_data(data)
         except HttpProcessingError as error:
             if head is not None and self._parse_without_length(head):
                 return
             self._messages.append(error)
-            self._parsing = False
+            self._may_parse = False
         else:
             self._messages += messages
-            if head is not None and not self._messages and len(head) <= _LONGEST_PENDING:
-                self._head = head
+            if head is not None and not self._messages and len(head) <= _MAX_PENDING_HEAD_BYTES:
+                self._partial_head = head
             if upgraded:
                 # An offer of WebSocket is ignored, and the connection continues with HTTP.
                 self._parser.set_upgraded(False)
-            elif self._offers_upgrade and 0 < self._missing < len(data):
+            elif self._offers_upgrade and 0 < self._missing_bytes < len(data):
                 # aiohttp's parser drops these bytes after other offers.
-                rest = data[self._missing :]
+                unparsed = data[self._missing_bytes :]
         waiter = self._waiter
         if self._messages and waiter is not None:
             self._waiter = None
             waiter.set_result(None)
-        if len(self._messages) >= _MOST_QUEUED:
-            self._too_many = True
+        if len(self._messages) >= _MAX_QUEUED_REQUESTS:
+            self._is_queue_full = True
             self._set_reading()
         if is_between_requests:
             self._cache_head(data)
         elif data:
-            self._missing = max(self._missing - len(data), -1) if self._missing else -1
-        content = self._content
+            self._missing_bytes = (
+                max(self._missing_bytes - len(data), -1) if self._missing_bytes else -1
+            )
+        content = self._body_stream
         if content is not None:
             if content.is_eof():
-                self._content = None
+                self._body_stream = None
             elif self._messages:
                 # The parser has failed, because the bytes are neither a part of the body nor a
                 # request.
                 content.set_exception(MalformedBody("malformed body"))
-        if self._busy or self._messages:
+        if self._is_handling or self._messages:
             self._head_incomplete = False
         elif data and not self._head_incomplete:
             self._head_incomplete = True
             self._start_timeout(self._settings.header_timeout_s)
-        if rest:
-            self._parse(rest, False)
+        if unparsed:
+            self._parse(unparsed, False)
 
     def _parse_without_length(self, head: bytes) -> bool:
         """Read a refused request again without its Content-Length; return False if it has none."""
-        if self.closes_next or len(head) > _LONGEST_PENDING or len(_FRAMING.findall(head)) < 2:
+        if (
+            self.closes_next
+            or len(head) > _MAX_PENDING_HEAD_BYTES
+            or len(_FRAMING_HEADER.findall(head)) < 2
+        ):
             return False
         if b"\r\n\r\n" not in head:
             self._conflicting_head, self._head_incomplete = head, True
             self._start_timeout(self._settings.header_timeout_s)
             return True
-        chunked = without_length(head)
+        chunked = remove_length(head)
         if chunked is None:
             return False
         self.closes_next, self._parser = True, self._new_parser()
@@ -303,22 +327,22 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
         The head of a request that offers another protocol is not cached.
         """
-        self._cached_size, self._missing, self._offers_upgrade = 0, -1, False
-        if len(self._messages) != 1 or not self._parsing:
+        self._cached_size, self._missing_bytes, self._offers_upgrade = 0, -1, False
+        if len(self._messages) != 1 or not self._may_parse:
             return
-        first = self._messages[0]
+        queued_message = self._messages[0]
         head_size = data.find(b"\r\n\r\n") + 4
-        if not isinstance(first, tuple) or head_size < 4:
+        if not isinstance(queued_message, tuple) or head_size < 4:
             return
-        message, content = first
+        message, content = queued_message
         length = message.headers.get(CONTENT_LENGTH, "0")
         size = head_size + int(length) if length.isdecimal() else 0
         if message.chunked or len(data) > size:
             return
-        self._missing, self._offers_upgrade = size - len(data), message.upgrade
+        self._missing_bytes, self._offers_upgrade = size - len(data), message.upgrade
         closes = message.should_close or message.upgrade or EXPECT in message.headers
-        if not closes and int(length) <= SMALL_BODY and head_size <= _LONGEST_CACHED_HEAD:
-            self._cached_head, self._cached_body_at = data[:head_size], head_size
+        if not closes and int(length) <= SMALL_BODY_BYTES and head_size <= _MAX_CACHED_HEAD_BYTES:
+            self._cached_head, self._cached_body_offset = data[:head_size], head_size
             self._cached_size = size
             self._cached_request = HttpRequest(message, content, self)
             self._cached_rules = self.client.listener.authorisation
@@ -327,28 +351,28 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         """Start the read timeout of the missing bytes."""
         # A timer for each request would cost more than one coarse timer for each connection.
         self._deadline = self._loop.time() + timeout_s
-        if self._timer is not None and self._timer.when() > self._deadline:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._deadline, self._check_timeout)
+        if self._read_timer is not None and self._read_timer.when() > self._deadline:
+            self._read_timer.cancel()
+            self._read_timer = None
+        if self._read_timer is None:
+            self._read_timer = self._loop.call_at(self._deadline, self._check_timeout)
 
     def _check_timeout(self) -> None:
-        self._timer = None
+        self._read_timer = None
         if not (self._pending_head or self._head_incomplete or self._awaits_body):
             return
         if self._loop.time() < self._deadline:
-            self._timer = self._loop.call_at(self._deadline, self._check_timeout)
+            self._read_timer = self._loop.call_at(self._deadline, self._check_timeout)
         elif self._pending_head:
             pending_head, self._pending_head = self._pending_head, b""
             self._parse(pending_head, True)
-            for each in self._messages:
-                if isinstance(each, tuple):
-                    each[1].set_exception(TimeoutError())
+            for message in self._messages:
+                if isinstance(message, tuple):
+                    message[1].set_exception(TimeoutError())
         elif self._head_incomplete:
             self.force_close()
-        elif self._content is not None:
-            self._content.set_exception(TimeoutError())
+        elif self._body_stream is not None:
+            self._body_stream.set_exception(TimeoutError())
 
     # --- writing
 
@@ -359,8 +383,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     def resume_writing(self) -> None:
         """Record that the client has read what was written, or has disconnected."""
         self.writing_paused = False
-        drained, self._drained = self._drained, None
-        settle(drained, None)
+        drain_waiter, self._drain_waiter = self._drain_waiter, None
+        settle(drain_waiter, None)
 
     async def drain(self) -> None:
         """Wait until the client has read what was written.
@@ -369,8 +393,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             ConnectionError: The client has disconnected.
         """
         if self.writing_paused and self.transport is not None:
-            self._drained = self._loop.create_future()
-            await self._drained
+            self._drain_waiter = self._loop.create_future()
+            await self._drain_waiter
         if self.transport is None:
             raise ConnectionResetError("the client has disconnected")
 
@@ -378,27 +402,27 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Pause reading, since the stream of a body is full."""
-        self._stream_full = True
+        self._is_stream_full = True
         self._parser.pause_reading()
         self._set_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """Resume reading, since the stream of a body has ended or has space again."""
-        if self._stream_full:
-            self._stream_full = False
+        if self._is_stream_full:
+            self._is_stream_full = False
             if resume_parser:
-                self._parse_rest()
+                self._parse_buffered()
             self._set_reading()
 
     def _on_dequeued(self, count: int) -> None:
         """Resume reading if the queue, with `count` requests left, is short enough."""
         self._parser.message_consumed()
-        if self._too_many and count <= _MOST_QUEUED // 2:
-            self._too_many = self._parse_rest() >= _MOST_QUEUED
+        if self._is_queue_full and count <= _MAX_QUEUED_REQUESTS // 2:
+            self._is_queue_full = self._parse_buffered() >= _MAX_QUEUED_REQUESTS
             self._set_reading()
 
     def _set_reading(self) -> None:
-        paused = self._stream_full or self._too_many
+        paused = self._is_stream_full or self._is_queue_full
         if paused is not self._reading_paused and self.transport is not None:
             self._reading_paused = paused
             if paused:

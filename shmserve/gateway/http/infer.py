@@ -34,17 +34,17 @@ from shmserve.gateway.http.messages import (
     ACCEPT_ENCODING,
     CONTENT_ENCODING,
     HEADER_LENGTH,
-    JSON,
+    JSON_HEADER,
     REQUEST_TIMEOUT_MS,
     TRACEPARENT,
-    Answer,
     ChunkedResponse,
     Framing,
     HttpRequest,
     HttpResponse,
-    accepted,
-    time_limit,
-    traced,
+    WriteResponse,
+    find_accepted_framing,
+    read_time_limit,
+    traceparent_header,
 )
 from shmserve.gateway.inference.inference import (
     StreamedResponse,
@@ -77,11 +77,11 @@ async def infer(
     """Run one inference."""
     arrived_ns = time.monotonic_ns()
     headers = request.headers
-    limit = time_limit(headers)
+    limit = read_time_limit(headers)
     model = gateway.models.find(name, version or "")
     if model is None:
         model = await _loaded(gateway, request, name, version or "")
-    framing = accepted(headers[ACCEPT]) if ACCEPT in headers else None
+    framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
     if framing is None and model.decoupled:
         raise Unsupported(_DECOUPLED)
     built_request = await read_request(gateway, model, request)
@@ -113,7 +113,7 @@ async def infer(
 
 
 async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
-    limit_us = time_limit(request.headers)[0]
+    limit_us = read_time_limit(request.headers)[0]
     if not limit_us and needs_load(gateway, name, version):
         limit_us = await body_limit_us(gateway, request)
     return await resolve_model(gateway, name, version, limit_us)
@@ -138,7 +138,7 @@ def _repeat(
     revision: int,
     header_length: str | None,
     body: bytes,
-    write_response: Answer,
+    write_response: WriteResponse,
 ) -> HttpInference | None:
     """Begin an inference with the head of an earlier one, without a task.
 
@@ -177,7 +177,7 @@ class HttpInference(UnaryInference):
 
     gateway: Gateway
     request: HttpRequest
-    write_response: Answer | None = None
+    write_response: WriteResponse | None = None
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
     def on_arrival(self) -> None:
@@ -289,7 +289,7 @@ def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse
 
 
 def _headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
-    return _BINARY % len(json) if binary and any(map(len, binary)) else JSON
+    return _BINARY % len(json) if binary and any(map(len, binary)) else JSON_HEADER
 
 
 # --- clients that accept a stream
@@ -383,7 +383,7 @@ class ResponseQueue:
         client = request.connection.client
         headers = request.headers
         try:
-            limit = time_limit(headers)
+            limit = read_time_limit(headers)
         except BaseException:
             built_request.release()
             raise
@@ -402,7 +402,7 @@ class ResponseQueue:
     def headers(self) -> bytes:
         """Return the headers of the response, which identify the trace also for later errors."""
         trace = self.request.built_request.trace
-        return b"" if trace is None else traced(trace.context.traceparent)
+        return b"" if trace is None else traceparent_header(trace.context.traceparent)
 
     @property
     def first(self) -> StreamedResponse:

@@ -72,7 +72,7 @@ class HttpFrontend(process.Frontend):
         for sock in self._metrics_sockets:
             await self._serve_socket(sock, metrics_app, metrics_rules)
         if self._metrics_sockets:
-            self._figures.begin()
+            self._figures.start_recording()
         await self.accept()
         for sock in self._http_sockets:
             await self._serve_socket(sock, self._app, http_rules)
@@ -95,7 +95,7 @@ class HttpFrontend(process.Frontend):
         )
 
     def drain(self, on_notified: Callable[[], None], followed: bool) -> None:
-        self._figures.end()
+        self._figures.end_streams()
         super().drain(on_notified, followed)
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ TRACEPARENT = istr("traceparent")
 TRANSFER_ENCODING = istr("Transfer-Encoding")
 
 
-def time_limit(headers: CIMultiDictProxy[str]) -> TimeLimit:
+def read_time_limit(headers: CIMultiDictProxy[str]) -> TimeLimit:
     """Return the time limit that the headers of a request contain.
 
     Raises:
@@ -43,13 +43,13 @@ def time_limit(headers: CIMultiDictProxy[str]) -> TimeLimit:
     """
     if REQUEST_TIMEOUT_MS not in headers:
         return UNLIMITED
-    text = headers[REQUEST_TIMEOUT_MS]
-    if not (text.isascii() and text.isdecimal() and int(text[:20])):
+    header = headers[REQUEST_TIMEOUT_MS]
+    if not (header.isascii() and header.isdecimal() and int(header[:20])):
         raise InvalidArgument(
             f"header '{REQUEST_TIMEOUT_MS}' must be a number of milliseconds above 0, "
-            f"got '{text[:40]}'"
+            f"got '{header[:40]}'"
         )
-    return int(text[:20]) * 1000, f"the header '{REQUEST_TIMEOUT_MS}'"
+    return int(header[:20]) * 1000, f"the header '{REQUEST_TIMEOUT_MS}'"
 
 
 class HttpChannel(Protocol):
@@ -88,12 +88,12 @@ class WholeBody:
         return True
 
     def read_nowait(self) -> bytes:
-        """Return the rest of the body."""
+        """Return the unread bytes of the body."""
         data, self.data = self.data, b""
         return data
 
     async def readany(self) -> bytes:
-        """Return the rest of the body, or b"" at its end."""
+        """Return the unread bytes of the body, or b"" at its end."""
         return self.read_nowait()
 
 
@@ -109,7 +109,7 @@ class BegunRequest(Protocol):
         """Cancel the request, since the client has disconnected."""
 
 
-class Answer(Protocol):
+class WriteResponse(Protocol):
     """The callback that sends the response of a request that no task handles."""
 
     def __call__(self, body: bytes | None, headers: bytes = ...) -> None:
@@ -121,7 +121,7 @@ class Answer(Protocol):
 
 # Begins a request with this body. The result None means that a handler is needed. `Answer` is
 # called once: later, or without a body before the return if the request fails at once.
-Repeat = Callable[[bytes, Answer], BegunRequest | None]
+StartRepeatedRequest = Callable[[bytes, WriteResponse], BegunRequest | None]
 
 
 @final
@@ -131,15 +131,24 @@ class HttpRequest:
     A connection reuses the object, with another body, for requests whose heads are equal.
 
     Attributes:
-        match: The route of the head and the parts of the path, once the client was authorised.
+        route_match: The route and the parts of the path, once the client was authorised.
         repeat: Begins a request that equals an earlier one at once, without a task.
-        begun: The request that `repeat` has begun and that needs a task nevertheless.
+        begun_request: The request that `repeat` has begun and that needs a task nevertheless.
         is_http10: Whether the client lacks chunks, and keep-alive by default.
-        closes: Whether the connection ends with this request.
+        closes_connection: Whether the connection ends with this request.
     """
 
     __slots__ = (
-        *("begun", "closes", "connection", "content", "headers", "is_http10", "match", "method"),
+        *(
+            "begun_request",
+            "closes_connection",
+            "connection",
+            "content",
+            "headers",
+            "is_http10",
+            "route_match",
+            "method",
+        ),
         *("repeat", "target"),
     )
 
@@ -153,19 +162,19 @@ class HttpRequest:
         self.target: str = message.path
         self.headers: CIMultiDictProxy[str] = message.headers
         self.is_http10: bool = message.version <= HttpVersion10
-        self.closes: bool = message.should_close
+        self.closes_connection: bool = message.should_close
         self.content = content
         self.connection = connection
-        self.match: Any = None
-        self.repeat: Repeat | None = None
-        self.begun: BegunRequest | None = None
+        self.route_match: Any = None
+        self.repeat: StartRepeatedRequest | None = None
+        self.begun_request: BegunRequest | None = None
 
 
-# A larger response is written piece by piece, as fast as the client reads.
-_WHOLE = 256 * 1024
-_PIECE = 1024 * 1024
+# A larger response is written in pieces, as fast as the client reads.
+_MAX_JOINED_BYTES = 256 * 1024
+_PIECE_BYTES = 1024 * 1024
 
-JSON = b"Content-Type: application/json\r\n"
+JSON_HEADER = b"Content-Type: application/json\r\n"
 
 STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Length: ".encode()
@@ -196,8 +205,8 @@ class HttpResponse:
         values = (STATUS_LINES[self.status], size, connection, self.headers)
         return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
 
-    async def send(self, request: HttpRequest, stall_s: float) -> None:
-        """Write the response. A client that reads nothing for `stall_s` seconds is disconnected.
+    async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
+        """Write the response; disconnect a client that reads nothing for `stall_timeout_s`.
 
         Raises:
             ConnectionError: The client has disconnected.
@@ -207,15 +216,19 @@ class HttpResponse:
         head = self.head(request, size)
         if request.method == "HEAD":
             transport.write(head)
-        elif size <= _WHOLE:
+        elif size <= _MAX_JOINED_BYTES:
             transport.write(b"".join((head, *self.pieces)))
         else:
-            await self._stream(request, transport, head, stall_s)
+            await self._stream(request, transport, head, stall_timeout_s)
         if request.connection.writing_paused:
-            await drain(request.connection, transport, stall_s)
+            await drain_or_abort(request.connection, transport, stall_timeout_s)
 
     async def _stream(
-        self, request: HttpRequest, transport: asyncio.Transport, head: bytes, stall_s: float
+        self,
+        request: HttpRequest,
+        transport: asyncio.Transport,
+        head: bytes,
+        stall_timeout_s: float,
     ) -> None:
         # With the mark 0, `drain` returns once nothing is queued, and the pieces' memory may be
         # released.
@@ -223,10 +236,10 @@ class HttpResponse:
         try:
             transport.write(head)
             for piece in self.pieces:
-                for at in range(0, len(piece), _PIECE):
-                    transport.write(piece[at : at + _PIECE])
+                for offset in range(0, len(piece), _PIECE_BYTES):
+                    transport.write(piece[offset : offset + _PIECE_BYTES])
                     if request.connection.writing_paused:
-                        await drain(request.connection, transport, stall_s)
+                        await drain_or_abort(request.connection, transport, stall_timeout_s)
         finally:
             if not transport.is_closing():
                 transport.set_write_buffer_limits()
@@ -247,7 +260,7 @@ class ChunkedResponse(HttpResponse):
         super().__init__(status, (), headers)
         self._batches = batches
 
-    async def send(self, request: HttpRequest, stall_s: float) -> None:
+    async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
         """Write the chunks. An exception of `batches` ends the connection."""
         transport = _open_transport(request)
         chunked = not request.is_http10
@@ -255,10 +268,10 @@ class ChunkedResponse(HttpResponse):
         transport.write(self._head(chunked=chunked))
         async with contextlib.aclosing(self._batches) as batches:
             async for chunks in batches:
-                framed = map(_framed, filter(None, chunks)) if chunked else chunks
-                transport.write(b"".join(framed))
+                encoded = map(_encode_chunk, filter(None, chunks)) if chunked else chunks
+                transport.write(b"".join(encoded))
                 if request.connection.writing_paused:
-                    await drain(request.connection, transport, stall_s)
+                    await drain_or_abort(request.connection, transport, stall_timeout_s)
         if chunked:
             transport.write(b"0\r\n\r\n")
 
@@ -272,7 +285,7 @@ class ChunkedResponse(HttpResponse):
         return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
 
 
-def _framed(chunk: bytes) -> bytes:
+def _encode_chunk(chunk: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(chunk), chunk)
 
 
@@ -283,13 +296,16 @@ def _open_transport(request: HttpRequest) -> asyncio.Transport:
     return transport
 
 
-async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_s: float) -> None:
+async def drain_or_abort(
+    channel: HttpChannel, transport: asyncio.Transport, stall_timeout_s: float
+) -> None:
     """Wait until the client has read what was written.
 
-    A client that reads nothing for `stall_s` seconds is disconnected, with ConnectionResetError.
+    A client that reads nothing for `stall_timeout_s` seconds is disconnected, and the call raises
+    ConnectionResetError.
     """
     try:
-        async with asyncio.timeout(stall_s):
+        async with asyncio.timeout(stall_timeout_s):
             await channel.drain()
     except TimeoutError:
         transport.abort()
@@ -298,32 +314,32 @@ async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_s: flo
 
 def json_response(value: Any) -> HttpResponse:
     """Return a response with `value` as JSON."""
-    return HttpResponse(200, (orjson.dumps(value),), JSON)
+    return HttpResponse(200, (orjson.dumps(value),), JSON_HEADER)
 
 
 # Encodes an error as the body of a response.
-ErrorForm = Callable[[ShmserveError], bytes]
+ErrorEncoder = Callable[[ShmserveError], bytes]
 
 
-def triton_error(error: ShmserveError) -> bytes:
+def encode_triton_error(error: ShmserveError) -> bytes:
     """Return {"error": message}, the body of Triton's API."""
-    return error_json(error.message)
+    return encode_error_json(error.message)
 
 
-def traced(traceparent: str) -> bytes:
+def traceparent_header(traceparent: str) -> bytes:
     """Return the response header that identifies the trace of a request."""
     return b"traceparent: %b\r\n" % traceparent.encode()
 
 
 def error_response(
     error: ShmserveError,
-    form: ErrorForm = triton_error,
+    encode_error: ErrorEncoder = encode_triton_error,
     *,
     headers: bytes = b"",
     close: bool = False,
 ) -> HttpResponse:
     """Return the response of an error."""
-    return HttpResponse(error.status, (form(error),), JSON + headers, close=close)
+    return HttpResponse(error.status, (encode_error(error),), JSON_HEADER + headers, close=close)
 
 
 class Framing(NamedTuple):
@@ -339,15 +355,15 @@ class Framing(NamedTuple):
 
     def error(self, message: str) -> bytes:
         """Return a framed error."""
-        return self.frame(error_json(message))
+        return self.frame(encode_error_json(message))
 
 
 SERVER_SENT_EVENTS = Framing(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n")
 JSON_LINES = Framing(b"application/x-ndjson", b"", b"\n")
-_BY_TYPE = {"text/event-stream": SERVER_SENT_EVENTS, "application/x-ndjson": JSON_LINES}
+_FRAMINGS_BY_TYPE = {"text/event-stream": SERVER_SENT_EVENTS, "application/x-ndjson": JSON_LINES}
 
 
-def error_json(message: str) -> bytes:
+def encode_error_json(message: str) -> bytes:
     """Return {"error": message}.
 
     Surrogates, which represent bytes of a request's head that are not UTF-8, become question marks.
@@ -359,11 +375,11 @@ def error_json(message: str) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def accepted(header: str) -> Framing | None:
+def find_accepted_framing(header: str) -> Framing | None:
     """Return the first framing that an Accept header names, or None."""
     for entry in header.lower().split(","):
         media_type, *parameters = (part.strip() for part in entry.split(";"))
-        framing = _BY_TYPE.get(media_type)
+        framing = _FRAMINGS_BY_TYPE.get(media_type)
         if framing is not None and not any(_is_zero(parameter) for parameter in parameters):
             return framing
     return None

@@ -20,11 +20,16 @@ from shmserve.common.auth_tokens import METRICS, SIGNATURE
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import generate, handlers, infer
-from shmserve.gateway.http.dashboard import LiveFigures, page
-from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, triton_error
+from shmserve.gateway.http.dashboard import LiveFigures, show_page
+from shmserve.gateway.http.messages import (
+    JSON_HEADER,
+    HttpRequest,
+    HttpResponse,
+    encode_triton_error,
+)
 from shmserve.gateway.http.openai import generation, models, responses
 from shmserve.gateway.http.openai.bodies import openai_error
-from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable, optional_parts
+from shmserve.gateway.http.routing import ANY_PATH, Handler, Route, RouteTable, optional_parts
 
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # the host without its port
 _PAGES = Path(__file__).with_name("pages")
@@ -43,7 +48,9 @@ def openapi_document(table: RouteTable) -> dict[str, Any]:
     for route in table.routes:
         operation = description["operations"][f"{route.method} {route.path}"]
         for path in _paths(route.path):
-            paths.setdefault(path, {})[route.method.lower()] = _described(route, operation, path)
+            paths.setdefault(path, {})[route.method.lower()] = _describe_operation(
+                route, operation, path
+            )
     return {
         "openapi": "3.1.0",
         "info": {
@@ -69,137 +76,142 @@ def _paths(template: str) -> list[str]:
     return paths
 
 
-def _described(route: Route, operation: dict[str, Any], path: str) -> dict[str, Any]:
+def _describe_operation(route: Route, operation: dict[str, Any], path: str) -> dict[str, Any]:
     description: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "summary": operation["summary"],
         "tags": ["metadata" if route.scope == SIGNATURE else route.scope],
-        "parameters": [_parameter(name) for name in re.findall(r"{(\w+)}", path)],
+        "parameters": [_path_parameter(name) for name in re.findall(r"{(\w+)}", path)],
     }
-    kind = "Error" if route.error_form is triton_error else "OpenAIError"
-    error = _content({"application/json": {"$ref": f"#/components/schemas/{kind}"}})
+    error_schema = "Error" if route.encode_error is encode_triton_error else "OpenAIError"
+    error = _media_types({"application/json": {"$ref": f"#/components/schemas/{error_schema}"}})
     success_response: dict[str, Any] = {"description": "done"}
     if "reply" in operation:
-        success_response["content"] = _content(operation["reply"])
+        success_response["content"] = _media_types(operation["reply"])
     client_error = {"description": "invalid request", "content": error}
     server_error = {"description": "failure, or temporarily unavailable", "content": error}
     description["responses"] = {"200": success_response, "4XX": client_error, "5XX": server_error}
     if "body" in operation:
         required = operation.get("required", False)
-        description["requestBody"] = {"required": required, "content": _content(operation["body"])}
+        description["requestBody"] = {
+            "required": required,
+            "content": _media_types(operation["body"]),
+        }
     return description
 
 
-def _parameter(name: str) -> dict[str, Any]:
+def _path_parameter(name: str) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string", "minLength": 1}
     if name == "version":
         schema = {"type": "string", "pattern": "^[1-9][0-9]{0,8}$"}
     return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
-def _content(schemas: dict[str, Any]) -> dict[str, Any]:
-    return {kind: {"schema": schema} for kind, schema in schemas.items()}
+def _media_types(schemas: dict[str, Any]) -> dict[str, Any]:
+    return {media_type: {"schema": schema} for media_type, schema in schemas.items()}
 
 
 @cache
-def _document() -> bytes:
+def _encoded_document() -> bytes:
     return orjson.dumps(openapi_document(ROUTES))
 
 
 async def _show_document(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    return HttpResponse(200, (_document(),), JSON)
+    return HttpResponse(200, (_encoded_document(),), JSON_HEADER)
 
 
 @cache
-def _page() -> bytes:
+def _load_docs_page() -> bytes:
     return (_PAGES / "docs.html").read_bytes()
 
 
 async def _show_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    return HttpResponse(200, (_page(),), _PAGE_HEADERS)
+    return HttpResponse(200, (_load_docs_page(),), _PAGE_HEADERS)
 
 
-async def _show_start(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def _show_start_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /: a page with links to the other pages."""
     host = _HOST.match(request.headers.get("Host", ""))
     address = f"http://{host[0] if host else '127.0.0.1'}:{gateway.settings.metrics_port}/"
     links = [("/docs", "the HTTP API"), ("/openapi.json", "its description"), ("/v2", "the server")]
     if gateway.settings.metrics_port:
         links += [(address, "the dashboard"), (f"{address}metrics", "metrics for Prometheus")]
-    items = "".join(f'<li><a href="{url}">{url}</a>: {text}\n' for url, text in links)
+    items = "".join(f'<li><a href="{url}">{url}</a>: {title}\n' for url, title in links)
     body = f"<!DOCTYPE html>\n<title>shmserve</title>\n<h1>shmserve</h1>\n<ul>\n{items}</ul>\n"
     return HttpResponse(200, (body.encode(),), _PAGE_HEADERS)
 
 
-_MODEL = "/v2/models/{model}[/versions/{version}]"
-_TRACE = "/v2[/models/{model}]/trace/setting"
-_REPOSITORY = "/v2/repository[/{repository}]"
-_REPOSITORY_MODEL = _REPOSITORY + "/models/{model}"
-_MEMORY = "shared-memory"
-_SYSTEM = "/v2/systemsharedmemory[/region/{region}]"
-_CUDA = "/v2/cudasharedmemory[/region/{region}]"
-_CUDA_STATUS = partial(handlers.status, cuda=True)
-_CUDA_UNREGISTER = partial(handlers.unregister, cuda=True)
+_MODEL_PATH = "/v2/models/{model}[/versions/{version}]"
+_TRACE_PATH = "/v2[/models/{model}]/trace/setting"
+_REPOSITORY_PATH = "/v2/repository[/{repository}]"
+_REPOSITORY_MODEL_PATH = _REPOSITORY_PATH + "/models/{model}"
+_MEMORY_SCOPE = "shared-memory"
+_SYSTEM_PATH = "/v2/systemsharedmemory[/region/{region}]"
+_CUDA_PATH = "/v2/cudasharedmemory[/region/{region}]"
+_get_cuda_status = partial(handlers.get_region_status, cuda=True)
+_post_cuda_unregister = partial(handlers.post_unregister, cuda=True)
 
 
-def _route(method: str, path: str, scope: str, handler: Handler) -> Route:
+def _create_route(method: str, path: str, scope: str, handler: Handler) -> Route:
     is_openai = path.startswith(("/v1/", "/tokenize", "/detokenize"))
-    form = openai_error if is_openai else triton_error
-    form = responses.response_error if path == "/v1/responses" else form
-    return Route(method, path, scope, handler, form, is_openai)
+    encode_error = openai_error if is_openai else encode_triton_error
+    encode_error = responses.response_error if path == "/v1/responses" else encode_error
+    return Route(method, path, scope, handler, encode_error, is_openai)
 
 
 ROUTES = RouteTable(
-    _route("POST", _MODEL + "/infer", "inference", infer.infer),
-    _route("GET", "/v2/health/live", "health", handlers.live),
-    _route("GET", "/v2/health/ready", "health", handlers.ready),
-    _route("GET", "/v2", "metadata", handlers.server),
-    _route("GET", "/v2/models/stats", "statistics", handlers.statistics),
-    _route("GET", _MODEL, SIGNATURE, handlers.model),
-    _route("GET", _MODEL + "/ready", "health", handlers.model_ready),
-    _route("GET", _MODEL + "/config", "model-config", handlers.model_config),
-    _route("GET", _MODEL + "/stats", "statistics", handlers.statistics),
-    _route("POST", _MODEL + "/generate", "inference", generate.generate),
-    _route("POST", _MODEL + "/generate_stream", "inference", generate.generate_stream),
-    _route("GET", _TRACE, "trace", handlers.trace_settings),
-    _route("POST", _TRACE, "trace", handlers.trace_settings),
-    _route("GET", "/v2/logging", "logging", handlers.log_settings),
-    _route("POST", "/v2/logging", "logging", handlers.log_settings),
-    _route("POST", _REPOSITORY + "/index", "model-repository", handlers.index),
-    _route("POST", _REPOSITORY_MODEL + "/load", "model-repository", handlers.load),
-    _route("POST", _REPOSITORY_MODEL + "/unload", "model-repository", handlers.unload),
-    _route("POST", _SYSTEM + "/register", _MEMORY, handlers.register),
-    _route("GET", _SYSTEM + "/status", _MEMORY, handlers.status),
-    _route("POST", _SYSTEM + "/unregister", _MEMORY, handlers.unregister),
-    _route("POST", _CUDA + "/register", _MEMORY, handlers.register_cuda),
-    _route("GET", _CUDA + "/status", _MEMORY, _CUDA_STATUS),
-    _route("POST", _CUDA + "/unregister", _MEMORY, _CUDA_UNREGISTER),
-    _route("GET", "/v1/models", "metadata", models.all_models),
-    _route("GET", "/v1/models/{id}", "metadata", models.one_model),
-    _route("POST", "/v1/completions", "inference", generation.completions),
-    _route("POST", "/v1/chat/completions", "inference", generation.chats),
-    _route("POST", "/v1/responses", "inference", responses.responses),
-    _route("POST", "/v1/embeddings", "inference", models.embeddings),
-    _route("POST", "/tokenize", "inference", models.tokenize),
-    _route("POST", "/detokenize", "inference", models.detokenize),
-    _route("GET", "/health", "health", handlers.health),
-    _route("GET", "/ping", "health", handlers.health),
-    _route("POST", "/ping", "health", handlers.health),
-    _route("GET", "/version", "metadata", handlers.version),
-    # These have no data of the server. /docs asks for a token if the server needs one.
-    _route("GET", "/", "health", _show_start),
-    _route("GET", "/openapi.json", "health", _show_document),
-    _route("GET", "/docs", "health", _show_page),
-    _route("GET", "/docs/models", SIGNATURE, handlers.examples),
+    _create_route("POST", _MODEL_PATH + "/infer", "inference", infer.infer),
+    _create_route("GET", "/v2/health/live", "health", handlers.get_live),
+    _create_route("GET", "/v2/health/ready", "health", handlers.get_ready),
+    _create_route("GET", "/v2", "metadata", handlers.get_server),
+    _create_route("GET", "/v2/models/stats", "statistics", handlers.get_statistics),
+    _create_route("GET", _MODEL_PATH, SIGNATURE, handlers.get_model),
+    _create_route("GET", _MODEL_PATH + "/ready", "health", handlers.get_model_ready),
+    _create_route("GET", _MODEL_PATH + "/config", "model-config", handlers.get_model_config),
+    _create_route("GET", _MODEL_PATH + "/stats", "statistics", handlers.get_statistics),
+    _create_route("POST", _MODEL_PATH + "/generate", "inference", generate.generate),
+    _create_route("POST", _MODEL_PATH + "/generate_stream", "inference", generate.generate_stream),
+    _create_route("GET", _TRACE_PATH, "trace", handlers.handle_trace_settings),
+    _create_route("POST", _TRACE_PATH, "trace", handlers.handle_trace_settings),
+    _create_route("GET", "/v2/logging", "logging", handlers.handle_log_settings),
+    _create_route("POST", "/v2/logging", "logging", handlers.handle_log_settings),
+    _create_route("POST", _REPOSITORY_PATH + "/index", "model-repository", handlers.post_index),
+    _create_route("POST", _REPOSITORY_MODEL_PATH + "/load", "model-repository", handlers.post_load),
+    _create_route(
+        "POST", _REPOSITORY_MODEL_PATH + "/unload", "model-repository", handlers.post_unload
+    ),
+    _create_route("POST", _SYSTEM_PATH + "/register", _MEMORY_SCOPE, handlers.post_register),
+    _create_route("GET", _SYSTEM_PATH + "/status", _MEMORY_SCOPE, handlers.get_region_status),
+    _create_route("POST", _SYSTEM_PATH + "/unregister", _MEMORY_SCOPE, handlers.post_unregister),
+    _create_route("POST", _CUDA_PATH + "/register", _MEMORY_SCOPE, handlers.post_register_cuda),
+    _create_route("GET", _CUDA_PATH + "/status", _MEMORY_SCOPE, _get_cuda_status),
+    _create_route("POST", _CUDA_PATH + "/unregister", _MEMORY_SCOPE, _post_cuda_unregister),
+    _create_route("GET", "/v1/models", "metadata", models.all_models),
+    _create_route("GET", "/v1/models/{id}", "metadata", models.one_model),
+    _create_route("POST", "/v1/completions", "inference", generation.completions),
+    _create_route("POST", "/v1/chat/completions", "inference", generation.chats),
+    _create_route("POST", "/v1/responses", "inference", responses.responses),
+    _create_route("POST", "/v1/embeddings", "inference", models.embeddings),
+    _create_route("POST", "/tokenize", "inference", models.tokenize),
+    _create_route("POST", "/detokenize", "inference", models.detokenize),
+    _create_route("GET", "/health", "health", handlers.get_health),
+    _create_route("GET", "/ping", "health", handlers.get_health),
+    _create_route("POST", "/ping", "health", handlers.get_health),
+    _create_route("GET", "/version", "metadata", handlers.get_version),
+    # These pages contain no data of the server. /docs asks for a token if the server needs one.
+    _create_route("GET", "/", "health", _show_start_page),
+    _create_route("GET", "/openapi.json", "health", _show_document),
+    _create_route("GET", "/docs", "health", _show_page),
+    _create_route("GET", "/docs/models", SIGNATURE, handlers.get_examples),
 )
 
 
-def metrics_routes(exporter: MetricsExporter, live: LiveFigures) -> RouteTable:
+def metrics_routes(exporter: MetricsExporter, figures: LiveFigures) -> RouteTable:
     """Return the route table of a metrics listener. All other paths return an empty response."""
     return RouteTable(
-        Route("GET", "/metrics[/]", METRICS, partial(handlers.metrics, exporter)),
-        Route("GET", "/live", METRICS, live.respond),
+        Route("GET", "/metrics[/]", METRICS, partial(handlers.get_metrics, exporter)),
+        Route("GET", "/live", METRICS, figures.respond),
         # The page itself asks for a token if the request has none.
-        Route("GET", "/", "health", page),
-        Route("", ANY, METRICS, handlers.nothing),
+        Route("GET", "/", "health", show_page),
+        Route("", ANY_PATH, METRICS, handlers.get_nothing),
     )

@@ -1,6 +1,6 @@
-"""The dispatch of a listener's requests by its route table: match, authorise, handle.
+"""The dispatcher of a listener, which matches, authorises and handles each request.
 
-Errors become responses in the form of the route's API.
+Errors become responses in the format of the route's API.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shmserve.gateway.http.body import BrokenBody
 from shmserve.gateway.http.messages import (
     FETCH_SITE,
     TRACEPARENT,
-    ErrorForm,
+    ErrorEncoder,
     HttpRequest,
     HttpResponse,
+    encode_triton_error,
     error_response,
-    traced,
-    triton_error,
+    traceparent_header,
 )
 from shmserve.gateway.inference.body_arrival import BodyTimeout
 from shmserve.gateway.inference.inference import ActiveCount
@@ -47,13 +47,13 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[..., Awaitable[HttpResponse]]
 
-_HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
-_MOST_CACHED = 1024  # maximum number of request targets whose route is cached
-_PART = re.compile(r"\\{(\w+)\\}")  # a named part of an escaped template
+_URL_HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
+_MAX_CACHED_TARGETS = 1024  # maximum number of request targets whose route is cached
+_NAMED_PART = re.compile(r"\\{(\w+)\\}")  # a named part of an escaped template
 _ORIGIN = istr("Origin")
 _REQUEST_ID = istr("x-request-id")
-_PLAIN_ID = re.compile(r"[ -~]{1,512}")
-ANY = "*"  # the template of all paths without an earlier route
+_VALID_REQUEST_ID = re.compile(r"[ -~]{1,512}")
+ANY_PATH = "*"  # the template of all paths without an earlier route
 
 
 class MethodNotAllowed(InvalidArgument):
@@ -85,12 +85,12 @@ class Route:
     path: str
     scope: str
     handler: Handler
-    error_form: ErrorForm = triton_error
-    identified: bool = False
+    encode_error: ErrorEncoder = encode_triton_error
+    has_request_id: bool = False
 
 
-# A route, and the parts of a path that it takes.
-Match = tuple[Route, tuple[str | None, ...]]
+# A route, and the parts of a path that are the arguments of its handler.
+RouteMatch = tuple[Route, tuple[str | None, ...]]
 
 
 class RouteTable:
@@ -98,71 +98,77 @@ class RouteTable:
 
     def __init__(self, *routes: Route) -> None:
         self.routes = routes
-        self._patterns = [(route, _pattern(route.path)) for route in routes]
-        self.find = lru_cache(_MOST_CACHED)(self._find)
+        self._patterns = [(route, _compile_template(route.path)) for route in routes]
+        self.find = lru_cache(_MAX_CACHED_TARGETS)(self._find)
 
-    def _find(self, target: str, method: str = "") -> Match | None:
+    def _find(self, target: str, method: str = "") -> RouteMatch | None:
         """Return the route of a request's target with the parts of its path, or None.
 
         If several routes match the path, the route for `method` is preferred. The path is matched
         as it was sent, so that an escaped slash is no separator; its parts are then unescaped. The
         path may follow a host, as in requests to proxies.
         """
-        path = _path(target)
-        found = None
+        path = _target_path(target)
+        first_match = None
         for route, pattern in self._patterns:
             match = pattern.fullmatch(path)
-            if match is None or (route.path == ANY and found):
+            if match is None or (route.path == ANY_PATH and first_match):
                 continue
-            matched = route, tuple(part and unquote(part) for part in match.groups())
+            route_match = route, tuple(part and unquote(part) for part in match.groups())
             if route.method in (method, ""):
-                return matched
-            found = found or matched
-        return found
+                return route_match
+            first_match = first_match or route_match
+        return first_match
 
     def methods(self, target: str) -> str:
         """Return the methods of a request's target, separated by commas."""
-        path = _path(target)
+        path = _target_path(target)
         matches = (route for route, pattern in self._patterns if pattern.fullmatch(path))
         return ", ".join(sorted({route.method for route in matches} - {""}))
 
-    def unmatched(self, target: str) -> Match:
-        """Return the route for a target without one; its errors have the form of its API.
+    def unmatched(self, target: str) -> RouteMatch:
+        """Return a route that raises NoRoute, with the error format of the target's API.
 
         The first part of a path identifies the API.
         """
-        first = "/".join(_path(target).split("/")[:2])
+        first_part = "/".join(_target_path(target).split("/")[:2])
         for route in self.routes:
-            if route.path.startswith(first + "/"):
-                route = replace(_NO_ROUTE, error_form=route.error_form, identified=route.identified)
+            if route.path.startswith(first_part + "/"):
+                route = replace(
+                    _NO_ROUTE, encode_error=route.encode_error, has_request_id=route.has_request_id
+                )
                 return route, ()
         return _NO_ROUTE, ()
 
 
 def optional_parts(template: str) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a route's template, and whether each part is optional."""
-    for must, may in re.findall(r"([^\[\]]+)|\[([^\]]+)\]", template):
-        yield must or may, bool(may)
+    for required, optional in re.findall(r"([^\[\]]+)|\[([^\]]+)\]", template):
+        yield required or optional, bool(optional)
 
 
-def _pattern(template: str) -> re.Pattern[str]:
-    if template == ANY:
+def _compile_template(template: str) -> re.Pattern[str]:
+    if template == ANY_PATH:
         return re.compile(".*")
-    parts = ((_PART.sub(_group, re.escape(part)), may) for part, may in optional_parts(template))
-    return re.compile("".join(f"(?:{part})?" if may else part for part, may in parts))
+    parts = (
+        (_NAMED_PART.sub(_part_pattern, re.escape(part)), optional)
+        for part, optional in optional_parts(template)
+    )
+    return re.compile("".join(f"(?:{part})?" if optional else part for part, optional in parts))
 
 
-def _group(part: re.Match[str]) -> str:
+def _part_pattern(part: re.Match[str]) -> str:
     return {"version": "([0-9]+)", "id": "(.+)"}.get(part[1], "([^/]+)")
 
 
-def _path(target: str) -> str:
-    return _HOST.sub("", target.partition("?")[0])
+def _target_path(target: str) -> str:
+    return _URL_HOST.sub("", target.partition("?")[0])
 
 
 # Hints about frequent mistakes in paths.
-_HINTS = {
+_PATH_HINTS = {
     re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is an integer)",
+    re.compile(r"/v1(/|$)"): " (GET /docs lists the routes)",
     re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
 }
 
@@ -172,20 +178,22 @@ class NoRoute(NotFound):
 
 
 async def _not_found(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    hints = (hint for pattern, hint in _HINTS.items() if pattern.match(_path(request.target)))
+    hints = (
+        hint for pattern, hint in _PATH_HINTS.items() if pattern.match(_target_path(request.target))
+    )
     raise NoRoute("Not Found" + next(hints, ""))
 
 
 _NO_ROUTE = Route("", "", "", _not_found)
 
 
-def authorise(route: Route, request: HttpRequest, cors: Cors | None = None) -> None:
+def check_authorised(route: Route, request: HttpRequest, cors: Cors | None = None) -> None:
     """Check that the client may use the API of a route.
 
     A request with the head of the last request on its connection is not checked again
-    (`HttpRequest.match`). A page of another site in the user's browser could send a POST without
-    the user's consent, and is refused unless `cors` allows its origin. common/auth_tokens.py has
-    the other rules.
+    (`HttpRequest.route_match`). A page of another site in the user's browser could send a POST
+    without the user's consent, and is refused unless `cors` allows its origin.
+    common/auth_tokens.py has the other rules.
 
     Raises:
         ShmserveError: The client may not use the API.
@@ -216,22 +224,22 @@ class Cors:
     )
 
     def __init__(self, origins: Collection[str]) -> None:
-        self._all = "*" in origins
+        self._allows_all = "*" in origins
         self._origins = frozenset(origins)
 
     def allows(self, request: HttpRequest) -> bool:
         """Return whether a request is from a page of an allowed origin."""
         origin = request.headers.get(_ORIGIN)
         is_tcp = request.connection.client.listener.kind is not ListenerKind.UNIX
-        return is_tcp and origin is not None and (self._all or origin in self._origins)
+        return is_tcp and origin is not None and (self._allows_all or origin in self._origins)
 
     def is_preflight(self, request: HttpRequest) -> bool:
         """Return whether a browser asks if it may send a request of another origin's page."""
         is_options = request.method == "OPTIONS" and self._METHOD in request.headers
         return is_options and _ORIGIN in request.headers
 
-    async def preflight(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
-        """Return the permission; a browser sends no token when it asks for one.
+    async def answer_preflight(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
+        """Return the response to a preflight request, which browsers send without a token.
 
         Raises:
             PermissionDenied: The origin is not allowed.
@@ -241,22 +249,22 @@ class Cors:
             raise refusal
         if not self.allows(request):
             raise PermissionDenied("pages of this origin are not allowed (--cors-allow-origin)")
-        lines = ["Access-Control-Allow-Methods: GET, POST", "Access-Control-Max-Age: 600"]
-        requested = headers.get(self._HEADERS, "")
-        if self._PLAIN_HEADERS.fullmatch(requested):
-            lines.append(f"Access-Control-Allow-Headers: {requested}")
+        header_lines = ["Access-Control-Allow-Methods: GET, POST", "Access-Control-Max-Age: 600"]
+        requested_headers = headers.get(self._HEADERS, "")
+        if self._PLAIN_HEADERS.fullmatch(requested_headers):
+            header_lines.append(f"Access-Control-Allow-Headers: {requested_headers}")
         if headers.get(self._NETWORK) == "true":
-            lines.append("Access-Control-Allow-Private-Network: true")
-        return HttpResponse(200, (), "".join(f"{line}\r\n" for line in lines).encode())
+            header_lines.append("Access-Control-Allow-Private-Network: true")
+        return HttpResponse(200, (), "".join(f"{line}\r\n" for line in header_lines).encode())
 
-    def permit(self, request: HttpRequest, response: HttpResponse) -> None:
+    def add_headers(self, request: HttpRequest, response: HttpResponse) -> None:
         """Set the headers that allow a page to read a response."""
-        if not self._all:
+        if not self._allows_all:
             response.headers += b"Vary: Origin\r\n"
         if self.allows(request):
-            origin = "*" if self._all else request.headers[_ORIGIN]
-            allowed = b"Access-Control-Allow-Origin: %b\r\n" % origin.encode()
-            response.headers += allowed + self._EXPOSED
+            origin = "*" if self._allows_all else request.headers[_ORIGIN]
+            allow_origin = b"Access-Control-Allow-Origin: %b\r\n" % origin.encode()
+            response.headers += allow_origin + self._EXPOSED
             request.repeat = None  # a repeated request's response would lack these headers
 
 
@@ -275,59 +283,63 @@ class App(ActiveCount):
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """Return the response to any request; raise only CancelledError.
 
-        A request that was begun without a task is counted already.
+        A request that was started without a task is counted already.
         """
-        begun, request.begun = request.begun, None
-        if begun is None:
+        begun_request, request.begun_request = request.begun_request, None
+        if begun_request is None:
             self.active += 1
         routes, cors = self._routes, self._cors
-        match = request.match or routes.find(request.target, request.method)
-        route, groups = match or routes.unmatched(request.target)
+        route_match = request.route_match or routes.find(request.target, request.method)
+        route, path_parts = route_match or routes.unmatched(request.target)
         if cors is not None and cors.is_preflight(request):
-            match = None
-            route, groups = replace(route, handler=cors.preflight), ()
+            route_match = None
+            route, path_parts = replace(route, handler=cors.answer_preflight), ()
         try:
-            if request.match is None and match is not None:
-                authorise(route, request, cors)
+            if request.route_match is None and route_match is not None:
+                check_authorised(route, request, cors)
                 if route.method not in (request.method, ""):
                     raise MethodNotAllowed("Method Not Allowed", routes.methods(request.target))
-                request.match = match
-            if begun is None:
-                response: HttpResponse = await route.handler(self._gateway, request, *groups)
+                request.route_match = route_match
+            if begun_request is None:
+                response: HttpResponse = await route.handler(self._gateway, request, *path_parts)
             else:
-                response = await begun.response()
+                response = await begun_request.response()
         except ShmserveError as error:
-            response = _error_response(error, route.error_form, request)
+            response = _error_response(error, route.encode_error, request)
         except Exception:
             trace_id = TraceContext.of(_traceparent(request)).trace_id
-            line = (request.method, request.target)
-            logger.exception("%s %s failed", *line, extra={"trace_id": trace_id})
-            response = _error_response(Internal("internal error"), route.error_form, request)
+            request_line = (request.method, request.target)
+            logger.exception("%s %s failed", *request_line, extra={"trace_id": trace_id})
+            response = _error_response(Internal("internal error"), route.encode_error, request)
         except BaseException:
             self.decrement()
             raise
         if cors is not None:
-            cors.permit(request, response)
-        if route.identified:
+            cors.add_headers(request, response)
+        if route.has_request_id:
             response.headers += _request_id_header(request)
         if self._gateway.draining:
             response.close = True
-        then = response.on_sent
-        response.on_sent = self.decrement if then is None else partial(self._decrement_after, then)
+        on_sent = response.on_sent
+        response.on_sent = (
+            self.decrement if on_sent is None else partial(self._decrement_after, on_sent)
+        )
         return response
 
-    def _decrement_after(self, then: Callable[[], None]) -> None:
+    def _decrement_after(self, on_sent: Callable[[], None]) -> None:
         try:
-            then()
+            on_sent()
         finally:
             self.decrement()
 
 
 def _request_id_header(request: HttpRequest) -> bytes:
-    """Return the header with the client's id of a request, or with a new one."""
+    """Return the header with the id that the client has sent, or else with a new id."""
     client_id = request.headers.get(_REQUEST_ID, "")
     request_id = (
-        client_id if client_id and _PLAIN_ID.fullmatch(client_id) else f"req_{os.urandom(16).hex()}"
+        client_id
+        if client_id and _VALID_REQUEST_ID.fullmatch(client_id)
+        else f"req_{os.urandom(16).hex()}"
     )
     return b"x-request-id: %b\r\n" % request_id.encode()
 
@@ -338,7 +350,9 @@ def _traceparent(request: HttpRequest) -> str:
     return "" if caller is None else caller.traceparent
 
 
-def _error_response(error: ShmserveError, form: ErrorForm, request: HttpRequest) -> HttpResponse:
+def _error_response(
+    error: ShmserveError, encode_error: ErrorEncoder, request: HttpRequest
+) -> HttpResponse:
     headers = b""
     if isinstance(error, QueueFull):
         headers = b"Retry-After: %d\r\n" % error.retry_after_s
@@ -350,6 +364,6 @@ def _error_response(error: ShmserveError, form: ErrorForm, request: HttpRequest)
         headers = b"WWW-Authenticate: Bearer\r\n"
     traceparent = error.traceparent or _traceparent(request)
     if traceparent:
-        headers += traced(traceparent)
+        headers += traceparent_header(traceparent)
     close = isinstance(error, BodyTimeout | BrokenBody)
-    return error_response(error, form, headers=headers, close=close)
+    return error_response(error, encode_error, headers=headers, close=close)

@@ -1,4 +1,4 @@
-"""HTTP/2 for servers (RFC 9113) without IO: bytes in, events out.
+"""HTTP/2 for servers (RFC 9113) without IO: it converts received bytes to events.
 
     frames.py           the layout of frames, error codes, settings
     header_blocks.py    decoding and encoding of header blocks (HPACK)
@@ -8,9 +8,9 @@
     outgoing.py         outbound frames within the client's flow-control windows
 
 `Http2Connection.receive` returns the events `StreamOpened`, `Data`, `StreamReset` and
-`PingAcknowledged`. A server responds with `sending.head`, `sending.data` and `sending.trailers`, or
-with all three at once (`sending.respond`). `reset` ends a stream early, and `send_window_update`
-permits more data of a stream.
+`PingAcknowledged`. A server responds with `sending.send_head`, `sending.send_data` and
+`sending.send_trailers`, or with all three at once (`sending.send_response`). `reset` ends a stream
+early, and `send_window_update` permits more data of a stream.
 
 The gRPC gateway uses the whole package. The gRPC client in protocols/grpc.py uses its frames and
 header blocks.

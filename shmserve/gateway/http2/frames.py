@@ -18,9 +18,9 @@ END_HEADERS = 0x4
 PADDED = 0x8
 HAS_PRIORITY = 0x20
 
-HEAD_SIZE = 9
+FRAME_HEADER_SIZE = 9
 # A frame header: the upper two bytes of the length, the lowest one, type, flags, stream.
-HEAD = struct.Struct(">HBBBI")
+FRAME_HEADER = struct.Struct(">HBBBI")
 STREAM_BITS = 0x7FFFFFFF
 LARGEST_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 65535
@@ -29,8 +29,8 @@ SMALLEST_FRAME, LARGEST_FRAME = 16384, 2**24 - 1
 # Settings.
 ENABLE_PUSH, MAX_CONCURRENT_STREAMS = 2, 3
 INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 4, 5, 6
-_SETTING = struct.Struct(">HI")
-_LONG = struct.Struct(">I")
+_SETTING_FORMAT = struct.Struct(">HI")
+_UINT32_FORMAT = struct.Struct(">I")
 
 
 class FaultCode(IntEnum):
@@ -52,10 +52,10 @@ class FaultCode(IntEnum):
 class ConnectionFault(Exception):
     """A protocol violation that ends the connection with this code."""
 
-    def __init__(self, code: FaultCode, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, code: FaultCode, reason: str) -> None:
+        super().__init__(reason)
         self.code = code
-        self.text = text
+        self.reason = reason
 
 
 class StreamFault(Exception):
@@ -66,34 +66,38 @@ class StreamFault(Exception):
         self.code = code
 
 
-def head(size: int, kind: int, flags: int, stream: int) -> bytes:
+def encode_frame_header(size: int, frame_type: int, flags: int, stream_id: int) -> bytes:
     """Return the header of a frame whose payload has `size` bytes."""
-    return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream)
+    return FRAME_HEADER.pack(size >> 8, size & 0xFF, frame_type, flags, stream_id)
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def encode_frame(frame_type: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     """Return a frame."""
-    return head(len(payload), kind, flags, stream) + payload
+    return encode_frame_header(len(payload), frame_type, flags, stream_id) + payload
 
 
-pack_long = _LONG.pack  # packs a 32-bit integer: a window, an error code or a stream id
+pack_uint32 = _UINT32_FORMAT.pack  # packs a 32-bit integer: a window, an error code or a stream id
 
 
-def goaway(last: int, code: FaultCode, text: str = "") -> bytes:
-    """Return a GOAWAY frame: streams above `last` are not processed, for this reason."""
-    return frame(GOAWAY, 0, 0, pack_long(last) + pack_long(code) + text.encode())
+def encode_goaway(last_stream: int, code: FaultCode, reason: str = "") -> bytes:
+    """Return a GOAWAY frame: streams above `last_stream` are not processed, for this reason."""
+    return encode_frame(
+        GOAWAY, 0, 0, pack_uint32(last_stream) + pack_uint32(code) + reason.encode()
+    )
 
 
-def settings(values: dict[int, int]) -> bytes:
+def encode_settings(values: dict[int, int]) -> bytes:
     """Return a SETTINGS frame."""
-    return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*item) for item in values.items()))
+    return encode_frame(
+        SETTINGS, 0, 0, b"".join(_SETTING_FORMAT.pack(*item) for item in values.items())
+    )
 
 
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     """Yield the values of a SETTINGS frame; raise ConnectionFault for one that is out of range."""
-    if len(payload) % _SETTING.size:
+    if len(payload) % _SETTING_FORMAT.size:
         raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "SETTINGS of an invalid length")
-    for key, value in _SETTING.iter_unpack(payload):
+    for key, value in _SETTING_FORMAT.iter_unpack(payload):
         if key == ENABLE_PUSH and value > 1:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")
         if key == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
@@ -105,9 +109,9 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
         yield key, value
 
 
-def parse_long(payload: bytes, frame_name: str) -> int:
+def parse_uint32(payload: bytes, frame_name: str) -> int:
     """Return the integer of which a frame's payload consists; raise ConnectionFault."""
-    if len(payload) != _LONG.size:
+    if len(payload) != _UINT32_FORMAT.size:
         raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{frame_name} of an invalid length")
-    number: int = _LONG.unpack(payload)[0]
+    number: int = _UINT32_FORMAT.unpack(payload)[0]
     return number

@@ -24,61 +24,76 @@ class Head(Protocol):
 
     @property
     def data_size(self) -> int:
-        """Return the content-length of the request; -1: none is given."""
+        """Return the content-length of the request, or -1 if the request has none."""
 
 
-T = TypeVar("T", bound=Head)
-Read = TypeVar("Read")
+HeadT = TypeVar("HeadT", bound=Head)
+ConvertedHead = TypeVar("ConvertedHead")
 Fields = Sequence[tuple[bytes, bytes]]
 
 # hpack's debug messages contain all headers, including secrets.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
-_MOST_CACHED = 64
-_LONGEST_CACHED = 512
+_MAX_CACHED_BLOCKS = 64
+_MAX_CACHED_BLOCK_BYTES = 512
+_MAX_DECODED_FACTOR = 4  # a larger list, in multiples of the limit, ends the connection
+_FIELD_OVERHEAD = 32  # the size of a field in addition to its name and value (RFC 7541, 4.1)
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
 _LONG_UPDATE = 0x1F  # in the first byte of a table size update: more bytes of the integer follow
-_MOST_UPDATES = 2  # maximum number of table size updates per block
-_LONGEST_LENGTH = 19  # maximum number of digits of a content-length
+_MAX_UPDATES = 2  # maximum number of table size updates per block
+_MAX_LENGTH_DIGITS = 19  # maximum number of digits of a content-length
 
-_PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
-_NEEDED = frozenset((b":method", b":scheme", b":path"))
-_OF_CONNECTIONS = frozenset(
+_PSEUDO_FIELDS = frozenset((b":method", b":scheme", b":path", b":authority"))
+_REQUIRED_PSEUDO_FIELDS = frozenset((b":method", b":scheme", b":path"))
+_CONNECTION_FIELDS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
 )
-_is_name = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
-_BLANKS = b" \t"
-_is_broken = re.compile(rb"[\0\r\n]").search
+_is_valid_name = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
+_WHITE_SPACE = b" \t"
+_has_forbidden_byte = re.compile(rb"[\0\r\n]").search
 
 
-class HeaderDecoder(Generic[Read]):
-    """The decoder of a connection's header blocks; `read` converts the validated fields."""
+class HeaderDecoder(Generic[ConvertedHead]):
+    """The decoder of a connection's header blocks.
 
-    def __init__(self, read: Callable[[Fields], Read], largest: int) -> None:
-        self._decoder = Decoder(largest)
-        self._read = read
-        self._heads: dict[bytes, Read] = {}
-        self._caches = hasattr(self._decoder.header_table, "dynamic_entries")
+    Args:
+        convert: Converts the validated fields of a request.
+        max_list_size: The size limit of a request's header list.
+    """
 
-    def request(self, block: bytes) -> Read:
+    def __init__(self, convert: Callable[[Fields], ConvertedHead], max_list_size: int) -> None:
+        # A list above the limit is decoded, too, so that only its stream fails. Otherwise the
+        # dynamic table would be unknown, and all calls of the connection would fail.
+        self._decoder = Decoder(_MAX_DECODED_FACTOR * max_list_size)
+        self._convert = convert
+        self._max_list_size = max_list_size
+        self._heads: dict[bytes, ConvertedHead] = {}
+        self._can_cache = hasattr(self._decoder.header_table, "dynamic_entries")
+
+    def decode_request(self, block: bytes) -> ConvertedHead:
         """Return the head of a request.
 
         Raises:
-            StreamFault: The fields are malformed.
+            StreamFault: The fields are malformed or too large.
             ConnectionFault: The block cannot be decoded.
         """
         cached = self._heads.get(block)
         if cached is not None:
             return cached
         fields, is_cacheable = self._decode(block)
-        found = self._read(request_fields(fields))
-        if is_cacheable and len(block) <= _LONGEST_CACHED:
-            if len(self._heads) >= _MOST_CACHED:
+        if (
+            sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields)
+            > self._max_list_size
+        ):
+            raise StreamFault(FaultCode.ENHANCE_YOUR_CALM)
+        head = self._convert(validate_request(fields))
+        if is_cacheable and len(block) <= _MAX_CACHED_BLOCK_BYTES:
+            if len(self._heads) >= _MAX_CACHED_BLOCKS:
                 self._heads.clear()
-            self._heads[block] = found
-        return found
+            self._heads[block] = head
+        return head
 
-    def trailers(self, block: bytes) -> None:
+    def decode_trailers(self, block: bytes) -> None:
         """Decode and validate the trailers of a request.
 
         Raises:
@@ -87,7 +102,7 @@ class HeaderDecoder(Generic[Read]):
         """
         check_trailers(self._decode(block)[0])
 
-    def skip(self, block: bytes) -> None:
+    def skip_block(self, block: bytes) -> None:
         """Decode a block only to update the dynamic table; raise ConnectionFault."""
         self._decode(block)
 
@@ -98,7 +113,7 @@ class HeaderDecoder(Generic[Read]):
             ConnectionFault: The block cannot be decoded, nor any later block.
         """
         table = self._decoder.header_table
-        entries: Sequence[object] = table.dynamic_entries if self._caches else ()
+        entries: Sequence[object] = table.dynamic_entries if self._can_cache else ()
         count, newest = len(entries), entries[0] if entries else None
         is_update = bool(block) and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE
         if is_update:
@@ -112,7 +127,7 @@ class HeaderDecoder(Generic[Read]):
         if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
             self._heads.clear()
             return fields, False
-        return fields, self._caches
+        return fields, self._can_cache
 
 
 def _check_updates(block: bytes) -> None:
@@ -120,19 +135,19 @@ def _check_updates(block: bytes) -> None:
 
     The limits on header lists do not count these updates.
     """
-    at = count = 0
-    while at < len(block) and block[at] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
+    position = count = 0
+    while position < len(block) and block[position] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
         count += 1
-        if count > _MOST_UPDATES:
+        if count > _MAX_UPDATES:
             raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a malformed header block")
-        is_continued = block[at] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
-        at += 1
-        while is_continued and at < len(block):
-            is_continued = block[at] >= 128
-            at += 1
+        is_continued = block[position] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
+        position += 1
+        while is_continued and position < len(block):
+            is_continued = block[position] >= 128
+            position += 1
 
 
-def request_fields(fields: Fields) -> Fields:
+def validate_request(fields: Fields) -> Fields:
     """Return the validated fields of a request.
 
     White space around values is removed, as in gRPC's core and HTTP/1.1. Fields of HTTP/1.1
@@ -142,57 +157,57 @@ def request_fields(fields: Fields) -> Fields:
     Raises:
         StreamFault: The head is malformed (RFC 9113, 8.2 and 8.3).
     """
-    pseudo: set[bytes] = set()
-    checked: list[tuple[bytes, bytes]] = []
-    for at, (name, value) in enumerate(fields):
+    pseudo_names: set[bytes] = set()
+    validated: list[tuple[bytes, bytes]] = []
+    for index, (name, value) in enumerate(fields):
         if name[:1] == b":":
-            if name not in _PSEUDO or name in pseudo or len(pseudo) != at:
+            if name not in _PSEUDO_FIELDS or name in pseudo_names or len(pseudo_names) != index:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
-            pseudo.add(name)
-            if _is_broken(value) or not (value or name == b":authority"):
+            pseudo_names.add(name)
+            if _has_forbidden_byte(value) or not (value or name == b":authority"):
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
-            if value.strip(_BLANKS) != value:
+            if value.strip(_WHITE_SPACE) != value:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
-            checked.append((name, value))
+            validated.append((name, value))
         else:
-            field = _field(name, value)
-            if name not in _OF_CONNECTIONS:
-                checked.append(field)
-    if not pseudo >= _NEEDED:
+            field = _validate_field(name, value)
+            if name not in _CONNECTION_FIELDS:
+                validated.append(field)
+    if not pseudo_names >= _REQUIRED_PSEUDO_FIELDS:
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
-    return checked
+    return validated
 
 
 def check_trailers(fields: Fields) -> None:
     """Raise StreamFault for malformed trailers."""
     for name, value in fields:
-        _field(name, value)
+        _validate_field(name, value)
 
 
-def _field(name: bytes, value: bytes) -> tuple[bytes, bytes]:
-    if not _is_name(name) or _is_broken(value):
+def _validate_field(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    if not _is_valid_name(name) or _has_forbidden_byte(value):
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
-    value = value.strip(_BLANKS)
+    value = value.strip(_WHITE_SPACE)
     if name == b"te" and value.lower() != b"trailers":
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
     return name, value
 
 
-def content_length(fields: Fields) -> int:
+def parse_content_length(fields: Fields) -> int:
     """Return the content-length of a request, -1 if none; raise StreamFault if it is invalid."""
     lengths = {value for name, value in fields if name == b"content-length"}
     if not lengths:
         return -1
     digits = lengths.pop()
-    if lengths or not digits.isdigit() or len(digits) > _LONGEST_LENGTH:
+    if lengths or not digits.isdigit() or len(digits) > _MAX_LENGTH_DIGITS:
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
     return int(digits)
 
 
-def encode(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return a block of literal fields that are not indexed, so it is the same for every client."""
+def encode_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return a block of literal fields. Without indexing, it is the same for every client."""
     return b"".join(
-        b"\0%b%b%b%b" % (_integer(len(name)), name, _integer(len(value)), value)
+        b"\0%b%b%b%b" % (_encode_integer(len(name)), name, _encode_integer(len(value)), value)
         for name, value in fields
     )
 
@@ -200,7 +215,7 @@ def encode(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
 STATUS_200 = b"\x88"  # the index of ":status: 200" in the static table
 
 
-def _integer(value: int) -> bytes:
+def _encode_integer(value: int) -> bytes:
     """Encode an integer with a prefix of seven bits (RFC 7541, 5.1)."""
     if value < 127:
         return bytes((value,))

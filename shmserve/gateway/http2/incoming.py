@@ -7,11 +7,11 @@ processed once they are complete, and header blocks once all their frames have a
 Two budgets limit the frames that cost the server more work than the client. They are large enough
 for any legitimate program, and refill over time:
 
-    resets      streams reset by the client (rapid reset), or by the server after a deliberate
-                violation (MadeYouReset). Sent data earns resets back, so that clients with short
+    resets      streams that the client has reset (rapid reset), or the server after a deliberate
+                violation (MadeYouReset). Sent data refills the budget, so that clients with short
                 deadlines may cancel as many calls as they complete.
     control     frames without payload for the application: PING, SETTINGS, PRIORITY,
-                WINDOW_UPDATE, empty DATA, unknown types. Calls and sent data earn them back.
+                WINDOW_UPDATE, empty DATA, unknown types. Calls and sent data refill the budget.
 
 A client that exceeds a budget receives GOAWAY with ENHANCE_YOUR_CALM.
 """
@@ -28,9 +28,9 @@ from shmserve.gateway.http2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
+    FRAME_HEADER,
+    FRAME_HEADER_SIZE,
     HAS_PRIORITY,
-    HEAD,
-    HEAD_SIZE,
     HEADERS,
     PADDED,
     PREFACE,
@@ -39,7 +39,7 @@ from shmserve.gateway.http2.frames import (
     FaultCode,
     StreamFault,
 )
-from shmserve.gateway.http2.header_blocks import T
+from shmserve.gateway.http2.header_blocks import HeadT
 from shmserve.gateway.http2.outgoing import Stream
 
 
@@ -49,9 +49,10 @@ class Limits:
 
     Attributes:
         streams: The maximum number of concurrent streams.
-        header_list: Bytes of a header list as counted by HPACK.
+        header_list: Bytes of a header list as counted by HPACK, as many as grpcio accepts. A
+            larger one is refused; one larger than `header_block` closes the connection.
         header_block: Bytes of a header block on the wire. Huffman decoding takes most of a
-            microsecond per byte, so this is no more than grpcio accepts.
+            microsecond per byte.
         continuations: The maximum number of CONTINUATION frames of a block.
         resets: The budget of stream resets.
         resets_per_s: The refill rate of that budget.
@@ -65,14 +66,14 @@ class Limits:
 
     streams: int = 512
     header_list: int = 16 * 1024
-    header_block: int = 16 * 1024
+    header_block: int = 64 * 1024
     continuations: int = 8
     resets: int = 1024
     resets_per_s: float = 64.0
     control: int = 2048
     control_per_s: float = 256.0
     frames: int = 256
-    begin: int = 8
+    stream_cost: int = 8
     window: int = 1024 * 1024
     frame: int = 1024 * 1024
 
@@ -84,18 +85,20 @@ class Budget:
         capacity: The number of tokens of a full bucket.
         per_s: The number of tokens that are added per second.
         clock: Returns the time in seconds.
-        noun: The events that cost a token each, for the error.
+        event_name: The events that cost a token each, for the error.
     """
 
-    __slots__ = ("_at", "_capacity", "_clock", "_noun", "_per_s", "tokens")
+    __slots__ = ("_capacity", "_clock", "_event_name", "_per_s", "_refilled_at", "tokens")
 
-    def __init__(self, capacity: int, per_s: float, clock: Callable[[], float], noun: str) -> None:
+    def __init__(
+        self, capacity: int, per_s: float, clock: Callable[[], float], event_name: str
+    ) -> None:
         self._capacity = capacity
         self.tokens = capacity
         self._per_s = per_s
         self._clock = clock
-        self._at = clock()
-        self._noun = noun
+        self._refilled_at = clock()
+        self._event_name = event_name
 
     @property
     def debt(self) -> int:
@@ -107,12 +110,12 @@ class Budget:
         self.tokens -= 1
         if self.tokens < 0:
             now = self._clock()
-            earned = int((now - self._at) * self._per_s)
-            if earned:
-                self._at = now
-                self.tokens = min(self.tokens + earned, self._capacity)
+            refilled = int((now - self._refilled_at) * self._per_s)
+            if refilled:
+                self._refilled_at = now
+                self.tokens = min(self.tokens + refilled, self._capacity)
             if self.tokens < 0:
-                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._noun}")
+                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._event_name}")
 
     def earn(self, count: int) -> None:
         """Add tokens for useful work of the client, up to the capacity."""
@@ -122,18 +125,18 @@ class Budget:
 
 Bytes = bytes | memoryview
 
-_LARGEST_CONTROL = 16384  # the limit of a frame that is buffered, except header blocks
-_CONTROL_WORK = 3  # additional cost of a control frame, in frames
+_MAX_CONTROL_BYTES = 16384  # the limit of a frame that is buffered, except header blocks
+_CONTROL_FRAME_COST = 3  # additional cost of a control frame, in frames
 _SIZE_SHIFT = 4  # this many bytes (as a power of two) cost as much as a frame
 
 
 @final
 @dataclass(slots=True, eq=False)
-class StreamOpened(Generic[T]):
+class StreamOpened(Generic[HeadT]):
     """A stream was opened; `head` is the converted head of its request."""
 
     stream: Stream
-    head: T
+    head: HeadT
 
 
 @final
@@ -162,10 +165,10 @@ class PingAcknowledged:
     payload: bytes
 
 
-Event = StreamOpened[T] | Data | StreamReset | PingAcknowledged
+Event = StreamOpened[HeadT] | Data | StreamReset | PingAcknowledged
 
 
-class FrameReader(ABC, Generic[T]):
+class FrameReader(ABC, Generic[HeadT]):
     """The receiving half of a connection, whose subclass handles the frames.
 
     Attributes:
@@ -176,22 +179,22 @@ class FrameReader(ABC, Generic[T]):
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.closing = False
-        self.ready = False  # whether the client's SETTINGS have arrived
-        self.frames_in = 0
+        self.settings_received = False  # whether the client's SETTINGS have arrived
+        self.received_frames = 0
         self._buffer = bytearray()  # the start of an incomplete frame
-        self._needed = 0  # bytes that the buffer needs before parsing continues
-        self._opened = False  # whether the connection preface has arrived
+        self._needed_bytes = 0  # bytes that the buffer needs before parsing continues
+        self._preface_received = False  # whether the connection preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
         self._block_stream = 0
         self._block_flags = 0
         self._block_frames = 0
-        self.arriving = 0  # remaining bytes of the current DATA frame, ignored or not
-        self.arriving_for: Stream | None = None
+        self.arriving_bytes = 0  # remaining bytes of the current DATA frame, ignored or not
+        self.arriving_stream: Stream | None = None
         self._padding_left = 0
-        self._piece_ends = False
+        self._frame_ends_stream = False
         self.pending = False  # whether received frames remain to be processed
 
-    def receive(self, data: Bytes) -> Sequence[Event[T]]:
+    def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
 
         A client that violates the protocol receives a GOAWAY, and the connection is `closing`. The
@@ -201,101 +204,109 @@ class FrameReader(ABC, Generic[T]):
             return ()
         if self._buffer:
             self._buffer += data
-            if len(self._buffer) < self._needed:
+            if len(self._buffer) < self._needed_bytes:
                 return ()
             data = bytes(self._buffer)
             self._buffer.clear()
         self.pending = False
-        events: list[Event[T]] = []
+        events: list[Event[HeadT]] = []
         try:
-            at = self._handle(data, events)
+            position = self._process_frames(data, events)
         except ConnectionFault as fault:
-            self.fail(fault.code, fault.text)
+            self.fail(fault.code, fault.reason)
             return events
-        if at < len(data):
-            self._buffer += memoryview(data)[at:]
-            self.pending = len(self._buffer) >= self._needed
+        if position < len(data):
+            self._buffer += memoryview(data)[position:]
+            self.pending = len(self._buffer) >= self._needed_bytes
         return events
 
-    def fail(self, code: FaultCode, text: str = "") -> None:
+    def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""
         self.closing = True
         self.pending = False
         self._buffer.clear()
 
-    def _handle(self, data: Bytes, events: list[Event[T]]) -> int:
+    def _process_frames(self, data: Bytes, events: list[Event[HeadT]]) -> int:
         """Process the frames in `data`, up to the limit per call; return the offset reached."""
-        at, end = 0, len(data)
-        if not self._opened:
-            at = self._open(data)
-            if not self._opened:
-                return at
+        position, data_size = 0, len(data)
+        if not self._preface_received:
+            position = self._read_preface(data)
+            if not self._preface_received:
+                return position
         view = memoryview(data)
-        work = self._limits.frames
-        unpack = HEAD.unpack_from
+        remaining_work = self._limits.frames
+        unpack = FRAME_HEADER.unpack_from
         while True:
-            if self.arriving or self._padding_left:
-                if at == end:
+            if self.arriving_bytes or self._padding_left:
+                if position == data_size:
                     break
-                at = self._take_piece(view, at, end, events)
+                position = self._consume_data(view, position, data_size, events)
                 continue
-            if work <= 0:
-                self._needed = 1
+            if remaining_work <= 0:
+                self._needed_bytes = 1
                 break
-            if end - at < HEAD_SIZE:
-                self._needed = HEAD_SIZE
+            if data_size - position < FRAME_HEADER_SIZE:
+                self._needed_bytes = FRAME_HEADER_SIZE
                 break
-            high, low, kind, flags, number = unpack(data, at)
+            high, low, frame_type, flags, stream_id = unpack(data, position)
             size = high << 8 | low
-            number &= STREAM_BITS
-            work -= 1
-            if kind == DATA and self._block is None and self.ready:
-                if flags & PADDED and size and end - at == HEAD_SIZE:
-                    self._needed = HEAD_SIZE + 1
+            stream_id &= STREAM_BITS
+            remaining_work -= 1
+            if frame_type == DATA and self._block is None and self.settings_received:
+                if flags & PADDED and size and data_size - position == FRAME_HEADER_SIZE:
+                    self._needed_bytes = FRAME_HEADER_SIZE + 1
                     break
-                at += HEAD_SIZE
-                self.frames_in += 1
-                at += self._begin_data(number, flags, size, data, at, events)
+                position += FRAME_HEADER_SIZE
+                self.received_frames += 1
+                position += self._start_data(stream_id, flags, size, data, position, events)
                 continue
-            if size > _LARGEST_CONTROL:
-                self._check_size(kind, size)
-            if end - at < HEAD_SIZE + size:
-                self._needed = HEAD_SIZE + size
+            if size > _MAX_CONTROL_BYTES:
+                self._check_size(frame_type, size)
+            if data_size - position < FRAME_HEADER_SIZE + size:
+                self._needed_bytes = FRAME_HEADER_SIZE + size
                 break
-            at += HEAD_SIZE
-            self.frames_in += 1
-            work -= self._limits.begin if kind == HEADERS else _CONTROL_WORK
-            work -= size >> _SIZE_SHIFT
-            payload = bytes(view[at : at + size])
+            position += FRAME_HEADER_SIZE
+            self.received_frames += 1
+            remaining_work -= (
+                self._limits.stream_cost if frame_type == HEADERS else _CONTROL_FRAME_COST
+            )
+            remaining_work -= size >> _SIZE_SHIFT
+            payload = bytes(view[position : position + size])
             try:
-                if kind == HEADERS and self._block is None and self.ready:
-                    self._begin_block(flags, number, payload, events)
+                if frame_type == HEADERS and self._block is None and self.settings_received:
+                    self._start_block(flags, stream_id, payload, events)
                 else:
-                    self._frame(kind, flags, number, payload, events)
+                    self._handle_frame(frame_type, flags, stream_id, payload, events)
             except StreamFault as fault:
-                self._fail_stream(number, fault.code, events)
-            at += size
-        return at
+                self._fail_stream(stream_id, fault.code, events)
+            position += size
+        return position
 
-    def _open(self, data: Bytes) -> int:
+    def _read_preface(self, data: Bytes) -> int:
         if not PREFACE.startswith(bytes(data[: len(PREFACE)])):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "not HTTP/2")
         if len(data) < len(PREFACE):
-            self._needed = len(PREFACE)
+            self._needed_bytes = len(PREFACE)
             return 0
-        self._opened = True
+        self._preface_received = True
         return len(PREFACE)
 
-    def _check_size(self, kind: int, size: int) -> None:
-        if size > self._limits.frame or kind not in (HEADERS, CONTINUATION):
+    def _check_size(self, frame_type: int, size: int) -> None:
+        if size > self._limits.frame or frame_type not in (HEADERS, CONTINUATION):
             raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
         if size > self._limits.header_block:
             raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
 
     # --- data
 
-    def _begin_data(
-        self, number: int, flags: int, size: int, data: Bytes, at: int, events: list[Event[T]]
+    def _start_data(
+        self,
+        stream_id: int,
+        flags: int,
+        size: int,
+        data: Bytes,
+        position: int,
+        events: list[Event[HeadT]],
     ) -> int:
         """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame:
@@ -304,45 +315,49 @@ class FrameReader(ABC, Generic[T]):
         if flags & PADDED:
             if not size:
                 raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "DATA of an invalid length")
-            padding, padding_field = data[at], 1
+            padding, padding_field = data[position], 1
             if padding >= size:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")
-        self.arriving = size - padding_field - padding
+        self.arriving_bytes = size - padding_field - padding
         self._padding_left = padding
-        self._piece_ends = bool(flags & END_STREAM)
-        self._data_begins(number, size, padding + padding_field, events)
+        self._frame_ends_stream = bool(flags & END_STREAM)
+        self._handle_data_start(stream_id, size, padding + padding_field, events)
         return padding_field
 
-    def _take_piece(self, view: memoryview, at: int, end: int, events: list[Event[T]]) -> int:
+    def _consume_data(
+        self, view: memoryview, position: int, end: int, events: list[Event[HeadT]]
+    ) -> int:
         """Consume the available bytes of a DATA frame; return the offset of their end."""
-        if self.arriving:
-            size = self.arriving
-            if size > end - at:
-                size = end - at
-            self.arriving -= size
-            if self.arriving_for is not None:
-                self._pass_data(self.arriving_for, view[at : at + size], events)
-            return at + size
-        size = min(self._padding_left, end - at)
+        if self.arriving_bytes:
+            size = self.arriving_bytes
+            if size > end - position:
+                size = end - position
+            self.arriving_bytes -= size
+            if self.arriving_stream is not None:
+                self._pass_data(self.arriving_stream, view[position : position + size], events)
+            return position + size
+        size = min(self._padding_left, end - position)
         self._padding_left -= size
-        return at + size
+        return position + size
 
     # --- header blocks
 
-    def _begin_block(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
-        if not number & 1:
+    def _start_block(
+        self, flags: int, stream_id: int, payload: bytes, events: list[Event[HeadT]]
+    ) -> None:
+        if not stream_id & 1:
             raise ConnectionFault(
                 FaultCode.PROTOCOL_ERROR, "HEADERS on a stream that no client may open"
             )
         if flags & (PADDED | HAS_PRIORITY):
-            payload = _block_of(flags, payload)
+            payload = _strip_block(flags, payload)
         if flags & END_HEADERS:
-            self._handle_headers(number, flags, payload, events)
+            self._handle_headers(stream_id, flags, payload, events)
         else:
             self._block = bytearray(payload)
-            self._block_stream, self._block_flags, self._block_frames = number, flags, 0
+            self._block_stream, self._block_flags, self._block_frames = stream_id, flags, 0
 
-    def _continue_block(self, flags: int, payload: bytes, events: list[Event[T]]) -> None:
+    def _continue_block(self, flags: int, payload: bytes, events: list[Event[HeadT]]) -> None:
         if self._block is None:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
         self._block += payload
@@ -359,34 +374,41 @@ class FrameReader(ABC, Generic[T]):
     # --- implemented by the subclass
 
     @abstractmethod
-    def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
+    def _handle_data_start(
+        self, stream_id: int, size: int, padding: int, events: list[Event[HeadT]]
+    ) -> None:
         """Handle the start of a DATA frame of `size` bytes, including padding.
 
-        Set `arriving_for`.
+        Set `arriving_stream`.
         """
 
     @abstractmethod
-    def _pass_data(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
+    def _pass_data(self, stream: Stream, piece: memoryview, events: list[Event[HeadT]]) -> None:
         """Handle a piece of data."""
 
     @abstractmethod
     def _handle_headers(
-        self, number: int, flags: int, block: bytes, events: list[Event[T]]
+        self, stream_id: int, flags: int, block: bytes, events: list[Event[HeadT]]
     ) -> None:
         """Handle a complete header block."""
 
     @abstractmethod
-    def _frame(
-        self, kind: int, flags: int, number: int, payload: bytes, events: list[Event[T]]
+    def _handle_frame(
+        self,
+        frame_type: int,
+        flags: int,
+        stream_id: int,
+        payload: bytes,
+        events: list[Event[HeadT]],
     ) -> None:
         """Handle a complete frame other than DATA."""
 
     @abstractmethod
-    def _fail_stream(self, number: int, code: FaultCode, events: list[Event[T]]) -> None:
+    def _fail_stream(self, stream_id: int, code: FaultCode, events: list[Event[HeadT]]) -> None:
         """Handle a protocol violation on a stream."""
 
 
-def _block_of(flags: int, payload: bytes) -> bytes:
+def _strip_block(flags: int, payload: bytes) -> bytes:
     """Return the header block of a HEADERS frame with padding or a priority."""
     start, end = 0, len(payload)
     if flags & PADDED:

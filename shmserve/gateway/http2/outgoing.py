@@ -22,13 +22,13 @@ from shmserve.gateway.http2.frames import (
     ConnectionFault,
     FaultCode,
     StreamFault,
-    pack_long,
+    pack_uint32,
 )
 
 _pack_start = struct.Struct(">HBBB").pack  # packs a frame header up to the stream id
-_OVERFLOW = "a window of more than 2^31-1"
-_JOINED = 32 * 1024  # responses up to this size are copied into one buffer
-_TURN = 256 * 1024  # bytes that a stream may send before the next stream's turn
+_WINDOW_OVERFLOW = "a window of more than 2^31-1"
+_MAX_JOINED_BYTES = 32 * 1024  # responses up to this size are copied into one buffer
+_TURN_BYTES = 256 * 1024  # bytes that a stream may send before the next stream's turn
 
 
 class Stream:
@@ -43,92 +43,110 @@ class Stream:
     """
 
     __slots__ = (
-        *("call", "cut", "ended", "finished", "id", "on_progress", "on_sent", "padding", "queued"),
-        *("receive_window", "expected", "send_window", "sent", "tag", "trailers", "waiting"),
+        *(
+            "call",
+            "is_cut_short",
+            "ended",
+            "finished",
+            "id",
+            "on_progress",
+            "on_sent",
+            "padding",
+            "queued_bytes",
+        ),
+        *(
+            "receive_window",
+            "expected_bytes",
+            "send_window",
+            "sent_bytes",
+            "packed_id",
+            "trailers",
+            "queued_pieces",
+        ),
     )
 
-    def __init__(self, number: int, receive_window: int, send_window: int) -> None:
-        self.id = number
-        self.tag = pack_long(number)
+    def __init__(self, stream_id: int, receive_window: int, send_window: int) -> None:
+        self.id = stream_id
+        self.packed_id = pack_uint32(stream_id)
         self.call: Any = None
         self.ended = False
         self.finished = False
-        self.cut = False  # whether the response was cut short
-        self.expected = -1  # bytes that its content-length still promises; -1: none given
+        self.is_cut_short = False  # whether the response was cut short
+        self.expected_bytes = -1  # bytes that its content-length still promises; -1: none given
         self.receive_window = receive_window
         self.padding = 0  # bytes of padding not yet returned to the client's window
         # --- output
         self.send_window = send_window
-        self.waiting: deque[memoryview] = deque()
-        self.queued = 0  # number of bytes in `waiting`
-        self.sent = 0  # total bytes sent
+        self.queued_pieces: deque[memoryview] = deque()
+        self.queued_bytes = 0  # the number of bytes in `queued_pieces`
+        self.sent_bytes = 0  # the total number of sent bytes
         self.trailers: bytes | None = None  # the trailers to send after the data
         self.on_progress: Callable[[], None] | None = None
         self.on_sent: Callable[[], None] | None = None
 
 
-class ResponseForm:
+class ResponseBlocks:
     """The header blocks of a complete response, each smaller than a frame.
 
-    `start` and `end` are the headers of their frames up to the stream id.
+    `head_start` and `trailers_start` are the frame headers of the blocks, up to the stream id.
     """
 
-    __slots__ = ("end", "head", "start", "trailers")
+    __slots__ = ("head", "head_start", "trailers", "trailers_start")
 
     def __init__(self, head: bytes, trailers: bytes) -> None:
         self.head = head
         self.trailers = trailers
-        self.start = _start(len(head), HEADERS, END_HEADERS)
-        self.end = _start(len(trailers), HEADERS, END_HEADERS | END_STREAM)
+        self.head_start = _encode_frame_start(len(head), HEADERS, END_HEADERS)
+        self.trailers_start = _encode_frame_start(len(trailers), HEADERS, END_HEADERS | END_STREAM)
 
 
 class Outgoing:
     """The sending half of a connection."""
 
-    def __init__(self, close: Callable[[Stream], None]) -> None:
-        self._close = close  # called with a stream whose frames are all sent
+    def __init__(self, on_sent: Callable[[Stream], None]) -> None:
+        self._on_sent = on_sent  # called with a stream whose frames are all sent
         self.ready: list[bytes | memoryview] = []
         self.paused = False
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.largest_frame = SMALLEST_FRAME
-        self.waiting: dict[Stream, None] = {}  # streams with unsent data, in turn
-        self.frames = 0  # number of data frames
-        self.bytes = 0  # number of data bytes
+        self.waiting_streams: dict[Stream, None] = {}  # streams with unsent data, in turn
+        self.data_frames = 0  # number of data frames
+        self.data_bytes = 0  # number of data bytes
         self.window_grown = False  # whether a window has grown, so that `resume` must be called
 
     # --- called by the receiver of calls
 
-    def head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
+    def send_head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
         """Send a header block."""
         if stream.finished:
             return
         if end:
-            self.trailers(stream, block)
+            self.send_trailers(stream, block)
         else:
-            self._block(stream, block, END_HEADERS)
+            self._send_block(stream, block, END_HEADERS)
 
-    def data(self, stream: Stream, piece: bytes | memoryview) -> None:
+    def send_data(self, stream: Stream, piece: bytes | memoryview) -> None:
         """Queue data, and send as much of it as the windows permit."""
         size = len(piece)
         if stream.finished or not size:
             return
         if (
-            not stream.queued
+            not stream.queued_bytes
             and size <= self.largest_frame
             and size <= stream.send_window
             and size <= self.window
             and not self.paused
         ):
-            self._frame(stream, piece, size)
+            self._send_data_frame(stream, piece, size)
             return
-        stream.waiting.append(memoryview(piece))
-        stream.queued += size
-        self.waiting[stream] = None
+        stream.queued_pieces.append(memoryview(piece))
+        stream.queued_bytes += size
+        self.waiting_streams[stream] = None
         while self._pump(stream):
             pass
 
-    def trailers(self, stream: Stream, block: bytes) -> None:
+    def send_trailers(self, stream: Stream, block: bytes) -> None:
         """Send a header block that ends the stream, after its data.
 
         While the socket is congested the block is delayed, so that a client that does not read
@@ -137,14 +155,16 @@ class Outgoing:
         if stream.finished:
             return
         stream.finished = True
-        if stream.queued or self.paused:
+        if stream.queued_bytes or self.paused:
             stream.trailers = block
-            self.waiting[stream] = None
+            self.waiting_streams[stream] = None
             return
-        self._block(stream, block, END_HEADERS | END_STREAM)
-        self._sent_all(stream)
+        self._send_block(stream, block, END_HEADERS | END_STREAM)
+        self._finish(stream)
 
-    def respond(self, stream: Stream, form: ResponseForm, pieces: Sequence[bytes]) -> None:
+    def send_response(
+        self, stream: Stream, blocks: ResponseBlocks, pieces: Sequence[bytes]
+    ) -> None:
         """Send a complete response with these header blocks; `pieces` are its data."""
         size = sum(map(len, pieces))
         if stream.finished:
@@ -155,34 +175,34 @@ class Outgoing:
             or size > self.window
             or self.paused
         ):
-            self.head(stream, form.head)
+            self.send_head(stream, blocks.head)
             for piece in pieces:
-                self.data(stream, piece)
-            self.trailers(stream, form.trailers)
+                self.send_data(stream, piece)
+            self.send_trailers(stream, blocks.trailers)
             return
         self.window -= size
-        self.frames += 1
-        self.bytes += size
-        tag, data = stream.tag, _pack_start(size >> 8, size & 0xFF, DATA, 0)
-        before = (form.start, tag, form.head, data, tag)
-        end = (form.end, tag, form.trailers)
-        if size < _JOINED:
-            self.ready.append(b"".join((*before, *pieces, *end)))
+        self.data_frames += 1
+        self.data_bytes += size
+        tag, data = stream.packed_id, _pack_start(size >> 8, size & 0xFF, DATA, 0)
+        start = (blocks.head_start, tag, blocks.head, data, tag)
+        trailer_parts = (blocks.trailers_start, tag, blocks.trailers)
+        if size < _MAX_JOINED_BYTES:
+            self.ready.append(b"".join((*start, *pieces, *trailer_parts)))
         else:
-            self.ready += (b"".join(before), *pieces, b"".join(end))
+            self.ready += (b"".join(start), *pieces, b"".join(trailer_parts))
         stream.finished = True
-        self._close(stream)
+        self._on_sent(stream)
 
-    def discard(self, stream: Stream) -> None:
+    def discard_queued(self, stream: Stream) -> None:
         """Discard the queued data of a stream."""
-        stream.cut = stream.cut or bool(stream.queued)
-        stream.waiting.clear()
-        stream.queued = 0
-        self.waiting.pop(stream, None)
+        stream.is_cut_short = stream.is_cut_short or bool(stream.queued_bytes)
+        stream.queued_pieces.clear()
+        stream.queued_bytes = 0
+        self.waiting_streams.pop(stream, None)
 
-    def drop(self, stream: Stream) -> None:
+    def discard_output(self, stream: Stream) -> None:
         """Discard all output of a stream."""
-        self.discard(stream)
+        self.discard_queued(stream)
         stream.trailers = None
         stream.finished = True
 
@@ -198,7 +218,7 @@ class Outgoing:
         if stream is None:
             self.window += increment
             if self.window > LARGEST_WINDOW:
-                raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
+                raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _WINDOW_OVERFLOW)
             self.window_grown = True
             return
         stream.send_window += increment
@@ -214,75 +234,79 @@ class Outgoing:
         for stream in streams:
             stream.send_window += increment
             if stream.send_window > LARGEST_WINDOW:
-                raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
+                raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _WINDOW_OVERFLOW)
         if increment > 0:
             self.window_grown = True
 
     def resume(self) -> None:
         """Send what the windows permit, stream by stream."""
         self.window_grown = False
-        sendable = list(self.waiting)
+        sendable = list(self.waiting_streams)
         while sendable and not self.paused:
             # A stream that cannot send because the connection's window is exhausted keeps its turn.
             sendable = [
                 stream
                 for stream in sendable
-                if (self.window > 0 or not stream.queued) and self._pump(stream)
+                if (self.window > 0 or not stream.queued_bytes) and self._pump(stream)
             ]
 
     # --- frames
 
     def _pump(self, stream: Stream) -> bool:
         """Send a stream's data for one turn; return whether more could be sent now."""
-        if stream not in self.waiting:
+        if stream not in self.waiting_streams:
             return False
-        turn = _TURN
-        while stream.queued and turn > 0 and not self.paused:
-            allowed = min(self.largest_frame, stream.send_window, self.window)
-            if allowed <= 0:
+        turn_bytes = _TURN_BYTES
+        while stream.queued_bytes and turn_bytes > 0 and not self.paused:
+            sendable_bytes = min(self.largest_frame, stream.send_window, self.window)
+            if sendable_bytes <= 0:
                 break
-            piece = stream.waiting.popleft()
-            if len(piece) > allowed:
-                stream.waiting.appendleft(piece[allowed:])
-                piece = piece[:allowed]
+            piece = stream.queued_pieces.popleft()
+            if len(piece) > sendable_bytes:
+                stream.queued_pieces.appendleft(piece[sendable_bytes:])
+                piece = piece[:sendable_bytes]
             size = len(piece)
-            stream.queued -= size
-            turn -= size
-            self._frame(stream, piece, size)
-        del self.waiting[stream]
-        if stream.queued or self.paused:
-            self.waiting[stream] = None  # the stream's next turn comes after all other streams'
+            stream.queued_bytes -= size
+            turn_bytes -= size
+            self._send_data_frame(stream, piece, size)
+        del self.waiting_streams[stream]
+        if stream.queued_bytes or self.paused:
+            self.waiting_streams[stream] = (
+                None  # the stream's next turn comes after all other streams'
+            )
         elif stream.trailers is not None:
-            self._block(stream, stream.trailers, END_HEADERS | END_STREAM)
-            self._sent_all(stream)
+            self._send_block(stream, stream.trailers, END_HEADERS | END_STREAM)
+            self._finish(stream)
         if stream.on_progress is not None:
             stream.on_progress()
-        return bool(stream.queued) and turn <= 0
+        return bool(stream.queued_bytes) and turn_bytes <= 0
 
-    def _frame(self, stream: Stream, piece: bytes | memoryview, size: int) -> None:
+    def _send_data_frame(self, stream: Stream, piece: bytes | memoryview, size: int) -> None:
         stream.send_window -= size
-        stream.sent += size
+        stream.sent_bytes += size
         self.window -= size
-        self.frames += 1
-        self.bytes += size
-        self.ready += (_start(size, DATA, 0) + stream.tag, piece)
+        self.data_frames += 1
+        self.data_bytes += size
+        self.ready += (_encode_frame_start(size, DATA, 0) + stream.packed_id, piece)
 
-    def _block(self, stream: Stream, block: bytes, flags: int) -> None:
+    def _send_block(self, stream: Stream, block: bytes, flags: int) -> None:
         if len(block) <= SMALLEST_FRAME:
-            self.ready.append(_start(len(block), HEADERS, flags) + stream.tag + block)
+            self.ready.append(
+                _encode_frame_start(len(block), HEADERS, flags) + stream.packed_id + block
+            )
             return
-        first, remaining = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
-        self.ready.append(frames.frame(HEADERS, flags & ~END_HEADERS, stream.id, first))
+        first_part, remaining = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
+        self.ready.append(frames.encode_frame(HEADERS, flags & ~END_HEADERS, stream.id, first_part))
         while remaining:
             piece, remaining = remaining[:SMALLEST_FRAME], remaining[SMALLEST_FRAME:]
-            last = 0 if remaining else END_HEADERS
-            self.ready.append(frames.frame(frames.CONTINUATION, last, stream.id, piece))
+            end_flag = 0 if remaining else END_HEADERS
+            self.ready.append(frames.encode_frame(frames.CONTINUATION, end_flag, stream.id, piece))
 
-    def _sent_all(self, stream: Stream) -> None:
+    def _finish(self, stream: Stream) -> None:
         stream.finished = True
-        self._close(stream)
+        self._on_sent(stream)
 
 
-def _start(size: int, kind: int, flags: int) -> bytes:
+def _encode_frame_start(size: int, frame_type: int, flags: int) -> bytes:
     """Return the header of a frame up to the stream id."""
-    return _pack_start(size >> 8, size & 0xFF, kind, flags)
+    return _pack_start(size >> 8, size & 0xFF, frame_type, flags)

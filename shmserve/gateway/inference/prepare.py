@@ -463,16 +463,16 @@ class ArrivingTensors:
 
     def __init__(self, views: Sequence[memoryview], release: Callable[[], None]) -> None:
         self.views = views
-        self.begun = 0
+        self.started_count = 0
         self.release = release
         self._remaining = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
 
-    def begin(self, size: int) -> bool:
+    def start_tensor(self, size: int) -> bool:
         """Begin the next tensor; return whether there is one of this size."""
-        if self.begun == len(self.views) or len(self.views[self.begun]) != size:
+        if self.started_count == len(self.views) or len(self.views[self.started_count]) != size:
             return False
-        self._remaining = self.views[self.begun]
-        self.begun += 1
+        self._remaining = self.views[self.started_count]
+        self.started_count += 1
         return True
 
     def feed(self, piece: memoryview) -> int:
@@ -488,27 +488,27 @@ class ArrivingTensors:
         """Receive bytes of tensors that follow each other immediately; ignore surplus bytes."""
         while True:
             piece = piece[self.feed(piece) :]
-            if self._remaining or self.begun == len(self.views):
+            if self._remaining or self.started_count == len(self.views):
                 return
-            self.begin(len(self.views[self.begun]))
+            self.start_tensor(len(self.views[self.started_count]))
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory of the next bytes, at most `byte_limit`; None between tensors."""
         return self._remaining[:byte_limit] if self._remaining else None
 
     @property
-    def missing(self) -> int:
+    def missing_bytes(self) -> int:
         """Return the number of bytes that the current tensor lacks."""
         return len(self._remaining)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether all tensors were received."""
-        return not self._remaining and self.begun == len(self.views)
+        return not self._remaining and self.started_count == len(self.views)
 
-    def received(self) -> list[bytes]:
+    def received_pieces(self) -> list[bytes]:
         """Return the received bytes of each tensor that has begun."""
-        pieces = [bytes(view) for view in islice(self.views, self.begun)]
+        pieces = [bytes(view) for view in islice(self.views, self.started_count)]
         if self._remaining:
             pieces[-1] = pieces[-1][: -len(self._remaining)]
         return pieces

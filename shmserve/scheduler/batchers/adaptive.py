@@ -40,7 +40,7 @@ from shmserve.scheduler.batchers.dynamic import (
     Pending,
     QueueHead,
     WaitUntil,
-    closed,
+    closed_batch,
     gather,
 )
 from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
@@ -48,59 +48,62 @@ from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
 # The initial credit in misses, and the maximum credit after the learning period.
-_FIRST, _MOST = 64.0, 24.0
-_EARNED = 0.002  # misses earned by each request in time
+_INITIAL_CREDIT, _MAX_CREDIT = 64.0, 24.0
+_CREDIT_PER_REQUEST = 0.002  # misses earned by each request in time
 
-_EVERY, _SOON = 16, 2  # batches between two trials of sizes: usually, and while learning
+_TRIAL_INTERVAL, _LEARNING_INTERVAL = (
+    16,
+    2,
+)  # batches between two trials of sizes: usually, and while learning
 LEARNING = 48  # batches during which new sizes are tried early
-_LEAST_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
+_MIN_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
 
-_EPOCH = 24  # number of batches in an epoch
-_SETTLING = 4  # first batches of an epoch, which the previous epoch still affects
+_EPOCH_BATCHES = 24  # number of batches in an epoch
+_SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
 # The initial and the maximum number of epochs between uses of the other choice.
-_OTHER_EVERY, _MOST_EVERY = 2, 160
-_PAYS = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
-_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
-_STEP = 0.02  # relative reduction of the aim per miss
-_ALLOWED = 0.01  # share of requests that may miss the target
-_LOWEST = 0.25  # minimum of the aim, as a share of the target
-_TOLERATED = 0.02  # share of requests that may miss the target before misses accumulate
+_INITIAL_OTHER_INTERVAL, _MAX_OTHER_INTERVAL = 2, 160
+_CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
+_EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
+_AIM_STEP = 0.02  # relative reduction of the aim per miss
+_ALLOWED_MISSES = 0.01  # share of requests that may miss the target
+_MIN_AIM = 0.25  # minimum of the aim, as a share of the target
+_TOLERATED_MISSES = 0.02  # share of requests that may miss the target before misses accumulate
 # Accumulated misses at which the target is out of reach, and their maximum.
-_OUT_OF_REACH, _MOST_MISSES = 30, 60
-_FULL = 0.95  # utilisation above which an instance does not keep up
-_CLEARLY = 0.1  # relative difference above which two durations differ clearly
+_HOPELESS_MISSES, _MAX_MISSES = 30, 60
+_FULL_UTILISATION = 0.95  # utilisation above which an instance does not keep up
+_CLEAR_DIFFERENCE = 0.1  # relative difference above which two durations differ clearly
 
 
 class Account:
     """The number of latency-target misses that trials may still cause."""
 
     def __init__(self) -> None:
-        self.credit = _FIRST
-        self._explained = 0.0
+        self.credit = _INITIAL_CREDIT
+        self._trial_misses = 0.0
 
-    def earn(self, in_time: int) -> None:
+    def earn(self, on_time: int) -> None:
         """Credit the misses that these requests in time have earned.
 
         Args:
-            in_time: The number of requests that met the target.
+            on_time: The number of requests that met the target.
         """
-        if self.credit < _MOST:
-            self.credit += _EARNED * in_time
+        if self.credit < _MAX_CREDIT:
+            self.credit += _CREDIT_PER_REQUEST * on_time
 
     def end_learning(self) -> None:
         """End the learning period."""
-        self.credit = min(self.credit, _MOST)
+        self.credit = min(self.credit, _MAX_CREDIT)
 
     def spend(self, misses: float) -> None:
         """Subtract the misses that a trial has caused."""
         self.credit -= misses
-        self._explained += misses
+        self._trial_misses += misses
 
-    def unexplained(self, misses: int) -> int:
+    def subtract_trial_misses(self, misses: int) -> int:
         """Return how many of these misses were not caused by trials."""
-        explained = min(misses, int(self._explained))
-        self._explained -= explained
-        return misses - explained
+        caused = min(misses, int(self._trial_misses))
+        self._trial_misses -= caused
+        return misses - caused
 
 
 class WaitingChoice:
@@ -114,56 +117,62 @@ class WaitingChoice:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self.on = True
-        self.pays = False  # whether waiting certainly has the lower latency
-        self._better = True
-        self._every, self._next = _OTHER_EVERY, 2 * _OTHER_EVERY
+        self.waits = True
+        self.waiting_clearly_pays = False  # whether waiting certainly has the lower latency
+        self._waiting_is_better = True
+        self._other_interval, self._next_other_epoch = (
+            _INITIAL_OTHER_INTERVAL,
+            2 * _INITIAL_OTHER_INTERVAL,
+        )
         self._mean_ns: dict[bool, float] = {}
-        self._price = 0  # misses in the last epoch that used the other choice
+        self._other_misses = 0  # misses in the last epoch that used the other choice
         self._epochs = 0
         self._start()
 
     def _start(self) -> None:
-        self._batches = self._count = self._sum_ns = self._misses = 0
+        self._batches = self._request_count = self._sum_ns = self._misses = 0
 
-    def returned(self, latencies_ns: Sequence[int], misses: int) -> None:
+    def record_batch(self, latencies_ns: Sequence[int], misses: int) -> None:
         """Record the latencies of a batch and the number of its misses."""
         self._batches += 1
         self._misses += misses
-        if misses and self.on is not self._better:
+        if misses and self.waits is not self._waiting_is_better:
             self._account.spend(misses)
-        if self._batches > _SETTLING:
-            self._count += len(latencies_ns)
+        if self._batches > _SETTLING_BATCHES:
+            self._request_count += len(latencies_ns)
             self._sum_ns += sum(latencies_ns)
-        if self._batches >= _EPOCH:
+        if self._batches >= _EPOCH_BATCHES:
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        mean_ns = self._sum_ns / max(1, self._count)
-        before_ns = self._mean_ns.get(self.on, mean_ns)
-        self._mean_ns[self.on] = before_ns + (mean_ns - before_ns) * _WEIGHT
-        if self.on is not self._better:
-            self._price = self._misses
+        mean_ns = self._sum_ns / max(1, self._request_count)
+        before_ns = self._mean_ns.get(self.waits, mean_ns)
+        self._mean_ns[self.waits] = before_ns + (mean_ns - before_ns) * _EPOCH_WEIGHT
+        if self.waits is not self._waiting_is_better:
+            self._other_misses = self._misses
         self._start()
         self._epochs += 1
         if len(self._mean_ns) < 2:
-            self.on = not self.on
+            self.waits = not self.waits
             return
         with_ns, without_ns = self._mean_ns[True], self._mean_ns[False]
-        better = with_ns < without_ns
-        if better is not self._better:
-            self._better, self._every = better, _OTHER_EVERY
-            self._next = self._epochs + _OTHER_EVERY
-        self.on = better
-        self.pays = with_ns < _PAYS * without_ns
-        if self._epochs >= self._next and self._price <= self._account.credit:
-            self.on = not better
-            self._every = min(self._every * 2, _MOST_EVERY)
-            self._next = self._epochs + self._every
+        waiting_is_better = with_ns < without_ns
+        if waiting_is_better is not self._waiting_is_better:
+            self._waiting_is_better, self._other_interval = (
+                waiting_is_better,
+                _INITIAL_OTHER_INTERVAL,
+            )
+            self._next_other_epoch = self._epochs + _INITIAL_OTHER_INTERVAL
+        self.waits = waiting_is_better
+        self.waiting_clearly_pays = with_ns < _CLEAR_RATIO * without_ns
+        if self._epochs >= self._next_other_epoch and self._other_misses <= self._account.credit:
+            self.waits = not waiting_is_better
+            self._other_interval = min(self._other_interval * 2, _MAX_OTHER_INTERVAL)
+            self._next_other_epoch = self._epochs + self._other_interval
 
 
 @record
-class Moment:
+class TrialState:
     """The state of an instance when a batch size is tried.
 
     Attributes:
@@ -175,12 +184,12 @@ class Moment:
         needed: Whether the known sizes do not keep up with the arrivals.
     """
 
-    own_ns: float
+    oldest_left_ns: float
     spare_ns: float
     row_ns: float
-    per_ns: float
-    most_here: float
-    needed: bool
+    rows_per_ns: float
+    max_in_flight: float
+    is_overloaded: bool
 
 
 class Sizes:
@@ -195,36 +204,40 @@ class Sizes:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._at = 0
-        self._size = 0  # the size that is being tried, in the state of `_moment`
-        self._moment = Moment(0.0, 0.0, 0.0, 0.0, 0.0, False)
+        self._next_trial = 0
+        self._size = 0  # the size that is being tried, in the state of `_state`
+        self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle = 1.0
         # The requests that may still be late because of the last trial, and the misses that it may
         # still be charged.
-        self._behind = self._price = 0.0
+        self._delayed_requests = self._price = 0.0
 
-    def due(self, batches: int) -> bool:
+    def is_due(self, batches: int) -> bool:
         """Check whether a trial is due, given the number of batches executed so far."""
-        return batches >= self._at
+        return batches >= self._next_trial
 
-    def allowed(self, size: int, worst_ns: float, moment: Moment, batches: int) -> bool:
+    def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
         """Check whether to try a size that takes at most `worst_ns`."""
-        self._moment = moment
-        self._idle = max(1 - moment.per_ns * moment.row_ns, _LEAST_IDLE)
-        price = self._price_of(size, worst_ns, moment.most_here)
-        if price > max(self._account.credit, 0) and not moment.needed:
+        self._state = state
+        self._idle = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
+        price = self._price_of(size, worst_ns, state.max_in_flight)
+        if price > max(self._account.credit, 0) and not state.is_overloaded:
             return False
         self._size = size
-        self._at = batches + (_SOON if batches < LEARNING or moment.needed else _EVERY)
+        self._next_trial = batches + (
+            _LEARNING_INTERVAL if batches < LEARNING or state.is_overloaded else _TRIAL_INTERVAL
+        )
         return True
 
-    def _price_of(self, size: int, took_ns: float, most_here: float) -> float:
-        moment = self._moment
-        own = size if took_ns > moment.own_ns else 0
-        lost_ns = took_ns - size * moment.row_ns - max(moment.spare_ns, 0)
-        return own + min(max(lost_ns, 0) * moment.per_ns / self._idle, most_here)
+    def _price_of(self, size: int, took_ns: float, max_in_flight: float) -> float:
+        state = self._state
+        own_misses = size if took_ns > state.oldest_left_ns else 0
+        lost_ns = took_ns - size * state.row_ns - max(state.spare_ns, 0)
+        return own_misses + min(max(lost_ns, 0) * state.rows_per_ns / self._idle, max_in_flight)
 
-    def returned(self, units: int, took_ns: int, count: int, in_flight: int, misses: int) -> None:
+    def record_batch(
+        self, units: int, took_ns: int, count: int, in_flight: int, misses: int
+    ) -> None:
         """Record a batch of `count` requests, of which `misses` were late.
 
         Args:
@@ -235,20 +248,20 @@ class Sizes:
             misses: The number of its requests that missed the target.
         """
         if units == self._size:
-            self._behind = count + in_flight / self._idle
+            self._delayed_requests = count + in_flight / self._idle
             self._price = self._price_of(units, took_ns, in_flight)
             self._size = 0
-        if self._behind > 0:
-            self._behind -= count
-            spent = min(misses, self._price)
-            self._price -= spent
-            self._account.spend(spent)
+        if self._delayed_requests > 0:
+            self._delayed_requests -= count
+            charged = min(misses, self._price)
+            self._price -= charged
+            self._account.spend(charged)
 
 
 class AdaptiveBatcher(Batcher):
     """A batcher that meets a latency target by the rules of this module's docstring."""
 
-    learns = True
+    is_learning = True
 
     def __init__(self, rules: Batching) -> None:
         self._rules = rules
@@ -259,54 +272,58 @@ class AdaptiveBatcher(Batcher):
         self._waiting = WaitingChoice(self._account)
         self._sizes = Sizes(self._account)
         self._aim_ns = float(rules.target_ns)
-        self._misses = 0.0  # the cumulative sum of misses beyond the tolerated share
+        self._excess_misses = 0.0  # the cumulative sum of misses beyond the tolerated share
         # The first request of the batch that is being formed, and the end of its wait.
-        self._first: Pending | None = None
-        self._until_ns = 0
+        self._first_request: Pending | None = None
+        self._wait_end_ns = 0
         self._draining = False
 
     # --- learning -----------------------------------------------------------------------
 
-    def arrived(self, now_ns: int, in_flight: int) -> None:
-        self._arrivals.arrived(now_ns, in_flight, self._time.setup_ns)
+    def record_arrival(self, now_ns: int, in_flight: int) -> None:
+        self._arrivals.record_arrival(now_ns, in_flight, self._time.setup_ns)
         self._load.in_flight = in_flight
 
-    def returned(
+    def record_batch(
         self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         count, target = len(latencies_ns), self._rules.target_ns
-        self._arrivals.returned(now_ns, in_flight, self._time.setup_ns)
-        self._load.returned(now_ns, in_flight, count, units, took_ns)
+        self._arrivals.record_batch(now_ns, in_flight, self._time.setup_ns)
+        self._load.record_batch(now_ns, in_flight, count, units, took_ns)
         misses = 0
         for latency_ns in latencies_ns:
             if latency_ns > target:
                 misses += 1
-        late = self._late and self._load.stays and misses > 0
-        self._time.observe(units, took_ns, late=late)
-        self._sizes.returned(units, took_ns, count, in_flight, misses)
+        out_of_reach = self._is_out_of_reach and self._load.is_steady and misses > 0
+        self._time.observe(units, took_ns, out_of_reach=out_of_reach)
+        self._sizes.record_batch(units, took_ns, count, in_flight, misses)
         if self._load.batches > LEARNING:
-            self._waiting.returned(latencies_ns, misses)
+            self._waiting.record_batch(latencies_ns, misses)
         elif self._load.batches == LEARNING:
             self._account.end_learning()
-        self._aim(count - misses, self._account.unexplained(misses))
+        self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
 
-    def _aim(self, in_time: int, misses: int) -> None:
+    def _adjust_aim(self, on_time: int, misses: int) -> None:
         """Adjust the aimed latency to requests in time and to misses that no trial has caused."""
-        self._account.earn(in_time)
-        self._misses = min(max(self._misses - _TOLERATED * in_time, 0) + misses, _MOST_MISSES)
-        self._aim_ns *= (1 + _STEP * _ALLOWED / (1 - _ALLOWED) * in_time) * (1 - _STEP) ** misses
+        self._account.earn(on_time)
+        self._excess_misses = min(
+            max(self._excess_misses - _TOLERATED_MISSES * on_time, 0) + misses, _MAX_MISSES
+        )
+        self._aim_ns *= (1 + _AIM_STEP * _ALLOWED_MISSES / (1 - _ALLOWED_MISSES) * on_time) * (
+            1 - _AIM_STEP
+        ) ** misses
         target = self._rules.target_ns
-        self._aim_ns = min(max(self._aim_ns, _LOWEST * target), target)
+        self._aim_ns = min(max(self._aim_ns, _MIN_AIM * target), target)
 
     # --- decisions ----------------------------------------------------------------------
 
     def flush(self) -> None:
         self._draining = True
 
-    def closed(self, pending: Iterable[Pending]) -> Batch | None:
+    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
         head = gather(pending, self._rules)
-        batch = closed(head)
-        return batch if head is None or batch is None else self._sized(head, batch)
+        batch = closed_batch(head)
+        return batch if head is None or batch is None else self._shrink_to_best(head, batch)
 
     def decide(
         self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
@@ -316,99 +333,114 @@ class AdaptiveBatcher(Batcher):
             return None
         # A selected batch may not run yet, since the instance may still wait for its ticket. The
         # wait therefore ends when the first request is gone, not with the decision.
-        if not any(request is self._first for request in head.requests):
-            self._first, self._until_ns = head.requests[0], now_ns + int(self._time.setup_ns)
-        batch = closed(head)
-        if self._draining or not self._time.begun:
+        if not any(request is self._first_request for request in head.requests):
+            self._first_request, self._wait_end_ns = (
+                head.requests[0],
+                now_ns + int(self._time.setup_ns),
+            )
+        batch = closed_batch(head)
+        if self._draining or not self._time.can_compare:
             return batch or Batch(len(head.requests), CloseReason.IDLE)
-        tried = self._tried(now_ns, head)
-        if tried:
-            return Batch(tried, CloseReason.PREFERRED)
+        trial_count = self._start_trial(now_ns, head)
+        if trial_count:
+            return Batch(trial_count, CloseReason.PREFERRED)
         if batch is not None:
-            return self._sized(head, batch)
+            return self._shrink_to_best(head, batch)
         if not self._time.is_known:
-            return self._sized(head, Batch(len(head.requests), CloseReason.IDLE))
+            return self._shrink_to_best(head, Batch(len(head.requests), CloseReason.IDLE))
         if head.flush_by_ns - reserve_ns <= now_ns:
-            return self._sized(head, Batch(len(head.requests), CloseReason.DEADLINE))
-        return self._wait(now_ns, head, reserve_ns)
+            return self._shrink_to_best(head, Batch(len(head.requests), CloseReason.DEADLINE))
+        return self._wait_or_run(now_ns, head, reserve_ns)
 
-    def _wait(self, now_ns: int, head: QueueHead, reserve_ns: int) -> Batch | WaitUntil:
+    def _wait_or_run(self, now_ns: int, head: QueueHead, reserve_ns: int) -> Batch | WaitUntil:
         """Return the time to wait for further requests, or the batch to run."""
         count = len(head.requests)
-        burst_ns, sooner = self._burst(head)
-        ends_ns = self._start_by(head.oldest_ns, head.units)
-        if sooner or (self._waiting.on and self._waiting.pays) or self._late:
-            ends_ns = max(ends_ns, burst_ns)
+        burst_end_ns, ends_sooner = self._burst_end(head)
+        end_ns = self._start_by(head.oldest_ns, head.units)
+        if (
+            ends_sooner
+            or (self._waiting.waits and self._waiting.waiting_clearly_pays)
+            or self._is_out_of_reach
+        ):
+            end_ns = max(end_ns, burst_end_ns)
         reason = CloseReason.IDLE
-        if ends_ns <= now_ns:
+        if end_ns <= now_ns:
             reason = CloseReason.TARGET
         elif self._rules.delay_ns:
-            ends_ns = min(ends_ns, head.oldest_ns + self._rules.delay_ns)
-        until_ns = min(ends_ns, self._until_ns, burst_ns)
+            end_ns = min(end_ns, head.oldest_ns + self._rules.delay_ns)
+        until_ns = min(end_ns, self._wait_end_ns, burst_end_ns)
         if until_ns > now_ns:
             return WaitUntil(min(until_ns, head.flush_by_ns - reserve_ns))
-        batch = self._sized(head, Batch(count, reason))
+        batch = self._shrink_to_best(head, Batch(count, reason))
         if batch.reason is CloseReason.TARGET:
-            return Batch(self._in_time(now_ns, head.requests) or count, reason)
+            return Batch(self._count_on_time(now_ns, head.requests) or count, reason)
         return batch
 
     @property
-    def _late(self) -> bool:
+    def _is_out_of_reach(self) -> bool:
         """Return whether the target is out of reach."""
-        return self._misses > _OUT_OF_REACH
+        return self._excess_misses > _HOPELESS_MISSES
 
-    def _best(self, units: int) -> int:
-        return self._time.best(units, late=self._late)
+    def _best_size(self, units: int) -> int:
+        return self._time.best_size(units, out_of_reach=self._is_out_of_reach)
 
-    def _sized(self, head: QueueHead, batch: Batch) -> Batch:
+    def _shrink_to_best(self, head: QueueHead, batch: Batch) -> Batch:
         """Return the batch, or its first requests if a smaller batch has a higher rate."""
-        best = self._best(head.units)
-        if best >= head.units:
+        best_size = self._best_size(head.units)
+        if best_size >= head.units:
             return batch
-        return Batch(_within(head.requests, best), CloseReason.PREFERRED)
+        return Batch(_count_fitting(head.requests, best_size), CloseReason.PREFERRED)
 
-    def _burst(self, head: QueueHead) -> tuple[int, bool]:
+    def _burst_end(self, head: QueueHead) -> tuple[int, bool]:
         """Return the end of the wait for the next request of a burst, or 0 for no wait.
 
         Returns:
             The time, and whether the larger batch would end sooner than a batch without the wait.
         """
         time, units, count = self._time, head.units, len(head.requests)
-        best = time.best(units)
-        now_ns = time.expected_ns(best)
-        each = units / count
-        capacity = int((self._rules.max_batch_size - units) / each)
+        best_size = time.best_size(units)
+        now_ns = time.expected_ns(best_size)
+        rows_per_request = units / count
+        capacity = int((self._rules.max_batch_size - units) / rows_per_request)
         for requests, wait_ns in self._arrivals.burst(capacity):
-            rows = units + requests * each
+            rows = units + requests * rows_per_request
             longer_ns = wait_ns + time.expected_ns(round(rows)) - now_ns
-            sooner = longer_ns < -_CLEARLY * now_ns
-            if sooner or (self._waiting.on and longer_ns < (rows - best) * self._load.row_ns):
-                return self._arrivals.next_by_ns, sooner
+            ends_sooner = longer_ns < -_CLEAR_DIFFERENCE * now_ns
+            if ends_sooner or (
+                self._waiting.waits and longer_ns < (rows - best_size) * self._load.row_ns
+            ):
+                return self._arrivals.next_by_ns, ends_sooner
         return 0, False
 
-    def _tried(self, now_ns: int, head: QueueHead) -> int:
+    def _start_trial(self, now_ns: int, head: QueueHead) -> int:
         """Return the number of queued requests to run as a trial of a new batch size, or 0."""
         batches = self._load.batches
-        if not self._sizes.due(batches):
+        if not self._sizes.is_due(batches):
             return 0
-        size, worst_ns = self._time.untried(head.units)
+        size, worst_ns = self._time.find_trial(head.units)
         if not size:
             return 0
-        if not self._sizes.allowed(size, worst_ns, self._moment(now_ns, head.oldest_ns), batches):
+        if not self._sizes.start_trial(
+            size, worst_ns, self._trial_state(now_ns, head.oldest_ns), batches
+        ):
             return 0
-        return _within(head.requests, size)
+        return _count_fitting(head.requests, size)
 
-    def _moment(self, now_ns: int, oldest_ns: int) -> Moment:
+    def _trial_state(self, now_ns: int, oldest_ns: int) -> TrialState:
         time, load, target = self._time, self._load, self._rules.target_ns
-        best = self._best(self._rules.max_batch_size)
-        best_ns = time.expected_ns(best)
-        row_ns = best_ns / best
+        best_size = self._best_size(self._rules.max_batch_size)
+        best_ns = time.expected_ns(best_size)
+        row_ns = best_ns / best_size
         spare_ns = target - load.waiting * row_ns - best_ns
-        needed = load.per_ns * row_ns > _FULL and spare_ns < target / 2
-        if spare_ns < 0 and self._late:
-            needed = needed or load.stays  # Clients wait for responses, or the instance is full.
-        own_ns = target - (now_ns - oldest_ns)
-        return Moment(own_ns, spare_ns, row_ns, load.per_ns, load.most, needed)
+        is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
+        if spare_ns < 0 and self._is_out_of_reach:
+            is_overloaded = (
+                is_overloaded or load.is_steady
+            )  # Clients wait for responses, or the instance is full.
+        oldest_left_ns = target - (now_ns - oldest_ns)
+        return TrialState(
+            oldest_left_ns, spare_ns, row_ns, load.rows_per_ns, load.max_in_flight, is_overloaded
+        )
 
     def _start_by(self, oldest_ns: int, units: int) -> int:
         """Return the latest start (monotonic ns) at which a batch's oldest request is in time.
@@ -417,31 +449,33 @@ class AdaptiveBatcher(Batcher):
             oldest_ns: The time at which this request was enqueued.
             units: The size of the batch in rows.
         """
-        return int(oldest_ns + self._aim_ns - self._time.most_ns(units))
+        return int(oldest_ns + self._aim_ns - self._time.p99_ns(units))
 
-    def _in_time(self, now_ns: int, requests: list[Pending]) -> int:
+    def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.
 
         The others run in a second batch. The result is 0 if two batches would not meet it either.
         """
-        first, oldest = 0, NEVER
-        before: list[tuple[int, int]] = []  # rows, and oldest enqueue time, of the first n requests
+        rows, oldest = 0, NEVER
+        prefixes: list[
+            tuple[int, int]
+        ] = []  # rows, and oldest enqueue time, of the first n requests
         for request in requests:
-            first, oldest = first + request.units, min(oldest, request.enqueued_ns)
-            before.append((first, oldest))
-        later, later_oldest = 0, NEVER
+            rows, oldest = rows + request.units, min(oldest, request.enqueued_ns)
+            prefixes.append((rows, oldest))
+        later_rows, later_oldest = 0, NEVER
         for count in range(len(requests) - 1, 0, -1):
-            later += requests[count].units
+            later_rows += requests[count].units
             later_oldest = min(later_oldest, requests[count].enqueued_ns)
-            first, oldest = before[count - 1]
-            if now_ns > self._start_by(oldest, first):
+            rows, oldest = prefixes[count - 1]
+            if now_ns > self._start_by(oldest, rows):
                 continue
-            if now_ns + self._time.most_ns(first) <= self._start_by(later_oldest, later):
+            if now_ns + self._time.p99_ns(rows) <= self._start_by(later_oldest, later_rows):
                 return count
         return 0
 
 
-def _within(requests: list[Pending], units: int) -> int:
+def _count_fitting(requests: list[Pending], units: int) -> int:
     """Return how many requests at the head of the queue fit a batch of `units` rows, at least 1."""
     for count, request in enumerate(requests):
         units -= request.units

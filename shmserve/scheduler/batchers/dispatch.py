@@ -21,7 +21,7 @@ from shmserve.scheduler.batchers.dynamic import (
     WaitUntil,
 )
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.pool import InstanceTickets, Lost, Pool, Slot
+from shmserve.scheduler.instances.pool import InstanceTickets, LostWork, Pool, Slot
 from shmserve.scheduler.requests.queue import RequestQueue, queue_expired_text
 from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.requests.responses import Responses
@@ -42,7 +42,7 @@ class Dispatcher(ABC):
     A dispatcher that `follows` requests is called for each request before and after it is enqueued.
     """
 
-    follows: bool = field(init=False, default=True)
+    tracks_requests: bool = field(init=False, default=True)
 
     _settings: Settings
     _queue: RequestQueue
@@ -52,16 +52,16 @@ class Dispatcher(ABC):
     _tickets: InstanceTickets | None
 
     def __post_init__(self) -> None:
-        self._holds = any(self._settings.hold)
+        self._holds_batches = any(self._settings.hold)
 
     def _is_held(self, waiting: int, backlog: int = 0) -> bool:
         """Check whether batches are held until more requests wait, by a hook of Triton's tests.
 
         The hook is TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER.
         """
-        least, least_backlog = self._settings.hold
-        self._holds = waiting < least or backlog < least_backlog
-        return self._holds
+        min_waiting, min_backlog = self._settings.hold
+        self._holds_batches = waiting < min_waiting or backlog < min_backlog
+        return self._holds_batches
 
     @abstractmethod
     def run(self, now_ns: int) -> int:
@@ -89,15 +89,20 @@ class Dispatcher(ABC):
         """Record that a request was enqueued."""
 
     def removed(  # noqa: B027
-        self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False
+        self,
+        request: ScheduledRequest,
+        now_ns: int,
+        *,
+        expired: bool = False,
+        keep_dependents: bool = False,
     ) -> None:
         """Handle the final removal of a request from the queue.
 
         Requests that cannot run without it fail, unless the caller handles each request itself
-        (`apart`).
+        (`keep_dependents`).
         """
 
-    def again(self, request: ScheduledRequest) -> bool:
+    def requeue(self, request: ScheduledRequest) -> bool:
         """Requeue an executed request that its model has rescheduled.
 
         Return False if this kind of scheduling cannot requeue it.
@@ -111,9 +116,9 @@ class Dispatcher(ABC):
         """
         return False
 
-    def kept(self, lost: Lost) -> Lost:
+    def exclude_continuing(self, lost_work: LostWork) -> LostWork:
         """Return the work of a lost instance without the requests that continue elsewhere."""
-        return lost
+        return lost_work
 
     def gauges(self) -> dict[str, Any]:
         """Return the metrics' current values that only this kind of scheduling has."""
@@ -154,15 +159,15 @@ class Dispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.follows = self._batcher.learns
-        self._sends_ahead = not self._settings.policies.limited and self._tickets is None
+        self.tracks_requests = self._batcher.is_learning
+        self._may_send_ahead = not self._settings.policies.limited and self._tickets is None
 
     def flush(self) -> None:
-        self._holds = False
+        self._holds_batches = False
         self._batcher.flush()
 
     def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
-        self._batcher.arrived(request.enqueued_ns, self._responses.live)
+        self._batcher.record_arrival(request.enqueued_ns, self._responses.live_requests)
 
     def run(self, now_ns: int) -> int:
         queue, tickets = self._queue, self._tickets
@@ -170,29 +175,31 @@ class Dispatch(Dispatcher):
         executions, batcher, pool = self._executions, self._batcher, self._pool
         wake_ns = NEVER
         while in_order.count or retries:
-            slot, ahead = None, not pool.free
-            if ahead:
+            slot, send_ahead = None, not pool.free
+            if send_ahead:
                 # A retry runs alone and waits for an instance without other batches.
                 # A call that is sent ahead could wait behind the execution that makes it.
-                sends = in_order.count and not (queue.from_models and queue.calls())
-                if self._sends_ahead and sends:
+                can_send = in_order.count and not (queue.from_models and queue.calls())
+                if self._may_send_ahead and can_send:
                     times = executions.service_time
-                    slot = pool.least_busy(times.pipeline_depth, times.ends_soon)
+                    slot = pool.least_busy(times.pipeline_depth, times.has_short_batches)
                 if slot is None:
                     break
             elif tickets is not None:
                 slot = tickets.find(pool.free)
                 if slot is None and self._would_run(now_ns):
-                    tickets.ask(pool.free, len(queue))
+                    tickets.request_tickets(pool.free, len(queue))
                     break
-            if retries and not ahead:
+            if retries and not send_ahead:
                 executions.start([queue.take_retry()], CloseReason.RETRY, now_ns, slot)
                 continue
-            if self._holds and self._is_held(in_order.count):
+            if self._holds_batches and self._is_held(in_order.count):
                 break
             reserve_ns = executions.service_time.reserve_ns
             decision = (
-                batcher.closed(in_order) if ahead else batcher.decide(now_ns, in_order, reserve_ns)
+                batcher.closed_batch(in_order)
+                if send_ahead
+                else batcher.decide(now_ns, in_order, reserve_ns)
             )
             if type(decision) is WaitUntil:
                 wake_ns = decision.ns
@@ -209,7 +216,7 @@ class Dispatch(Dispatcher):
         queue, reserve_ns = self._queue, self._executions.service_time.reserve_ns
         if queue.retries:
             return True
-        if self._holds and self._is_held(queue.in_order.count):
+        if self._holds_batches and self._is_held(queue.in_order.count):
             return False
         return isinstance(self._batcher.decide(now_ns, queue.in_order, reserve_ns), Batch)
 

@@ -76,7 +76,7 @@ class Batcher:
     A batcher that `learns` is notified of arrivals and executions.
     """
 
-    learns: bool = False
+    is_learning: bool = False
 
     def decide(
         self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
@@ -88,16 +88,16 @@ class Batcher:
             pending: The queued requests in order, at least one.
             reserve_ns: How long before a deadline a batch must start in order to meet it.
         """
-        return _ONE
+        return _SINGLE_REQUEST
 
-    def closed(self, pending: Iterable[Pending]) -> Batch | None:
+    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
         """Return the batch at the front of the queue if it can take no further request."""
-        return _ONE
+        return _SINGLE_REQUEST
 
     def flush(self) -> None:
         """Stop waiting: no further request is expected."""
 
-    def arrived(self, now_ns: int, in_flight: int) -> None:
+    def record_arrival(self, now_ns: int, in_flight: int) -> None:
         """Record the arrival of a request.
 
         Args:
@@ -105,7 +105,7 @@ class Batcher:
             in_flight: The number of requests that are not completed.
         """
 
-    def returned(
+    def record_batch(
         self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         """Record the execution of a batch.
@@ -119,7 +119,7 @@ class Batcher:
         """
 
 
-_ONE = Batch(1, CloseReason.IDLE)
+_SINGLE_REQUEST = Batch(1, CloseReason.IDLE)
 
 
 class DynamicBatcher(Batcher):
@@ -133,8 +133,8 @@ class DynamicBatcher(Batcher):
     ) -> Batch | WaitUntil | None:
         return decide(now_ns, pending, self._rules, reserve_ns)
 
-    def closed(self, pending: Iterable[Pending]) -> Batch | None:
-        return closed(gather(pending, self._rules))
+    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
+        return closed_batch(gather(pending, self._rules))
 
     def flush(self) -> None:
         self._rules = replace(self._rules, delay_ns=0)
@@ -150,8 +150,8 @@ class QueueHead:
 
     requests: list[Pending]
     units: int
-    best: int
-    full: bool
+    preferred_count: int
+    is_full: bool
     other_shape: bool
     oldest_ns: int
     flush_by_ns: int
@@ -162,55 +162,59 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
 
     Visits at most one request more than fits a batch.
     """
-    largest, most, preferred = rules.largest_preferred, rules.max_batch_size, rules.preferred
+    largest_preferred, max_size, preferred = (
+        rules.largest_preferred,
+        rules.max_batch_size,
+        rules.preferred,
+    )
     requests: list[Pending] = []
-    total = best = 0
-    full = other_shape = False
+    total = preferred_count = 0
+    is_full = other_shape = False
     shape_key = b""
-    padded = None if rules.padding is None else rules.padding.batch()
+    padded_batch = None if rules.padding is None else rules.padding.batch()
     oldest = flush_by = NEVER
     for request in pending:
-        grown = total + request.units
+        new_total = total + request.units
         if requests:
-            if grown > largest and not best:
-                best = len(requests)
-            if grown > most:
-                full = True
+            if new_total > largest_preferred and not preferred_count:
+                preferred_count = len(requests)
+            if new_total > max_size:
+                is_full = True
                 break
             if (
                 request.shape_key != shape_key
-                if padded is None
-                else not padded.may_join(request.shape_key, request.units)
+                if padded_batch is None
+                else not padded_batch.may_join(request.shape_key, request.units)
             ):
                 other_shape = True
                 break
         else:
             shape_key = request.shape_key
-            if padded is not None:
-                padded.may_join(shape_key, request.units)
-        total = grown
+            if padded_batch is not None:
+                padded_batch.may_join(shape_key, request.units)
+        total = new_total
         requests.append(request)
         if request.enqueued_ns < oldest:
             oldest = request.enqueued_ns
         if request.flush_by_ns < flush_by:
             flush_by = request.flush_by_ns
         if total in preferred:
-            best = len(requests)
-        if total >= most:
-            full = True
+            preferred_count = len(requests)
+        if total >= max_size:
+            is_full = True
             break
     if not requests:
         return None
-    return QueueHead(requests, total, best, full, other_shape, oldest, flush_by)
+    return QueueHead(requests, total, preferred_count, is_full, other_shape, oldest, flush_by)
 
 
-def closed(head: QueueHead | None) -> Batch | None:
+def closed_batch(head: QueueHead | None) -> Batch | None:
     """Return the batch at the head of a queue if it can take no further request."""
-    if head is None or 0 < head.best < len(head.requests):
+    if head is None or 0 < head.preferred_count < len(head.requests):
         return None
-    if head.full:
+    if head.is_full:
         return Batch(len(head.requests), CloseReason.FULL)
-    if head.other_shape and not head.best:
+    if head.other_shape and not head.preferred_count:
         return Batch(len(head.requests), CloseReason.SHAPE)
     return None
 
@@ -222,13 +226,16 @@ def decide(
     head = gather(pending, rules)
     if head is None:
         return None
-    count, best, delay = len(head.requests), head.best, rules.delay_ns
+    count, preferred_count, delay = len(head.requests), head.preferred_count, rules.delay_ns
     waited_enough = 0 < delay <= now_ns - head.oldest_ns
-    if best and not waited_enough:
+    if preferred_count and not waited_enough:
         return Batch(
-            best, CloseReason.FULL if head.full and best == count else CloseReason.PREFERRED
+            preferred_count,
+            CloseReason.FULL
+            if head.is_full and preferred_count == count
+            else CloseReason.PREFERRED,
         )
-    if head.full:
+    if head.is_full:
         return Batch(count, CloseReason.FULL)
     if head.other_shape:
         return Batch(count, CloseReason.SHAPE)

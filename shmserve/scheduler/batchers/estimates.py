@@ -7,32 +7,40 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 
-_KEPT = 1 - 1 / 64  # decay, per execution, of the weights in the line fit
-_KNOWN = 8  # minimum number of observations for an estimate
-_WIDEST = 4  # residuals beyond this many spreads are clamped
-_LEAST_VARIATION = 0.05  # minimum relative deviation of the sizes for which a slope is fitted
+_WEIGHT_DECAY = 1 - 1 / 64  # decay, per execution, of the weights in the line fit
+_MIN_OBSERVATIONS = 8  # minimum number of observations for an estimate
+_MAX_SPREADS = 4  # residuals beyond this many spreads are clamped
+_MIN_VARIATION = 0.05  # minimum relative deviation of the sizes for which a slope is fitted
 
 _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part in 32
-_REMEMBERED = 256.0  # maximum weight of a size's mean, in executions
-_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
-_FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # relative spread of durations
-_CHANGED = 8  # number of durations in a row that are a change of the level if all differ from it
-_STEP, _ALIKE = 1.5, 2.0  # minimum ratio of such a change; maximum ratio between such durations
-_DEVIATION = 1.25  # standard deviations per spread, for a normal distribution
-_SAME = 0.03  # relative difference below which rates count as equal
-_SURE = 2.0  # standard errors by which a rate must be better
-_WORTH = 1.1  # minimum ratio of an untried size's possible rate to the best rate
-_FASTER, _SLOWER = 4, 2  # assumed initial speed-up, and slow-down, of an untried smaller batch
-_OFTEN = 4  # executions after which trials of a size end
-_DISTURBED = 16  # a busy machine disturbs one execution in this many
+_MAX_MEAN_WEIGHT = 256.0  # maximum weight of a size's mean, in executions
+_SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
+_INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
+_CHANGE_LENGTH = (
+    8  # number of durations in a row that are a change of the level if all differ from it
+)
+_MIN_CHANGE, _MAX_DISAGREEMENT = (
+    1.5,
+    2.0,
+)  # minimum ratio of such a change; maximum ratio between such durations
+_DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
+_EQUAL_RATES = 0.03  # relative difference below which rates count as equal
+_SURE_ERRORS = 2.0  # standard errors by which a rate must be better
+_MIN_TRIAL_RATIO = 1.1  # minimum ratio of an untried size's possible rate to the best rate
+_ASSUMED_SPEEDUP, _ASSUMED_SLOWDOWN = (
+    4,
+    2,
+)  # assumed initial speed-up, and slow-down, of an untried smaller batch
+_MAX_TRIALS = 4  # executions after which trials of a size end
+_DISTURBANCE_INTERVAL = 16  # a busy machine disturbs one execution in this many
 
 _RATE_GAIN = 1 / 64  # minimum gain of the averages of the load
-_DECAY = 1 - 1 / 1024  # decay of maxima, per batch
-_AS_MANY = 0.95  # share of arriving rows that are completed, at which the load is steady
+_MAXIMUM_DECAY = 1 - 1 / 1024  # decay of maxima, per batch
+_STEADY_SHARE = 0.95  # share of arriving rows that are completed, at which the load is steady
 
-_MOST_LEVELS = 512  # maximum number of requests in flight that has its own statistics
-_LIKELY = 0.6  # minimum chance of a predicted arrival
-_FIRST_SEEN = 3  # minimum number of observations for a prediction
+_MAX_LEVELS = 512  # maximum number of requests in flight that has its own statistics
+_MIN_CHANCE = 0.6  # minimum chance of a predicted arrival
+_MIN_ARRIVALS = 3  # minimum number of observations for a prediction
 _MARGIN_NS = 50_000  # allowance for the latency of the event loop
 
 
@@ -44,18 +52,18 @@ class _Size:
         weight: The number of batches in the mean.
     """
 
-    def __init__(self, mean: float, number: int) -> None:
+    def __init__(self, mean: float, execution: int) -> None:
         self.mean = mean
         self.weight = 1.0
-        self._recent, self._number = 1.0, number
+        self._recent_count, self._last_execution = 1.0, execution
 
-    def recent(self, number: int) -> float:
-        """Return the number of batches of this size, decayed up to the execution `number`."""
-        return self._recent * _KEPT ** (number - self._number)
+    def recent_count(self, execution: int) -> float:
+        """Return the number of batches of this size, decayed up to the execution `execution`."""
+        return self._recent_count * _WEIGHT_DECAY ** (execution - self._last_execution)
 
-    def executed(self, number: int) -> None:
-        """Count a batch of this size, which was the execution with this `number`."""
-        self._recent, self._number = self.recent(number) + 1, number
+    def record_execution(self, execution: int) -> None:
+        """Count a batch of this size, which was the execution with this `execution`."""
+        self._recent_count, self._last_execution = self.recent_count(execution) + 1, execution
 
 
 class SizeTimes:
@@ -72,226 +80,242 @@ class SizeTimes:
 
     def __init__(self, largest: int) -> None:
         self._sizes: dict[int, _Size] = {}
-        self._order: list[int] = []  # the indices of the observed sizes
-        self._last = _index(largest)
+        self._observed: list[int] = []  # the indices of the observed sizes
+        self._last_index = _index(largest)
         self._level = 1.0
-        self._setup_ns = self._each_ns = 0.0  # the fitted line of duration by size, at a level of 1
-        self._spread = _FIRST_SPREAD
+        self._setup_ns = self._slope_ns = (
+            0.0  # the fitted line of duration by size, at a level of 1
+        )
+        self._spread = _INITIAL_SPREAD
         # The last batches if all durations differ much from the level: matching level, and size.
-        self._steps: deque[tuple[float, _Size]] = deque(maxlen=_CHANGED)
-        self._seen = -1
-        self._late = 0  # executions while the target was out of reach
+        self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
+        self._observations = -1
+        self._late_executions = 0  # executions while the target was out of reach
         # These lists are by index of a size, as of the last refresh, at a level of 1.
-        self._times = [0.0] * (self._last + 1)
-        self._best = list(range(self._last + 1))
-        self._hoped = self._best.copy()
-        self._least: dict[int, float] = {}  # the shortest plausible duration of each observed size
-        self._stale = False
-        self._untried: dict[int, tuple[int, float]] = {}
+        self._times = [0.0] * (self._last_index + 1)
+        self._best_index = list(range(self._last_index + 1))
+        self._optimistic_index = self._best_index.copy()
+        self._shortest: dict[
+            int, float
+        ] = {}  # the shortest plausible duration of each observed size
+        self._is_stale = False
+        self._candidates: dict[int, tuple[int, float]] = {}
 
     @property
     def is_known(self) -> bool:
         """Return whether there were enough executions for an estimate."""
-        return self._seen >= _KNOWN
+        return self._observations >= _MIN_OBSERVATIONS
 
     @property
-    def begun(self) -> bool:
+    def can_compare(self) -> bool:
         """Return whether there were enough executions to compare sizes."""
-        return self._seen >= 2
+        return self._observations >= 2
 
     @property
     def setup_ns(self) -> float:
         """Return the fixed duration of an execution, fitted to the recent sizes."""
-        if self._stale:
+        if self._is_stale:
             self._refresh()
         return self._setup_ns * self._level
 
     def expected_ns(self, units: int) -> float:
         """Return the mean duration of a batch of this size."""
-        if self._stale:
+        if self._is_stale:
             self._refresh()
-        return self._times[min(_index(units), self._last)] * self._level
+        return self._times[min(_index(units), self._last_index)] * self._level
 
-    def most_ns(self, units: int) -> float:
+    def p99_ns(self, units: int) -> float:
         """Return the duration of a batch at about the 99th percentile."""
         return self.expected_ns(units) * (1 + 3 * self._spread)
 
-    def best(self, units: int, *, late: bool = False) -> int:
+    def best_size(self, units: int, *, out_of_reach: bool = False) -> int:
         """Return the size up to `units` with the highest row rate; if uncertain, the larger one.
 
-        If all requests are `late`, the result is the size with the highest possible rate, so that
-        the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
+        If all requests are `out_of_reach`, the result is the size with the highest possible rate,
+        so that the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
         """
-        if self._stale:
+        if self._is_stale:
             self._refresh()
-        index = min(_index(units), self._last)
-        best = (self._hoped if late else self._best)[index]
-        return units if best == index else _size(best)
+        index = min(_index(units), self._last_index)
+        best_index = (self._optimistic_index if out_of_reach else self._best_index)[index]
+        return units if best_index == index else _size(best_index)
 
     # --- learning -----------------------------------------------------------------------------
 
-    def observe(self, units: int, took_ns: float, *, late: bool = False) -> None:
+    def observe(self, units: int, took_ns: float, *, out_of_reach: bool = False) -> None:
         """Record the duration of a batch.
 
         Args:
             units: The size of the batch.
             took_ns: The duration.
-            late: Whether the target is out of reach and the arrivals do not decrease.
+            out_of_reach: Whether the target is out of reach and the arrivals do not decrease.
         """
-        self._late += late
-        self._seen += 1
-        if not self._seen:
+        self._late_executions += out_of_reach
+        self._observations += 1
+        if not self._observations:
             return
-        index = min(_index(units), self._last)
-        took = max(took_ns, 1.0) / self._level
+        index = min(_index(units), self._last_index)
+        duration = max(took_ns, 1.0) / self._level
         size = self._sizes.get(index)
         if size is None:
-            self._sizes[index] = _Size(took, self._seen)
-            insort(self._order, index)
-            self._stale = True
+            self._sizes[index] = _Size(duration, self._observations)
+            insort(self._observed, index)
+            self._is_stale = True
             return
-        size.executed(self._seen)
-        took = self._believable(size, took)
-        size.weight = min(size.weight + 1, _REMEMBERED)
-        change = (took - size.mean) / size.weight
+        size.record_execution(self._observations)
+        duration = self._clamp_outlier(size, duration)
+        size.weight = min(size.weight + 1, _MAX_MEAN_WEIGHT)
+        change = (duration - size.mean) / size.weight
         size.mean += change
-        if size.weight < _OFTEN or abs(change) > size.mean / 50 or not self._seen % 16:
-            self._stale = True
+        if size.weight < _MAX_TRIALS or abs(change) > size.mean / 50 or not self._observations % 16:
+            self._is_stale = True
 
-    def _believable(self, size: _Size, took: float) -> float:
+    def _clamp_outlier(self, size: _Size, duration: float) -> float:
         """Return a measured duration, clamped to the plausible range of its size.
 
         Update the level and the spread.
         """
-        ratio = took / size.mean
-        if not 1 / _STEP < ratio < _STEP:
-            self._steps.append((self._level * ratio, size))
-            if len(self._steps) == _CHANGED and self._has_changed():
+        ratio = duration / size.mean
+        if not 1 / _MIN_CHANGE < ratio < _MIN_CHANGE:
+            self._outliers.append((self._level * ratio, size))
+            if len(self._outliers) == _CHANGE_LENGTH and self._has_changed():
                 return size.mean
-        elif self._steps:
-            self._steps.clear()
+        elif self._outliers:
+            self._outliers.clear()
         if size.weight >= 4:
             # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The mean
             # ratio is 1, whereas the mean logarithm of skewed durations is not 0.
-            noise = max(1.0, self._spread / _FIRST_SPREAD)
-            self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _GAIN / noise
-        off = abs(ratio - 1)
-        widest = _WIDEST * max(self._spread, 2 * _LEAST_SPREAD)
-        gain = max(_GAIN, 1 / self._seen)
-        self._spread += (min(off, 2 * widest) - self._spread) * gain
-        if off > widest:  # an outlier or a change: a repetition has more weight
+            noise = max(1.0, self._spread / _INITIAL_SPREAD)
+            self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _SHARED_GAIN / noise
+        deviation = abs(ratio - 1)
+        max_deviation = _MAX_SPREADS * max(self._spread, 2 * _MIN_SPREAD)
+        gain = max(_SHARED_GAIN, 1 / self._observations)
+        self._spread += (min(deviation, 2 * max_deviation) - self._spread) * gain
+        if deviation > max_deviation:  # an outlier or a change: a repetition has more weight
             size.weight /= 2
             if size.weight >= 2:
-                return size.mean * min(max(ratio, 1 - widest), 1 + widest)
-        return took
+                return size.mean * min(max(ratio, 1 - max_deviation), 1 + max_deviation)
+        return duration
 
     def _has_changed(self) -> bool:
         """Set the level if the last durations, of several sizes, differ from it by one factor."""
-        levels = sorted(level for level, _ in self._steps)
-        sizes = {id(size) for _, size in self._steps}
-        if len(sizes) < 2 or levels[-1] > levels[0] * _ALIKE:
+        levels = sorted(level for level, _ in self._outliers)
+        sizes = {id(size) for _, size in self._outliers}
+        if len(sizes) < 2 or levels[-1] > levels[0] * _MAX_DISAGREEMENT:
             return False
-        self._level, self._spread = levels[_CHANGED // 2], _FIRST_SPREAD
-        self._steps.clear()
-        self._stale = True
+        self._level, self._spread = levels[_CHANGE_LENGTH // 2], _INITIAL_SPREAD
+        self._outliers.clear()
+        self._is_stale = True
         return True
 
     # --- decisions -------------------------------------------------------------------------
 
-    def untried(self, units: int) -> tuple[int, float]:
+    def find_trial(self, units: int) -> tuple[int, float]:
         """Return a size up to `units` to try, because its rate might exceed that of `best`.
 
         Returns:
             The size and its duration at worst; (0, 0.0) if there is none.
         """
-        if self._stale:
+        if self._is_stale:
             self._refresh()
-        last = min(_index(units), self._last)
-        promising = self._untried.get(last)
-        if promising is None:
-            promising = self._untried[last] = self._most_promising(last)
-        return promising
+        last_index = min(_index(units), self._last_index)
+        candidate = self._candidates.get(last_index)
+        if candidate is None:
+            candidate = self._candidates[last_index] = self._find_candidate(last_index)
+        return candidate
 
-    def _most_promising(self, last: int) -> tuple[int, float]:
-        times, least, best = self._times, self._least, self._best[last]
-        rate = _size(best) / times[best]
-        promised, promising, worst, lower = _WORTH * rate, 0, 0.0, 0
-        faster = _FASTER + math.log(1 + self._late)
-        for upper in self._order:
+    def _find_candidate(self, last_index: int) -> tuple[int, float]:
+        times, shortest, best_index = self._times, self._shortest, self._best_index[last_index]
+        rate = _size(best_index) / times[best_index]
+        target_rate, candidate, worst_duration, lower = _MIN_TRIAL_RATIO * rate, 0, 0.0, 0
+        speedup = _ASSUMED_SPEEDUP + math.log(1 + self._late_executions)
+        for upper in self._observed:
             # A size between two sizes takes at least the shorter and at most the longer duration.
-            highest = upper - 1 if upper <= last else last
+            highest = upper - 1 if upper <= last_index else last_index
             if highest > lower:
-                time = min(least[lower], least[upper]) if lower else least[upper] / faster
-                if _size(highest) > promised * time:
-                    promised, promising = _size(highest) / time, _middle(lower, highest)
-                    worst = max(times[lower], times[upper]) if lower else times[upper] * _SLOWER
-            if upper > last:
+                time = min(shortest[lower], shortest[upper]) if lower else shortest[upper] / speedup
+                if _size(highest) > target_rate * time:
+                    target_rate, candidate = _size(highest) / time, _middle(lower, highest)
+                    worst_duration = (
+                        max(times[lower], times[upper])
+                        if lower
+                        else times[upper] * _ASSUMED_SLOWDOWN
+                    )
+            if upper > last_index:
                 break
-            lower, doubted = upper, self._sizes[upper].weight < _OFTEN and upper != best
-            if doubted and _size(upper) > promised * least[upper]:
-                promised = _size(upper) / least[upper]
-                promising, worst = _size(upper), times[upper]
-        time = max(promised / _WORTH, rate) * least.get(lower, 0.0)
-        if last > lower == self._order[-1] and _size(last) > time:
+            lower, is_uncertain = (
+                upper,
+                self._sizes[upper].weight < _MAX_TRIALS and upper != best_index,
+            )
+            if is_uncertain and _size(upper) > target_rate * shortest[upper]:
+                target_rate = _size(upper) / shortest[upper]
+                candidate, worst_duration = _size(upper), times[upper]
+        time = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
+        if last_index > lower == self._observed[-1] and _size(last_index) > time:
             # The larger a size beyond all observed sizes is, the longer a batch may take.
-            promising = _middle(lower, last)
-            worst = times[last] * promising / _size(lower)
-        return promising, worst * self._level * (1 + 3 * self._spread)
+            candidate = _middle(lower, last_index)
+            worst_duration = times[last_index] * candidate / _size(lower)
+        return candidate, worst_duration * self._level * (1 + 3 * self._spread)
 
     def _refresh(self) -> None:
-        self._stale = False
-        self._untried.clear()
-        self._fit()
+        self._is_stale = False
+        self._candidates.clear()
+        self._fit_line()
         self._interpolate()
         times, sizes = self._times, self._sizes
-        spread = _DEVIATION * max(self._spread, _LEAST_SPREAD)
-        best, top, top_error, top_score = 1, 0.0, 0.0, 0.0
-        hoped, hope = 1, 0.0
-        self._least = self._at_best(spread)
-        again, promise = self._again(self._least)
-        highest = self._order[-1]
-        for index in range(1, self._last + 1):
+        spread = _DEVIATIONS_PER_SPREAD * max(self._spread, _MIN_SPREAD)
+        best_index, best_rate, best_error, best_score = 1, 0.0, 0.0, 0.0
+        optimistic_index, optimistic_rate = 1, 0.0
+        self._shortest = self._shortest_durations(spread)
+        disturbed_index, disturbed_rate = self._find_disturbed(self._shortest)
+        highest = self._observed[-1]
+        for index in range(1, self._last_index + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
             error, margin = spread**2, 0.0  # An interpolated rate gets no margin.
             if index > highest:
-                self._best[index], self._hoped[index] = best, hoped
+                self._best_index[index], self._optimistic_index[index] = (
+                    best_index,
+                    optimistic_index,
+                )
                 continue
             if size is not None:
                 error /= size.weight
-                margin = _SURE * (error + top_error) ** 0.5
-            self._best[index] = index if rate * (1 + _SAME + margin) >= top else best
-            may = _size(index) / self._least.get(index, times[index])
-            if index == again:
-                may = promise
-            if may >= hope:
-                hoped, hope = index, may
-            self._hoped[index] = hoped
+                margin = _SURE_ERRORS * (error + best_error) ** 0.5
+            self._best_index[index] = (
+                index if rate * (1 + _EQUAL_RATES + margin) >= best_rate else best_index
+            )
+            possible_rate = _size(index) / self._shortest.get(index, times[index])
+            if index == disturbed_index:
+                possible_rate = disturbed_rate
+            if possible_rate >= optimistic_rate:
+                optimistic_index, optimistic_rate = index, possible_rate
+            self._optimistic_index[index] = optimistic_index
             score = rate / (1 + error**0.5)
-            if score >= top_score:
-                best, top, top_error, top_score = index, rate, error, score
+            if score >= best_score:
+                best_index, best_rate, best_error, best_score = index, rate, error, score
 
-    def _at_best(self, spread: float) -> dict[int, float]:
+    def _shortest_durations(self, spread: float) -> dict[int, float]:
         """Return the shortest plausible duration of each observed size, by the size's index.
 
         Neighbours that do not clearly differ are pooled. Otherwise the luckiest of many sizes would
         seem to be the fastest, and each of them would be tried.
         """
-        least: dict[int, float] = {}
-        together: list[int] = []
+        shortest: dict[int, float] = {}
+        pool: list[int] = []
         mean = weight = 0.0
-        for index in self._order:
+        for index in self._observed:
             size = self._sizes[index]
             pooled = (mean * weight + size.mean * size.weight) / (weight + size.weight)
-            if together:
+            if pool:
                 error = spread * pooled * math.sqrt(1 / weight + 1 / size.weight)
-                if abs(size.mean - mean) > _SURE * error:
-                    together, weight, pooled = [], 0.0, size.mean
+                if abs(size.mean - mean) > _SURE_ERRORS * error:
+                    pool, weight, pooled = [], 0.0, size.mean
             mean, weight = pooled, weight + size.weight
-            together.append(index)
-            least.update(dict.fromkeys(together, mean / (1 + spread / math.sqrt(weight))))
-        return least
+            pool.append(index)
+            shortest.update(dict.fromkeys(pool, mean / (1 + spread / math.sqrt(weight))))
+        return shortest
 
-    def _again(self, least: dict[int, float]) -> tuple[int, float]:
+    def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
         """Return a size whose executions may all have been disturbed, and its highest rate.
 
         The number of executions that discard a size grows with the logarithm of the time for which
@@ -301,52 +325,54 @@ class SizeTimes:
             The size, and the highest rate of the sizes up to the next observed size if the size is
             as fast as a smaller size; (0, 0.0) if there is no such size.
         """
-        top = max(_size(index) / time for index, time in least.items())
-        below = min(least.values())
-        enough = math.log(1 + self._late) / math.log(_DISTURBED)
-        for index, above in zip(self._order, [*self._order[1:], self._last + 1], strict=True):
-            if self._sizes[index].weight >= enough:
-                below = least[index]
-            elif _size(above - 1) > top * below:
-                return index, _size(above - 1) / below
+        best_rate = max(_size(index) / time for index, time in shortest.items())
+        shortest_so_far = min(shortest.values())
+        min_executions = math.log(1 + self._late_executions) / math.log(_DISTURBANCE_INTERVAL)
+        for index, next_index in zip(
+            self._observed, [*self._observed[1:], self._last_index + 1], strict=True
+        ):
+            if self._sizes[index].weight >= min_executions:
+                shortest_so_far = shortest[index]
+            elif _size(next_index - 1) > best_rate * shortest_so_far:
+                return index, _size(next_index - 1) / shortest_so_far
         return 0, 0.0
 
-    def _fit(self) -> None:
+    def _fit_line(self) -> None:
         """Fit a line through batch size and duration by least squares.
 
         If all recent batches have one size, the slope keeps its last value. The initial slope of 0
         is optimistic and leads to larger batches, which reveal the slope.
         """
-        total = mean_x = mean_y = xx = xy = 0.0
-        for index in self._order:
+        total = mean_x = mean_y = sum_xx = sum_xy = 0.0
+        for index in self._observed:
             size = self._sizes[index]
-            weight = size.recent(self._seen)
+            weight = size.recent_count(self._observations)
             total += weight
-            off_x, off_y = _size(index) - mean_x, size.mean - mean_y
-            mean_x += off_x * weight / total
-            mean_y += off_y * weight / total
-            xx += weight * off_x * (_size(index) - mean_x)
-            xy += weight * off_x * (size.mean - mean_y)
-        slope = self._each_ns
-        if xx > total * (_LEAST_VARIATION * mean_x) ** 2:
-            slope = xy / xx
-        self._each_ns = min(max(slope, 0.0), mean_y / mean_x)
-        self._setup_ns = mean_y - self._each_ns * mean_x
+            delta_x, delta_y = _size(index) - mean_x, size.mean - mean_y
+            mean_x += delta_x * weight / total
+            mean_y += delta_y * weight / total
+            sum_xx += weight * delta_x * (_size(index) - mean_x)
+            sum_xy += weight * delta_x * (size.mean - mean_y)
+        slope = self._slope_ns
+        if sum_xx > total * (_MIN_VARIATION * mean_x) ** 2:
+            slope = sum_xy / sum_xx
+        self._slope_ns = min(max(slope, 0.0), mean_y / mean_x)
+        self._setup_ns = mean_y - self._slope_ns * mean_x
 
     def _interpolate(self) -> None:
         times, lower = self._times, 0
-        each = self._each_ns
-        for index in self._order:
+        end_slope = self._slope_ns
+        for index in self._observed:
             mean, high = self._sizes[index].mean, _size(index)
             if lower:
                 slope = (mean - times[lower]) / (high - _size(lower))
             else:
-                slope = min(each, mean / high / 2)
-            for between in range(lower + 1, index):
-                times[between] = mean - slope * (high - _size(between))
+                slope = min(end_slope, mean / high / 2)
+            for inner_index in range(lower + 1, index):
+                times[inner_index] = mean - slope * (high - _size(inner_index))
             times[index], lower = mean, index
-        for above in range(lower + 1, self._last + 1):
-            times[above] = times[lower] + each * (_size(above) - _size(lower))
+        for upper_index in range(lower + 1, self._last_index + 1):
+            times[upper_index] = times[lower] + end_slope * (_size(upper_index) - _size(lower))
 
 
 def _index(units: int) -> int:
@@ -364,16 +390,16 @@ def _middle(lower: int, highest: int) -> int:
     return _size(lower + (highest - lower + 1) // 2)
 
 
-class _Level:
+class _ArrivalStatistics:
     """The statistics of arrivals while a certain number of requests is in flight."""
 
     def __init__(self) -> None:
         self.chance = 0.0
         self.gap_ns = 0.0
         self.deviation_ns = 0.0
-        self.seen = 0
+        self.observations = 0
 
-    def came(self, gap_ns: int) -> None:
+    def record_gap(self, gap_ns: int) -> None:
         """Record that the next request arrived after this gap."""
         if self.chance:
             error = gap_ns - self.gap_ns
@@ -381,15 +407,15 @@ class _Level:
             self.deviation_ns += (abs(error) - self.deviation_ns) / 4
         else:
             self.gap_ns, self.deviation_ns = gap_ns, gap_ns / 2
-        self._learn(1.0)
+        self._update_chance(1.0)
 
-    def missed(self) -> None:
+    def record_miss(self) -> None:
         """Record that no further request arrived soon."""
-        self._learn(0.0)
+        self._update_chance(0.0)
 
-    def _learn(self, outcome: float) -> None:
-        self.seen += 1
-        self.chance += (outcome - self.chance) / min(self.seen, 16)
+    def _update_chance(self, outcome: float) -> None:
+        self.observations += 1
+        self.chance += (outcome - self.chance) / min(self.observations, 16)
 
     @property
     def patience_ns(self) -> int:
@@ -411,59 +437,65 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+        self._by_in_flight: dict[int, _ArrivalStatistics] = {}
         self._in_flight = 0
-        self._since_ns = 0
+        self._last_event_ns = 0
 
-    def arrived(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
+    def record_arrival(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
         """Record an arrival."""
-        gap_ns = now_ns - self._since_ns
+        gap_ns = now_ns - self._last_event_ns
         if gap_ns <= soon_ns:
-            self._level().came(gap_ns)
+            self._current_statistics().record_gap(gap_ns)
         else:
-            self._level().missed()
-        self._since_ns, self._in_flight = now_ns, in_flight
+            self._current_statistics().record_miss()
+        self._last_event_ns, self._in_flight = now_ns, in_flight
 
-    def returned(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
+    def record_batch(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
         """Record the end of a batch."""
-        if now_ns - self._since_ns > soon_ns:
-            self._level().missed()
-        self._since_ns, self._in_flight = now_ns, in_flight
+        if now_ns - self._last_event_ns > soon_ns:
+            self._current_statistics().record_miss()
+        self._last_event_ns, self._in_flight = now_ns, in_flight
 
-    def _level(self) -> _Level:
-        number = min(self._in_flight, _MOST_LEVELS)
-        level = self._levels.get(number)
-        if level is None:
-            level = self._levels[number] = _Level()
-        return level
+    def _current_statistics(self) -> _ArrivalStatistics:
+        in_flight = min(self._in_flight, _MAX_LEVELS)
+        statistics = self._by_in_flight.get(in_flight)
+        if statistics is None:
+            statistics = self._by_in_flight[in_flight] = _ArrivalStatistics()
+        return statistics
 
-    def burst(self, most: int) -> Iterator[tuple[float, float]]:
-        """Yield expected numbers and waits for up to `most` further requests of the current burst.
+    def burst(self, max_requests: int) -> Iterator[tuple[float, float]]:
+        """Yield expected counts and waits for at most `max_requests` further requests of the burst.
 
         Each item is the expected number of requests so far and the expected wait.
         """
         chance, requests, wait_ns = 1.0, 0.0, 0.0
-        for more in range(most):
-            level = self._likely(self._in_flight + more)
-            if level is None:
+        for extra in range(max_requests):
+            statistics = self._likely_statistics(self._in_flight + extra)
+            if statistics is None:
                 return
-            lost = 1 - level.chance
-            wait_ns += chance * (level.chance * level.gap_ns + lost * level.patience_ns)
-            chance *= level.chance
+            miss_chance = 1 - statistics.chance
+            wait_ns += chance * (
+                statistics.chance * statistics.gap_ns + miss_chance * statistics.patience_ns
+            )
+            chance *= statistics.chance
             requests += chance
             yield requests, wait_ns
 
     @property
     def next_by_ns(self) -> int:
         """Return the time until which waiting for the next request of a burst pays; 0: no burst."""
-        level = self._likely(self._in_flight)
-        return 0 if level is None else self._since_ns + level.patience_ns
+        statistics = self._likely_statistics(self._in_flight)
+        return 0 if statistics is None else self._last_event_ns + statistics.patience_ns
 
-    def _likely(self, in_flight: int) -> _Level | None:
-        level = self._levels.get(min(in_flight, _MOST_LEVELS))
-        if level is None or level.seen < _FIRST_SEEN or level.chance < _LIKELY:
+    def _likely_statistics(self, in_flight: int) -> _ArrivalStatistics | None:
+        statistics = self._by_in_flight.get(min(in_flight, _MAX_LEVELS))
+        if (
+            statistics is None
+            or statistics.observations < _MIN_ARRIVALS
+            or statistics.chance < _MIN_CHANCE
+        ):
             return None
-        return level
+        return statistics
 
 
 class Load:
@@ -477,12 +509,14 @@ class Load:
         self.in_flight = 0  # requests that are not completed
         self._in_flight_before = self._returned_ns = 0  # values at the end of the last batch
         # Averages of the time between the ends of two batches.
-        self._came = self._done = self._took_ns = 0.0
-        self._passed_ns = 1.0
-        self._each = self._instances = 1.0
-        self._most = 0.0
+        self._arrived_rows = self._completed_rows = self._execution_ns = 0.0
+        self._interval_ns = 1.0
+        self._rows_per_request = self._instances = 1.0
+        self._max_in_flight = 0.0
 
-    def returned(self, now_ns: int, in_flight: int, count: int, units: int, took_ns: int) -> None:
+    def record_batch(
+        self, now_ns: int, in_flight: int, count: int, units: int, took_ns: int
+    ) -> None:
         """Record the completion of a batch.
 
         Args:
@@ -494,40 +528,41 @@ class Load:
         """
         if self.batches:
             gain = max(_RATE_GAIN, 1 / self.batches)
-            self._each += (units / count - self._each) * gain
-            self._came += (
-                max(in_flight - self._in_flight_before + count, 0) * self._each - self._came
+            self._rows_per_request += (units / count - self._rows_per_request) * gain
+            self._arrived_rows += (
+                max(in_flight - self._in_flight_before + count, 0) * self._rows_per_request
+                - self._arrived_rows
             ) * gain
-            self._done += (units - self._done) * gain
-            self._took_ns += (took_ns - self._took_ns) * gain
-            self._passed_ns += (now_ns - self._returned_ns - self._passed_ns) * gain
-            at_work = self._took_ns / max(self._passed_ns, 1.0)
-            self._instances = max(self._instances * _DECAY, at_work, 1.0)
-        self._most = max(in_flight + count, self._most * _DECAY)
+            self._completed_rows += (units - self._completed_rows) * gain
+            self._execution_ns += (took_ns - self._execution_ns) * gain
+            self._interval_ns += (now_ns - self._returned_ns - self._interval_ns) * gain
+            busy_instances = self._execution_ns / max(self._interval_ns, 1.0)
+            self._instances = max(self._instances * _MAXIMUM_DECAY, busy_instances, 1.0)
+        self._max_in_flight = max(in_flight + count, self._max_in_flight * _MAXIMUM_DECAY)
         self._returned_ns, self._in_flight_before, self.in_flight = now_ns, in_flight, in_flight
         self.batches += 1
 
     @property
-    def per_ns(self) -> float:
+    def rows_per_ns(self) -> float:
         """Return the rows that arrive per ns."""
-        return self._came / max(self._passed_ns, 1.0) / self._instances
+        return self._arrived_rows / max(self._interval_ns, 1.0) / self._instances
 
     @property
     def row_ns(self) -> float:
         """Return the mean time between the arrivals of two rows, over all instances."""
-        return self._passed_ns / self._came if self._came else 0.0
+        return self._interval_ns / self._arrived_rows if self._arrived_rows else 0.0
 
     @property
     def waiting(self) -> float:
         """Return the rows that are not completed."""
-        return self.in_flight * self._each / self._instances
+        return self.in_flight * self._rows_per_request / self._instances
 
     @property
-    def most(self) -> float:
+    def max_in_flight(self) -> float:
         """Return the recent maximum of requests that were not completed."""
-        return self._most / self._instances
+        return self._max_in_flight / self._instances
 
     @property
-    def stays(self) -> bool:
+    def is_steady(self) -> bool:
         """Return whether the load is steady: about as many rows arrive as are completed."""
-        return self._came > _AS_MANY * self._done
+        return self._arrived_rows > _STEADY_SHARE * self._completed_rows

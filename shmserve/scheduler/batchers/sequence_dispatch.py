@@ -28,7 +28,7 @@ from shmserve.scheduler.statistics import Reason
 logger = logging.getLogger(__name__)
 
 _BACKLOG_EXPIRED = "timeout of the corresponding sequence has been expired"
-_MISSED = "an earlier request of the sequence was cancelled or timed out, which ended it"
+_ENDED_BY_EARLIER = "an earlier request of the sequence was cancelled or timed out, which ended it"
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class SequenceDispatch(Dispatcher):
         self._name = settings.name
         self._rows = 1 if settings.max_batch_size else 0  # rows of a request
         self._sequences = Sequences(
-            settings.name, rules.idle_ns, rules.most, rules.spec.iterative_sequence
+            settings.name, rules.idle_ns, rules.max_waiting, rules.spec.iterative_sequence
         )
         self._slots: dict[bytes, InstanceSlots] = {}
         self._numbers = itertools.count()
@@ -65,7 +65,7 @@ class SequenceDispatch(Dispatcher):
         correlation_id: int | str = message.correlation_text or message.correlation_id
         flags = message.flags
         if not correlation_id and self._rules.spec.iterative_sequence:
-            correlation_id = next(i for i in self._own_ids if not self._sequences.knows(i))
+            correlation_id = next(i for i in self._own_ids if not self._sequences.is_open(i))
             flags |= SEQUENCE_START
         if not correlation_id:
             raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
@@ -79,16 +79,16 @@ class SequenceDispatch(Dispatcher):
 
     @property
     def open_sequences(self) -> int:
-        return self._sequences.open
+        return self._sequences.open_count
 
     def accepts_while_draining(self, message: Submit) -> bool:
-        is_open = self._sequences.knows(message.correlation_text or message.correlation_id)
+        is_open = self._sequences.is_open(message.correlation_text or message.correlation_id)
         return is_open and not message.flags & SEQUENCE_START
 
     def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         assert sequence_key is not None
         request.flags = sequence_key.flags
-        if self._sequences.arrive(request, sequence_key.correlation_id):
+        if self._sequences.enqueue(request, sequence_key.correlation_id):
             logger.warning(
                 "sequence %s of model '%s' was restarted before its END",
                 sequence_key.correlation_id,
@@ -100,23 +100,30 @@ class SequenceDispatch(Dispatcher):
 
     def expired_text(self, request: ScheduledRequest, now_ns: int) -> str:
         text = queue_expired_text(request, now_ns)
-        return text if request.sequence.home is not None else f"{_BACKLOG_EXPIRED}: {text}"
+        return (
+            text if request.sequence.instance_slots is not None else f"{_BACKLOG_EXPIRED}: {text}"
+        )
 
     def removed(
-        self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False
+        self,
+        request: ScheduledRequest,
+        now_ns: int,
+        *,
+        expired: bool = False,
+        keep_dependents: bool = False,
     ) -> None:
         sequence: StatefulSequence = request.sequence
-        code, text, reason = "CANCELLED", _MISSED, Reason.CANCELED
+        code, text, reason = "CANCELLED", _ENDED_BY_EARLIER, Reason.CANCELED
         if expired:
             code, reason = "UNAVAILABLE", Reason.REJECTED
-        if expired and sequence.home is None:
+        if expired and sequence.instance_slots is None:
             text = _BACKLOG_EXPIRED
             removed = self._sequences.drop_all(sequence)
         else:
             removed = self._sequences.drop(request)
-        for each in () if apart else removed:
-            if each is not request:
-                self._fail(each, code, text, reason, now_ns)
+        for dependent in () if keep_dependents else removed:
+            if dependent is not request:
+                self._fail(dependent, code, text, reason, now_ns)
 
     def _fail(
         self, request: ScheduledRequest, code: str, text: str, reason: Reason, now_ns: int
@@ -124,31 +131,31 @@ class SequenceDispatch(Dispatcher):
         self._queue.remove(request)
         self._responses.fail(request, code, text, reason, now_ns)
 
-    def again(self, request: ScheduledRequest) -> bool:
+    def requeue(self, request: ScheduledRequest) -> bool:
         self._queue.put_back(request)
-        self._sequences.again(request)
+        self._sequences.requeue(request)
         return True
 
     # --- time -------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        self._holds = False
+        self._holds_batches = False
         self._rules = self._rules.without_delay()
 
     def run(self, now_ns: int) -> int:
         sequences = self._sequences
         if self._members != self._pool.members:
             self._members = self._pool.members
-            self._follow(now_ns)
+            self._update_slots(now_ns)
         instances = [(slots, self._pool.by_peer(peer)) for peer, slots in self._slots.items()]
         for slots, instance in instances:
-            if slots.running and instance is not None and instance.execution is None:
-                sequences.returned(slots, now_ns)
-        for idle in sequences.reap(now_ns):
+            if slots.running_sequences and instance is not None and instance.execution is None:
+                sequences.finish_batch(slots, now_ns)
+        for idle in sequences.expire_idle(now_ns):
             logger.info("sequence %s of model '%s' was idle for too long", idle.id, self._name)
-        for slots, ended in sequences.take_unended().items():
+        for slots, ended_slots in sequences.take_unended().items():
             if self._slots.get(slots.peer) is slots:
-                self._executions.post(slots.peer, EndSequences(ended))
+                self._executions.post(slots.peer, EndSequences(ended_slots))
         wake_ns = NEVER
         if not self._waits_for_more():
             for slots, instance in instances:
@@ -158,15 +165,15 @@ class SequenceDispatch(Dispatcher):
             self._tickets.return_unused()
         return min(wake_ns, sequences.next_idle_ns())
 
-    def _follow(self, now_ns: int) -> None:
+    def _update_slots(self, now_ns: int) -> None:
         """Update the slots after instances joined or left the pool."""
-        there = {instance.peer: instance for instance in self._pool.ready()}
-        for peer in self._slots.keys() - there.keys():
+        ready_instances = {instance.peer: instance for instance in self._pool.ready()}
+        for peer in self._slots.keys() - ready_instances.keys():
             for sequence in self._sequences.remove_instance(self._slots.pop(peer)):
                 text = _state_lost(sequence)
                 for request in sequence.waiting:
                     self._fail(request, "INTERNAL", text, Reason.BACKEND, now_ns)
-        for instance in sorted(there.values(), key=attrgetter("index")):
+        for instance in sorted(ready_instances.values(), key=attrgetter("index")):
             peer = instance.peer
             if peer not in self._slots:
                 order = (instance.index, next(self._numbers))
@@ -177,10 +184,10 @@ class SequenceDispatch(Dispatcher):
 
     def needs(self, slot: Slot) -> bool:
         slots = self._slots.get(slot.peer)
-        return slots is not None and not slots.empty
+        return slots is not None and not slots.is_empty
 
     def _waits_for_more(self) -> bool:
-        if not self._holds:
+        if not self._holds_batches:
             return False
         backlog = sum(len(sequence.waiting) for sequence in self._sequences.backlog)
         return self._is_held(len(self._queue) - backlog, backlog)
@@ -190,12 +197,12 @@ class SequenceDispatch(Dispatcher):
         decision = decide(now_ns, slots, self._rules, self._executions.service_time.reserve_ns)
         if isinstance(decision, Rows):
             if self._tickets is not None and self._tickets.find([instance]) is None:
-                self._tickets.ask([instance], 1)
+                self._tickets.request_tickets([instance], 1)
                 return NEVER
             # The rows are made before the requests begin, because beginning an END frees the
             # sequence's slot.
             rows = [_row(number, sequence) for number, sequence in decision.rows]
-            requests = self._sequences.begin(slots, decision.rows)
+            requests = self._sequences.start_rows(slots, decision.rows)
             for request in requests:
                 self._queue.remove(request)
                 request.meet(Event.DISPATCH)

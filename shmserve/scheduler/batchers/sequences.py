@@ -93,7 +93,7 @@ class WaitingRequests:
         run[request.key] = request
         run.move_to_end(request.key, last=False)
 
-    def take(self) -> ScheduledRequest:
+    def pop_first(self) -> ScheduledRequest:
         """Remove and return the request that arrived first."""
         key, request = self._runs[0].popitem(last=False)
         del self._run_of[key]
@@ -112,9 +112,9 @@ class WaitingRequests:
         removed: list[ScheduledRequest] = []
         run = self._run_of.get(request.key)
         while run is not None and request.key in run:
-            key, last = run.popitem()
+            key, removed_request = run.popitem()
             del self._run_of[key]
-            removed.append(last)
+            removed.append(removed_request)
         self._trim()
         removed.reverse()
         return removed
@@ -134,17 +134,26 @@ class StatefulSequence:
     `begun`: its instance has state of it.
     """
 
-    __slots__ = ("begun", "ended", "home", "id", "owner", "running", "slot", "waiting")
+    __slots__ = (
+        "has_ended",
+        "has_state",
+        "id",
+        "instance_slots",
+        "owner",
+        "running",
+        "slot",
+        "waiting",
+    )
 
     def __init__(self, correlation_id: int | str, owner: Owner) -> None:
         self.id = correlation_id
         self.owner = owner
         self.waiting = WaitingRequests()
         self.running: ScheduledRequest | None = None
-        self.home: InstanceSlots | None = None
+        self.instance_slots: InstanceSlots | None = None
         self.slot = 0
-        self.ended = False
-        self.begun = False
+        self.has_ended = False
+        self.has_state = False
 
 
 @record
@@ -161,29 +170,29 @@ class Rows:
 class InstanceSlots:
     """The sequence slots of the instance at the address `peer`.
 
-    Each slot has at most one of the `sequences`; some of them are `running`. `order` decides which
-    instance's slots are taken first.
+    Each slot has at most one of the `sequences`; some of them are `running_sequences`. `order`
+    decides which instance's slots are taken first.
     """
 
     def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
         self.peer = peer
         self.order = order
         self.sequences: list[StatefulSequence | None] = [None] * slots
-        self.running: list[StatefulSequence] = []
+        self.running_sequences: list[StatefulSequence] = []
         self.closed = False  # whether new sequences are rejected
         # Sequences that may run, by slot, in the order of their offers.
         self.ready: OrderedDict[int, StatefulSequence] = OrderedDict()
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Return whether the instance has no sequence and runs none."""
-        return not self.running and not any(self.sequences)
+        return not self.running_sequences and not any(self.sequences)
 
-    def offer(self, sequence: StatefulSequence) -> None:
+    def mark_ready(self, sequence: StatefulSequence) -> None:
         """Mark a sequence as ready: its first waiting request may run."""
         self.ready[sequence.slot] = sequence
 
-    def withdraw(self, sequence: StatefulSequence) -> None:
+    def mark_not_ready(self, sequence: StatefulSequence) -> None:
         """Mark a sequence as not ready."""
         if self.ready.get(sequence.slot) is sequence:
             del self.ready[sequence.slot]
@@ -205,9 +214,9 @@ def decide(
     """
     if not slots.ready:
         return None
-    if rules.oldest is None:
+    if rules.oldest_rules is None:
         return _direct(now_ns, slots, rules, reserve_ns)
-    return _oldest(now_ns, slots, rules.oldest, reserve_ns)
+    return _oldest(now_ns, slots, rules.oldest_rules, reserve_ns)
 
 
 def _direct(
@@ -215,16 +224,16 @@ def _direct(
 ) -> Rows | WaitUntil:
     ready = sorted(slots.ready)
     heads = {slot: slots.ready[slot].waiting.first for slot in ready}
-    oldest = min(ready, key=lambda slot: (heads[slot].enqueued_ns, slot))
+    oldest_slot = min(ready, key=lambda slot: (heads[slot].enqueued_ns, slot))
     reason = CloseReason.FULL if len(ready) == rules.slots else CloseReason.IDLE
     if rules.delay_ns and len(ready) < rules.spec.minimum_slot_utilization * rules.slots:
         # Triton requires more than the delay to have passed.
-        until = heads[oldest].enqueued_ns + rules.delay_ns + 1
-        flush_by = min(head.flush_by_ns for head in heads.values()) - reserve_ns
-        if now_ns < min(until, flush_by):
-            return WaitUntil(min(until, flush_by))
-        reason = CloseReason.DELAY if until <= now_ns else CloseReason.DEADLINE
-    shape_key = heads[oldest].shape_key
+        delay_end_ns = heads[oldest_slot].enqueued_ns + rules.delay_ns + 1
+        flush_by_ns = min(head.flush_by_ns for head in heads.values()) - reserve_ns
+        if now_ns < min(delay_end_ns, flush_by_ns):
+            return WaitUntil(min(delay_end_ns, flush_by_ns))
+        reason = CloseReason.DELAY if delay_end_ns <= now_ns else CloseReason.DEADLINE
+    shape_key = heads[oldest_slot].shape_key
     rows: list[tuple[int, StatefulSequence | None]] = [
         (slot, None) for slot in range(ready[-1] + 1)
     ]
@@ -302,36 +311,39 @@ class Backlog:
 class Sequences:
     """The open sequences of a model.
 
-    A sequence expires after it was idle for `idle_ns`. At most `most` sequences of an owner may
-    wait for a slot.
+    A sequence expires after it was idle for `idle_ns`. At most `max_waiting` sequences of an owner
+    may wait for a slot.
 
-    `once`: a sequence is one request, which its model may reschedule; it ends with that request.
+    `single_request`: a sequence is one request, which its model may reschedule; it ends with that
+    request.
     """
 
-    def __init__(self, model: str, idle_ns: int, most: int, once: bool = False) -> None:
+    def __init__(
+        self, model: str, idle_ns: int, max_waiting: int, single_request: bool = False
+    ) -> None:
         self._model = model
         self._idle_ns = idle_ns
-        self._most = most
-        self._once = once
-        self._open: dict[int | str, StatefulSequence] = {}
+        self._max_waiting = max_waiting
+        self._single_request = single_request
+        self._open_sequences: dict[int | str, StatefulSequence] = {}
         # A heap of the free slots. It may contain stale slots of closed instances.
         self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
-        self._stale = 0
+        self._stale_slots = 0
         self.backlog = Backlog()
         self._idle: OrderedDict[StatefulSequence, int] = (
             OrderedDict()
         )  # idle sequences in the order in which they became idle
         self._unended: dict[InstanceSlots, list[int]] = {}
-        self._lost: OrderedDict[int | str, None] = OrderedDict()
+        self._lost_ids: OrderedDict[int | str, None] = OrderedDict()
 
     @property
-    def open(self) -> int:
+    def open_count(self) -> int:
         """Return the number of sequences that have begun and not ended."""
-        return len(self._open)
+        return len(self._open_sequences)
 
-    def knows(self, correlation_id: int | str) -> bool:
+    def is_open(self, correlation_id: int | str) -> bool:
         """Check whether a sequence with this id is open."""
-        return correlation_id in self._open
+        return correlation_id in self._open_sequences
 
     # --- instances --------------------------------------------------------------------------------
 
@@ -347,13 +359,13 @@ class Sequences:
         Sequences that it has not begun wait for another slot, as in `close`.
         """
         self.close(slots)
-        lost = [sequence for sequence in slots.sequences if sequence is not None]
-        for sequence in lost:
-            sequence.home = None
+        lost_sequences = [sequence for sequence in slots.sequences if sequence is not None]
+        for sequence in lost_sequences:
+            sequence.instance_slots = None
             self._idle.pop(sequence, None)
             self._close(sequence)
             self._remember(sequence.id)
-        return lost
+        return lost_sequences
 
     def close(self, slots: InstanceSlots) -> None:
         """Close an instance to new sequences.
@@ -364,24 +376,28 @@ class Sequences:
         if slots.closed:
             return
         slots.closed = True
-        self._stale += slots.sequences.count(None)
+        self._stale_slots += slots.sequences.count(None)
         # Rebuilding the heap is amortised by the entries that it drops.
-        if 2 * self._stale > len(self._free):
+        if 2 * self._stale_slots > len(self._free):
             self._free = [entry for entry in self._free if not entry[2].closed]
             heapq.heapify(self._free)
-            self._stale = 0
-        moved = [each for each in slots.sequences if each is not None and not each.begun]
-        for sequence in sorted(moved, key=attrgetter("waiting.first.key"), reverse=True):
-            slots.withdraw(sequence)
+            self._stale_slots = 0
+        unstarted = [
+            sequence
+            for sequence in slots.sequences
+            if sequence is not None and not sequence.has_state
+        ]
+        for sequence in sorted(unstarted, key=attrgetter("waiting.first.key"), reverse=True):
+            slots.mark_not_ready(sequence)
             slots.sequences[sequence.slot] = None
-            sequence.home = None
+            sequence.instance_slots = None
             self.backlog.put_back(sequence)
         self._fill()
 
     def _remember(self, correlation_id: int | str) -> None:
-        self._lost[correlation_id] = None
-        if len(self._lost) > _LOST_REMEMBERED:
-            self._lost.popitem(last=False)
+        self._lost_ids[correlation_id] = None
+        if len(self._lost_ids) > _LOST_REMEMBERED:
+            self._lost_ids.popitem(last=False)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -392,33 +408,33 @@ class Sequences:
             InvalidArgument: The request belongs to no sequence.
             QueueFull: Too many sequences of its owner wait.
         """
-        if correlation_id in self._open:
+        if correlation_id in self._open_sequences:
             return
         if not flags & SEQUENCE_START:
             text = (
                 f"inference request for sequence {correlation_id} to model "
                 f"'{self._model}' must specify the START flag on the first request of the sequence"
             )
-            if correlation_id in self._lost:
+            if correlation_id in self._lost_ids:
                 text += "; the state of this one was lost when the model's worker died"
             raise InvalidArgument(text)
-        if self.backlog.count(owner) >= self._most:
+        if self.backlog.count(owner) >= self._max_waiting:
             raise QueueFull(
-                f"{self._most} sequences of this client wait for a slot of model "
+                f"{self._max_waiting} sequences of this client wait for a slot of model "
                 f"'{self._model}', and no more are allowed"
             )
 
-    def arrive(self, request: ScheduledRequest, correlation_id: int | str) -> bool:
+    def enqueue(self, request: ScheduledRequest, correlation_id: int | str) -> bool:
         """Queue a checked request.
 
         Returns:
             Whether the request is a START that restarts an open sequence.
         """
-        sequence = self._open.get(correlation_id)
-        anew = sequence is not None and bool(request.flags & SEQUENCE_START)
+        sequence = self._open_sequences.get(correlation_id)
+        restarts = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
-            self._lost.pop(correlation_id, None)
-            sequence = self._open[correlation_id] = StatefulSequence(
+            self._lost_ids.pop(correlation_id, None)
+            sequence = self._open_sequences[correlation_id] = StatefulSequence(
                 correlation_id, (request.client, request.submit.source)
             )
             self.backlog.append(sequence)
@@ -427,16 +443,16 @@ class Sequences:
         if request.flags & SEQUENCE_END:
             self._close(sequence)
         self._idle.pop(sequence, None)
-        if sequence.home is None:
+        if sequence.instance_slots is None:
             self._fill()
         elif sequence.running is None:
-            sequence.home.offer(sequence)
-        return anew
+            sequence.instance_slots.mark_ready(sequence)
+        return restarts
 
     def _close(self, sequence: StatefulSequence) -> None:
-        sequence.ended = True
-        if self._open.get(sequence.id) is sequence:
-            del self._open[sequence.id]
+        sequence.has_ended = True
+        if self._open_sequences.get(sequence.id) is sequence:
+            del self._open_sequences[sequence.id]
 
     def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """Remove a waiting request and those behind it up to a START, which cannot run without it.
@@ -444,12 +460,12 @@ class Sequences:
         Return the removed requests. The sequence ends if no request is left to come.
         """
         sequence: StatefulSequence = request.sequence
-        ends = sequence.waiting.is_in_last_run(request)
+        ends_sequence = sequence.waiting.is_in_last_run(request)
         removed = sequence.waiting.remove(request)
-        if ends:
+        if ends_sequence:
             self._close(sequence)
         if removed:  # otherwise it was removed together with an earlier request
-            self._settle(sequence)
+            self._update_slot(sequence)
         return removed
 
     def drop_all(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
@@ -457,19 +473,19 @@ class Sequences:
         removed = list(sequence.waiting)
         sequence.waiting = WaitingRequests()
         self._close(sequence)
-        self._settle(sequence)
+        self._update_slot(sequence)
         return removed
 
-    def _settle(self, sequence: StatefulSequence) -> None:
+    def _update_slot(self, sequence: StatefulSequence) -> None:
         """Update the slot of a sequence after requests were removed."""
-        slots = sequence.home
+        slots = sequence.instance_slots
         if sequence.waiting or sequence.running is not None:
             if slots is not None and not sequence.waiting:
-                slots.withdraw(sequence)
+                slots.mark_not_ready(sequence)
         elif slots is None:
             self.backlog.discard(sequence)
         else:
-            self._end(sequence)
+            self._end_early(sequence)
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -478,17 +494,17 @@ class Sequences:
         while self.backlog and self._free:
             slot, _, slots = heapq.heappop(self._free)
             if slots.closed:
-                self._stale -= 1
+                self._stale_slots -= 1
                 continue
             sequence = self.backlog.pop()
-            sequence.home, sequence.slot = slots, slot
+            sequence.instance_slots, sequence.slot = slots, slot
             slots.sequences[slot] = sequence
-            slots.offer(sequence)
+            slots.mark_ready(sequence)
 
-    def _end(self, sequence: StatefulSequence) -> None:
+    def _end_early(self, sequence: StatefulSequence) -> None:
         """End a sequence whose instance has not executed an END."""
-        if sequence.begun and sequence.home is not None:
-            self._unended.setdefault(sequence.home, []).append(sequence.slot)
+        if sequence.has_state and sequence.instance_slots is not None:
+            self._unended.setdefault(sequence.instance_slots, []).append(sequence.slot)
         self._release(sequence)
 
     def take_unended(self) -> dict[InstanceSlots, list[int]]:
@@ -500,11 +516,11 @@ class Sequences:
         return unended
 
     def _release(self, sequence: StatefulSequence) -> None:
-        slots = sequence.home
+        slots = sequence.instance_slots
         assert slots is not None
-        slots.withdraw(sequence)
+        slots.mark_not_ready(sequence)
         slots.sequences[sequence.slot] = None
-        sequence.home = None
+        sequence.instance_slots = None
         self._idle.pop(sequence, None)
         if not slots.closed:
             heapq.heappush(self._free, (sequence.slot, slots.order, slots))
@@ -512,49 +528,49 @@ class Sequences:
 
     # --- executions -------------------------------------------------------------------------------
 
-    def begin(
+    def start_rows(
         self, slots: InstanceSlots, rows: Iterable[tuple[int, StatefulSequence | None]]
     ) -> list[ScheduledRequest]:
         """Start the rows of a batch and return their requests, in order.
 
         The END of a sequence frees its slot at once.
         """
-        begun: list[ScheduledRequest] = []
-        ended: list[StatefulSequence] = []
+        requests: list[ScheduledRequest] = []
+        ended_sequences: list[StatefulSequence] = []
         for _, sequence in rows:
             if sequence is None:
                 continue
-            request = sequence.waiting.take()
+            request = sequence.waiting.pop_first()
             sequence.running = request
-            sequence.begun = True
-            slots.withdraw(sequence)
-            slots.running.append(sequence)
-            begun.append(request)
+            sequence.has_state = True
+            slots.mark_not_ready(sequence)
+            slots.running_sequences.append(sequence)
+            requests.append(request)
             # A sequence that ended otherwise is released on return: its instance is notified first.
-            if request.flags & SEQUENCE_END and not sequence.waiting and not self._once:
-                ended.append(sequence)
-        for sequence in ended:
+            if request.flags & SEQUENCE_END and not sequence.waiting and not self._single_request:
+                ended_sequences.append(sequence)
+        for sequence in ended_sequences:
             self._release(sequence)
-        return begun
+        return requests
 
-    def again(self, request: ScheduledRequest) -> None:
+    def requeue(self, request: ScheduledRequest) -> None:
         """Return a request that its model has rescheduled to the front of its sequence."""
         sequence: StatefulSequence = request.sequence
         request.flags = 0
         sequence.waiting.put_back(request)
 
-    def returned(self, slots: InstanceSlots, now_ns: int) -> None:
+    def finish_batch(self, slots: InstanceSlots, now_ns: int) -> None:
         """Handle the end of an instance's batch: its sequences may run again or end."""
-        runs, slots.running = slots.running, []
-        for sequence in runs:
+        sequences, slots.running_sequences = slots.running_sequences, []
+        for sequence in sequences:
             sequence.running = None
-            if sequence.home is not slots:
+            if sequence.instance_slots is not slots:
                 continue  # the slot was freed while the batch ran
             if sequence.waiting:
-                slots.offer(sequence)
-            elif sequence.ended or self._once:
+                slots.mark_ready(sequence)
+            elif sequence.has_ended or self._single_request:
                 self._close(sequence)
-                self._end(sequence)
+                self._end_early(sequence)
             else:
                 self._idle[sequence] = now_ns
 
@@ -564,14 +580,14 @@ class Sequences:
         """Return the time (monotonic ns) at which `reap` may end a sequence, or NEVER."""
         return next(iter(self._idle.values())) + self._idle_ns if self._idle else NEVER
 
-    def reap(self, now_ns: int) -> list[StatefulSequence]:
+    def expire_idle(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""
-        ended: list[StatefulSequence] = []
+        expired: list[StatefulSequence] = []
         while self._idle:
             sequence, since_ns = next(iter(self._idle.items()))
             if now_ns - since_ns < self._idle_ns:
                 break
             self._close(sequence)
-            self._end(sequence)
-            ended.append(sequence)
-        return ended
+            self._end_early(sequence)
+            expired.append(sequence)
+        return expired

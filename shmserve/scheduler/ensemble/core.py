@@ -35,12 +35,12 @@ from shmserve.scheduler.ensemble.request import (
     EnsembleRequest,
     EnsembleRequests,
     EnsembleState,
-    KnownRequest,
+    RequestProperties,
 )
 from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.requests.queue import believable, earlier, expired_text
+from shmserve.scheduler.requests.queue import believable, earlier_deadline, expired_text
 from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -48,11 +48,13 @@ from shmserve.scheduler.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
-_MOST_PLANS = 64
+_MAX_PLANS = 64
 _DEADLOCK = (
     "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 )
-_MANY = "a step has become decoupled, but the ensemble returns one response: reload the ensemble"
+_NOT_DECOUPLED = (
+    "a step has become decoupled, but the ensemble returns one response: reload the ensemble"
+)
 
 
 class EnsembleCore(Core[EnsembleRequest]):
@@ -67,7 +69,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         memory: EnsembleMemory,
         cache: ResponseCache | None = None,
     ) -> None:
-        graph = self._graph = Graph.of(config)
+        graph = self._graph = Graph.from_config(config)
         signature = self._signature = Signature(config, settings.version)
         statistics = self.statistics = Statistics(settings)
         targets = self._targets = Targets(graph)
@@ -78,14 +80,14 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._decoupled = settings.decoupled
         self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs
-        self._plans_of = 0  # the value of `Targets.changes` when the plans were made
-        self._schemas: Schemas[KnownRequest] = Schemas(self._derive)
+        self._plans_version = 0  # the value of `Targets.changes` when the plans were made
+        self._schemas: Schemas[RequestProperties] = Schemas(self._derive)
         self._planned_bytes = 0  # memory between the steps of one request
         self._control = control
         self._memory = memory
         self._cache = cache
         # The number of steps that may wait because of max_inflight_requests; 0: unlimited.
-        self._most_waiting = settings.policies.default.max_queue_size
+        self._max_waiting = settings.policies.default.max_queue_size
         # Scheduler endpoints by model name and version.
         self._endpoints: dict[tuple[str, str], str] = {}
 
@@ -100,7 +102,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         deadline_ns = max(submit.deadline_ns, 0)
         if self._timeout_is_deadline and submit.timeout_us:
-            return earlier(deadline_ns, submit, arrived_ns)
+            return earlier_deadline(deadline_ns, submit, arrived_ns)
         return deadline_ns
 
     def retry_after_s(self, error: ShmserveError) -> int:
@@ -110,7 +112,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> None:
         self.check(submit, now_ns)
-        if 0 < self._most_waiting <= self._steps.waiting:
+        if 0 < self._max_waiting <= self._steps.waiting:
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
             request = self._request(client, submit, lookup, now_ns)
@@ -135,17 +137,21 @@ class EnsembleCore(Core[EnsembleRequest]):
             raise MalformedMessage("a request's data do not match its schema")
         inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
-            raw = data[index]
-            where = raw if type(raw) is bytes else unpack_range(raw)
-            holds = not is_condition or self._memory.any_true(name, where)
-            inputs.append((name, Value(kind, where, None, holds)))
+            packed = data[index]
+            content = packed if type(packed) is bytes else unpack_range(packed)
+            is_true = not is_condition or self._memory.any_true(name, content)
+            inputs.append((name, Value(kind, content, None, is_true)))
         memory_ranges: dict[str, Range] = {}
-        if schema_properties.placed:
-            placed = map(unpack_range, data[len(inputs) :])
-            memory_ranges = dict(zip(schema_properties.placed, placed, strict=True))
+        if schema_properties.placed_outputs:
+            output_ranges = map(unpack_range, data[len(inputs) :])
+            memory_ranges = dict(zip(schema_properties.placed_outputs, output_ranges, strict=True))
             _check_ranges(memory_ranges, inputs, plan, self._graph)
         flow = Flow(plan)
-        flow.begin((*inputs, *schema_properties.absent) if schema_properties.absent else inputs)
+        flow.begin(
+            (*inputs, *schema_properties.absent_inputs)
+            if schema_properties.absent_inputs
+            else inputs
+        )
         arrived_ns = believable(submit.arrived_ns, now_ns)
         times = (arrived_ns, now_ns, self._deadline_ns(submit, arrived_ns), now_ns)
         return EnsembleRequest(
@@ -159,24 +165,24 @@ class EnsembleCore(Core[EnsembleRequest]):
             schema_properties.units,
         )
 
-    def _derive(self, packed: bytes) -> KnownRequest:
-        schema, graph = RequestSchema(packed), self._graph
+    def _derive(self, packed_schema: bytes) -> RequestProperties:
+        schema, graph = RequestSchema(packed_schema), self._graph
         batched = self._signature.max_batch_size > 0
         inputs = tuple(
-            (name, TensorKind.of(datatype, shape, batched), name in graph.conditions)
+            (name, TensorKind.shared(datatype, shape, batched), name in graph.conditions)
             for name, datatype, shape, _ in schema.inputs
         )
         input_names = {name for name, _, _ in inputs}
-        placed = tuple(output.name for output in schema.outputs if output.placed)
-        return KnownRequest(
+        placed_outputs = tuple(output.name for output in schema.outputs if output.placed)
+        return RequestProperties(
             schema.count,
             inputs,
             tuple((name, ABSENT) for name in graph.inputs if name not in input_names),
             tuple(output.name for output in schema.outputs) or graph.outputs,
-            placed,
+            placed_outputs,
             schema.parameters,
-            packed if placed or schema.parameters else b"",
-            self._signature.fit(packed).batch_size or 1,
+            packed_schema if placed_outputs or schema.parameters else b"",
+            self._signature.fit(packed_schema).batch_size or 1,
         )
 
     def _plan(self, outputs: tuple[str, ...]) -> Plan:
@@ -185,20 +191,20 @@ class EnsembleCore(Core[EnsembleRequest]):
         Raises:
             Unavailable: The model of a step is not served.
         """
-        if self._plans_of != self._targets.changes or len(self._plans) >= _MOST_PLANS:
+        if self._plans_version != self._targets.changes or len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-            self._plans_of = self._targets.changes
+            self._plans_version = self._targets.changes
         plan = self._plans.get(outputs)
         if plan is None:
             plan = self._plans[outputs] = Plan(self._graph, outputs, self._targets.find)
         return plan
 
-    def hit(
+    def serve_cached(
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        self._requests.hit(client, submit, lookup, now_ns)
+        self._requests.serve_cached(client, submit, lookup, now_ns)
 
-    def worded(self, text: str) -> str:
+    def format_error(self, text: str) -> str:
         return self._requests.error_text(text)
 
     def cancel(self, request: EnsembleRequest, now_ns: int, listening: bool = False) -> None:
@@ -223,23 +229,23 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def from_step(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
         """Handle a message of the scheduler at `endpoint`."""
-        self._steps.take(endpoint, message, now_ns)
+        self._steps.receive(endpoint, message, now_ns)
 
     def from_control(self, message: SupervisorToEnsemble, now_ns: int) -> None:
         match message:
             case ModelPublished():
-                self._published(message)
+                self._handle_published(message)
                 if message.acknowledge:
                     self._control.post(Acknowledged(message.acknowledge))
             case SchedulerLost():
-                self._steps.lost(message.endpoint, message.successor, now_ns)
+                self._steps.resubmit(message.endpoint, message.successor, now_ns)
                 for key, endpoint in list(self._endpoints.items()):
                     if endpoint == message.endpoint:
                         del self._endpoints[key]
             case _:
                 assert_never(message)
 
-    def _published(self, message: ModelPublished) -> None:
+    def _handle_published(self, message: ModelPublished) -> None:
         key = (message.name, message.version)
         if self._endpoints.get(key) != message.endpoint:
             self._endpoints[key] = message.endpoint
@@ -284,7 +290,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._memory.lent.drop_reader(pid)
 
     @property
-    def live(self) -> int:
+    def live_requests(self) -> int:
         return self._requests.count
 
     # --- time -------------------------------------------------------------------------------------
@@ -294,9 +300,9 @@ class EnsembleCore(Core[EnsembleRequest]):
         if now_ns >= requests.timers.due_ns:
             for request in requests.expire(now_ns):
                 self._steps.cancel(request)
-        while requests.touched:
-            touched, requests.touched = requests.touched, {}
-            for request in touched:
+        while requests.changed:
+            changed, requests.changed = requests.changed, {}
+            for request in changed:
                 if request.state is not EnsembleState.DONE:
                     self._advance(request, now_ns)
         return requests.timers.due_ns
@@ -307,7 +313,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         if flow.firings:
             self._steps.run(request, now_ns)
         if not self._decoupled and len(flow.responses) > 1:
-            text = id_prefix(request.submit.request_id) + _MANY
+            text = id_prefix(request.submit.request_id) + _NOT_DECOUPLED
             requests.fail(request, Unsupported.code, text, now_ns)
             self._steps.cancel(request)
         if request.state is not RUNNING:
@@ -322,7 +328,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             if self._decoupled:
                 if flow.responses:
                     return  # sending continues after the client has read some responses
-            elif not flow.responded:
+            elif not flow.has_responded:
                 text = id_prefix(request.submit.request_id) + _DEADLOCK
                 requests.fail(request, "INVALID_ARG", text, now_ns)
         requests.end(request, now_ns)

@@ -29,12 +29,12 @@ from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Value
 
-ONCE = -1  # the origin of tensors that exist once per request
+ONCE_PER_REQUEST = -1  # the origin of tensors that exist once per request
 RESPONSE = -1  # the index of the response among the readers of tensors
 _ANY_NUMBER = -1  # the number of uses is unknown until the request ends
 
 _CONDITION = "step[{}].condition"
-_MOST_KINDS = 256
+_MAX_KINDS = 256
 
 # Tensors by name, each with the value that it has at some number.
 Tensors = Sequence[tuple[str, Value]]
@@ -61,8 +61,8 @@ class StepNode:
     reads: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        read = {*self.inputs.values(), *([self.condition] if self.condition else [])}
-        object.__setattr__(self, "reads", frozenset(read))
+        tensors = {*self.inputs.values(), *([self.condition] if self.condition else [])}
+        object.__setattr__(self, "reads", frozenset(tensors))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,17 +81,17 @@ class Graph:
     max_inflight: int = 0
 
     @classmethod
-    def of(cls, config: ModelSpec) -> Graph:
+    def from_config(cls, config: ModelSpec) -> Graph:
         """Return the graph of an ensemble's configuration."""
         scheduling = config.ensemble_scheduling
         assert scheduling is not None
         steps = tuple(
-            StepNode(i, each.model_name, each.version, each.input_map, each.output_map, condition)
-            for i, each in enumerate(scheduling.step)
+            StepNode(i, step.model_name, step.version, step.input_map, step.output_map, condition)
+            for i, step in enumerate(scheduling.step)
             for condition in (config.parameters.get(_CONDITION.format(i), ""),)
         )
-        inputs = tuple(each.name for each in config.input)
-        outputs = tuple(each.name for each in config.output)
+        inputs = tuple(step.name for step in config.input)
+        outputs = tuple(step.name for step in config.output)
         return cls(config.name, steps, inputs, outputs, scheduling.max_inflight_requests)
 
     @cached_property
@@ -104,7 +104,7 @@ class Graph:
         """Return the names of the tensors that decide whether a step runs."""
         return frozenset(step.condition for step in self.steps if step.condition)
 
-    def needed(self, outputs: Iterable[str]) -> frozenset[int]:
+    def needed_steps(self, outputs: Iterable[str]) -> frozenset[int]:
         """Return the indices of the steps that these outputs depend on."""
         step_indices: set[int] = set()
         tensors = list(outputs)
@@ -115,17 +115,17 @@ class Graph:
                 tensors += step.reads
         return frozenset(step_indices)
 
-    def in_order(self) -> tuple[StepNode, ...]:
+    def sorted_steps(self) -> tuple[StepNode, ...]:
         """Return the steps in topological order, without those in cycles."""
-        written = set(self.inputs)
-        ordered: list[StepNode] = []
+        available = set(self.inputs)
+        sorted_steps: list[StepNode] = []
         waiting = list(self.steps)
-        while ready := [step for step in waiting if step.reads <= written]:
-            ordered += ready
-            waiting = [step for step in waiting if step not in ready]
-            for step in ready:
-                written.update(step.outputs.values())
-        return tuple(ordered)
+        while ready_steps := [step for step in waiting if step.reads <= available]:
+            sorted_steps += ready_steps
+            waiting = [step for step in waiting if step not in ready_steps]
+            for step in ready_steps:
+                available.update(step.outputs.values())
+        return tuple(sorted_steps)
 
     def origins(self, decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
         """Return the origin of each tensor by name: a step's index, or ONCE.
@@ -133,8 +133,8 @@ class Graph:
         Args:
             decoupled: Returns whether the model of a step gives any number of responses.
         """
-        tensor_origins = dict.fromkeys(self.inputs, ONCE)
-        for step in self.in_order():
+        tensor_origins = dict.fromkeys(self.inputs, ONCE_PER_REQUEST)
+        for step in self.sorted_steps():
             origin = step.index if decoupled(step) else origin_of(step, tensor_origins)
             tensor_origins.update(dict.fromkeys(step.outputs.values(), origin))
         return tensor_origins
@@ -165,15 +165,15 @@ class TensorReader:
 
     Attributes:
         reads: The tensors that the reader waits for, and whether their origin is `ONCE`.
-        once: Whether the reader has all its tensors at most once per request.
+        is_once: Whether the reader has all its tensors at most once per request.
         first: The keys of these tensors with the number 0.
     """
 
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
         self.index = index
-        self.reads = tuple((tensor, origins[tensor] == ONCE) for tensor in tensors)
-        self.once = all(once for _, once in self.reads)
-        self.first = tuple((tensor, 0) for tensor, _ in self.reads)
+        self.reads = tuple((tensor, origins[tensor] == ONCE_PER_REQUEST) for tensor in tensors)
+        self.once = all(is_once for _, is_once in self.reads)
+        self.first_keys = tuple((tensor, 0) for tensor, _ in self.reads)
 
 
 class PlannedStep(TensorReader):
@@ -198,8 +198,8 @@ class PlannedStep(TensorReader):
             (name, tensor, name in model.optional) for name, tensor in step.inputs.items()
         )
         tensors = list(step.inputs.values())
-        self.repeated = tuple(t for n, t in enumerate(tensors) if t in tensors[:n])
-        self.kinds: BoundedCache[Any, Any] = BoundedCache(_MOST_KINDS)
+        self.repeated = tuple(tensor for i, tensor in enumerate(tensors) if tensor in tensors[:i])
+        self.kinds: BoundedCache[Any, Any] = BoundedCache(_MAX_KINDS)
         self.responses: dict[bool, Schemas[Any]] = {}
 
 
@@ -240,38 +240,38 @@ class Plan:
             outputs: The outputs that the requests ask for.
             models: Returns the model of a step. Raises Unavailable if the model is not served.
         """
-        requested = tuple(dict.fromkeys(outputs))
-        needed = graph.needed(requested)
+        requested_outputs = tuple(dict.fromkeys(outputs))
+        needed_steps = graph.needed_steps(requested_outputs)
         origins = graph.origins(lambda step: models(step).decoupled)
-        self.outputs = frozenset(requested)
+        self.outputs = frozenset(requested_outputs)
         self.steps = {
             step.index: PlannedStep(step, models(step), origins)
             for step in graph.steps
-            if step.index in needed
+            if step.index in needed_steps
         }
-        self.response = TensorReader(RESPONSE, requested, origins)
+        self.response = TensorReader(RESPONSE, requested_outputs, origins)
         all_readers = (*self.steps.values(), self.response)
         self.routes: dict[str, TensorRoute] = {}
         for tensor, origin in origins.items():
-            readers = tuple(reader for reader in all_readers if (tensor, 0) in reader.first)
+            readers = tuple(reader for reader in all_readers if (tensor, 0) in reader.first_keys)
             if readers:
-                once = origin == ONCE
-                many = once and not all(reader.once for reader in readers)
-                only = len(readers) == 1 and len(readers[0].reads) == 1
+                is_once = origin == ONCE_PER_REQUEST
+                has_many_uses = is_once and not all(reader.once for reader in readers)
+                is_only = len(readers) == 1 and len(readers[0].reads) == 1
                 self.routes[tensor] = TensorRoute(
-                    _ANY_NUMBER if many else len(readers),
-                    once,
+                    _ANY_NUMBER if has_many_uses else len(readers),
+                    is_once,
                     readers,
-                    readers[0] if only else None,
+                    readers[0] if is_only else None,
                 )
         self.devices = self._devices(graph.conditions)
 
     def _devices(self, conditions: frozenset[str]) -> dict[str, int]:
         """Return the device of each tensor whose writer and readers are all on that device."""
         devices: dict[str, int] = {}
-        for planned in self.steps.values():
-            for tensor in planned.outputs.values():
-                route, device = self.routes.get(tensor), planned.device
+        for step in self.steps.values():
+            for tensor in step.outputs.values():
+                route, device = self.routes.get(tensor), step.device
                 if device is None or route is None or tensor in conditions:
                     continue
                 readers = (self.steps.get(reader.index) for reader in route.readers)
@@ -311,7 +311,7 @@ class Flow:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.responded = False
+        self.has_responded = False
         self._values: dict[tuple[str, int], Value] = {}
         # Remaining uses of values with more than one.
         self._remaining_uses: dict[tuple[str, int], int] = {}
@@ -319,18 +319,18 @@ class Flow:
         self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
-        self.absent: set[str] = set()
+        self.absent_outputs: set[str] = set()
 
     def begin(self, inputs: Tensors) -> None:
         """Store the request's inputs; omitted inputs are ABSENT."""
-        self._put(inputs, 0)
+        self._store_tensors(inputs, 0)
 
     def respond(self, step: PlannedStep, number: int, tensors: Tensors) -> None:
         """Store the tensors of a step's response; omitted outputs are ABSENT."""
         if step.decoupled:
             number = self._counts.get(step.index, 0)
             self._counts[step.index] = number + 1
-        self._put(tensors, number)
+        self._store_tensors(tensors, number)
 
     def close(self) -> None:
         """Release all values, because the request has ended or failed."""
@@ -345,7 +345,7 @@ class Flow:
         self.firings.clear()
         self.responses.clear()
 
-    def _put(self, tensors: Tensors, number: int) -> None:
+    def _store_tensors(self, tensors: Tensors, number: int) -> None:
         """Store tensors with one number, and fire the steps and responses that they complete."""
         routes = self.plan.routes
         for tensor, value in tensors:
@@ -367,14 +367,14 @@ class Flow:
                     if reader.once or not route.once:
                         self._fire(reader, number)
                     else:
-                        for at in self._numbers(reader):
-                            self._fire(reader, at)
+                        for ready_number in self._numbers(reader):
+                            self._fire(reader, ready_number)
 
     def _numbers(self, reader: TensorReader) -> Iterable[int]:
         """Return the numbers at which a reader may now have all its tensors."""
-        for tensor, once in reader.reads:
-            if not once:
-                return sorted([at for name, at in self._values if name == tensor])
+        for tensor, is_once in reader.reads:
+            if not is_once:
+                return sorted([number for name, number in self._values if name == tensor])
         return ()
 
     def _fire(self, reader: TensorReader, number: int) -> None:
@@ -383,37 +383,37 @@ class Flow:
         if fired in self._fired:
             return
         values = self._values
-        keys: Sequence[tuple[str, int]] = reader.first
+        keys: Sequence[tuple[str, int]] = reader.first_keys
         if not reader.once:
-            keys = [(tensor, 0 if once else number) for tensor, once in reader.reads]
+            keys = [(tensor, 0 if is_once else number) for tensor, is_once in reader.reads]
         for key in keys:
             if key not in values:
                 return
         self._fired.add(fired)
         reader_values: dict[str, Value] = {}  # values by name, each with a use for the reader
         for key in keys:
-            remaining = self._remaining_uses.get(key)
-            if remaining is None:
+            remaining_uses = self._remaining_uses.get(key)
+            if remaining_uses is None:
                 reader_values[key[0]] = values.pop(key)
                 continue
             value = reader_values[key[0]] = values[key]
             value.acquire()
-            if remaining == 2:
+            if remaining_uses == 2:
                 del self._remaining_uses[key]
-            elif remaining != _ANY_NUMBER:
-                self._remaining_uses[key] = remaining - 1
+            elif remaining_uses != _ANY_NUMBER:
+                self._remaining_uses[key] = remaining_uses - 1
         self._start(reader, number, reader_values)
 
     def _start(self, reader: TensorReader, number: int, values: dict[str, Value]) -> None:
         """Run a step or respond with these values, which hold a use for the reader."""
         if isinstance(reader, PlannedStep):
-            self._run(reader, number, values)
+            self._run_or_skip(reader, number, values)
         else:
             self._respond(values)
 
-    def _run(self, step: PlannedStep, number: int, values: dict[str, Value]) -> None:
+    def _run_or_skip(self, step: PlannedStep, number: int, values: dict[str, Value]) -> None:
         condition = step.condition
-        skipped = bool(condition) and not values[condition].holds
+        is_skipped = bool(condition) and not values[condition].holds
         inputs: dict[str, Value] = {}
         kinds: list[TensorKind | None] = []
         for name, tensor, optional in step.inputs:
@@ -422,8 +422,8 @@ class Flow:
             if value.kind is not None:
                 inputs[name] = value
             elif value is SKIPPED and not optional:
-                skipped = True
-        if skipped:
+                is_skipped = True
+        if is_skipped:
             for value in values.values():
                 value.release()
             self.respond(step, number, [(tensor, SKIPPED) for tensor in step.outputs.values()])
@@ -435,19 +435,19 @@ class Flow:
         self.firings.append(Firing(step, number, inputs, tuple(kinds)))
 
     def _respond(self, values: dict[str, Value]) -> None:
-        self.responded = True
+        self.has_responded = True
         response: dict[str, Value] = {}
         for name, value in values.items():
             if value.kind is not None:
                 response[name] = value
             elif value is ABSENT:
-                self.absent.add(name)
+                self.absent_outputs.add(name)
         self.responses.append(response)
 
 
 # These backends compute on tensors where they are. A Python model's inputs are copied to the host
 # unless its configuration has the parameter.
-_ON_DEVICE = frozenset({"pytorch", "onnxruntime", "native"})
+_DEVICE_BACKENDS = frozenset({"pytorch", "onnxruntime", "native"})
 _KEEP_ON_DEVICE = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 
@@ -460,7 +460,7 @@ class Target(ModelProperties):
     signature: Signature
 
     @classmethod
-    def of(cls, message: ModelPublished) -> Target:
+    def from_message(cls, message: ModelPublished) -> Target:
         """Return the target that a message publishes."""
         config = message.config
         signature = Signature(config, message.version)
@@ -479,31 +479,31 @@ class Targets:
         self._names = frozenset(step.model for step in graph.steps)
         self._versions: dict[str, dict[str, Target]] = {}
         self._latest: dict[str, str] = {}
-        self._of_steps: dict[int, Target] = {}  # a cache by step, cleared by each publication
+        self._by_step: dict[int, Target] = {}  # a cache by step, cleared by each publication
         self.changes = 0
 
     def publish(self, message: ModelPublished) -> None:
         """Register a version that is served, or its new endpoint."""
         if message.name not in self._names:
             return
-        self._of_steps.clear()
+        self._by_step.clear()
         versions = self._versions.setdefault(message.name, {})
-        published = versions.get(message.version)
-        if published is None or published.config != message.config:
-            versions[message.version] = Target.of(message)
+        target = versions.get(message.version)
+        if target is None or target.config != message.config:
+            versions[message.version] = Target.from_message(message)
             self.changes += 1
         else:
-            versions[message.version] = replace(published, endpoint=message.endpoint)
+            versions[message.version] = replace(target, endpoint=message.endpoint)
         if message.latest and self._latest.get(message.name) != message.version:
             self._latest[message.name] = message.version
             self.changes += 1
 
-    def move(self, endpoint: str, successor: str) -> None:
+    def replace_scheduler(self, endpoint: str, successor: str) -> None:
         """Replace the scheduler at `endpoint` by its successor; "": its versions are removed.
 
         A version that was withdrawn stays until then, for requests that have begun.
         """
-        self._of_steps.clear()
+        self._by_step.clear()
         for versions in self._versions.values():
             for version, target in list(versions.items()):
                 if target.endpoint != endpoint:
@@ -520,9 +520,9 @@ class Targets:
         Raises:
             Unavailable: The step's model is not served.
         """
-        target = self._of_steps.get(step.index)
+        target = self._by_step.get(step.index)
         if target is None:
-            target = self._of_steps[step.index] = self._find(step)
+            target = self._by_step[step.index] = self._find(step)
         return target
 
     def _find(self, step: StepNode) -> Target:
@@ -536,7 +536,7 @@ class Targets:
 
 def _device(config: ModelSpec) -> int | None:
     """Return the one CUDA device of all instances of a model that takes its inputs there."""
-    if config.backend not in _ON_DEVICE and config.parameters.get(_KEEP_ON_DEVICE) != "no":
+    if config.backend not in _DEVICE_BACKENDS and config.parameters.get(_KEEP_ON_DEVICE) != "no":
         return None
     if any(group.kind != "KIND_GPU" for group in config.instance_group):
         return None

@@ -51,7 +51,7 @@ class TensorKind:
     batched: bool = False
 
     @classmethod
-    def of(cls, datatype: str, shape: tuple[int, ...], batched: bool) -> TensorKind:
+    def shared(cls, datatype: str, shape: tuple[int, ...], batched: bool) -> TensorKind:
         """Return the one object for this datatype and shape."""
         key = (datatype, shape, batched)
         return _KINDS.find(key) or _KINDS.share(key, cls(*key))
@@ -156,7 +156,7 @@ class EnsembleMemory:
     lent: LentMemory
     _on_dropped: Callable[[int], None]  # called with the id of an arena that is no longer held
     _cuda: Callable[[], Exporting] = Driver
-    _held: dict[int, _HeldArena] = field(default_factory=dict)
+    _held_arenas: dict[int, _HeldArena] = field(default_factory=dict)
     _mappings: Mappings = field(default_factory=Mappings)
 
     def __post_init__(self) -> None:
@@ -165,12 +165,12 @@ class EnsembleMemory:
     @property
     def used(self) -> int:
         """Return the number of bytes in use, in the arena and on devices."""
-        return self._on_devices.used + self.lent.used
+        return self._on_devices.used_bytes + self.lent.used
 
     @property
-    def held(self) -> int:
+    def held_count(self) -> int:
         """Return the number of workers' arenas that are held open."""
-        return len(self._held)
+        return len(self._held_arenas)
 
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
         """Return a block on a CUDA device, or of the arena if the device has no free space.
@@ -201,21 +201,21 @@ class EnsembleMemory:
             Unavailable: The arena is gone.
         """
         memory = memory_range.memory
-        arena = self._held.get(memory.id)
+        arena = self._held_arenas.get(memory.id)
         if arena is None:
-            arena = self._held[memory.id] = _HeldArena(memory)
+            arena = self._held_arenas[memory.id] = _HeldArena(memory)
         arena.users += 1
 
     def end_hold(self, memory_range: Range) -> None:
         """Release a range that `hold` kept."""
-        arena = self._held[memory_range.memory.id]
+        arena = self._held_arenas[memory_range.memory.id]
         arena.users -= 1
-        if arena.gone and not arena.users:
+        if arena.owner_exited and not arena.users:
             self._close(memory_range.memory.id)
 
     def passed_on(self, memory_range: Range) -> Range:
         """Return a memory range in a form that is readable after its writer has exited."""
-        arena = self._held.get(memory_range.memory.id)
+        arena = self._held_arenas.get(memory_range.memory.id)
         return memory_range if arena is None else replace(memory_range, memory=arena.memory)
 
     def copy(self, memory_range: Range) -> Block:
@@ -228,15 +228,15 @@ class EnsembleMemory:
 
     def process_exited(self, pid: int) -> None:
         """Close the arena of a process that has exited once nothing uses it."""
-        for memory_id, arena in list(self._held.items()):
+        for memory_id, arena in list(self._held_arenas.items()):
             if arena.pid == pid:
-                arena.gone = True
+                arena.owner_exited = True
                 if not arena.users:
                     self._close(memory_id)
         self._mappings.drop_process(pid)
 
     def _close(self, memory_id: int) -> None:
-        self._held.pop(memory_id).close()
+        self._held_arenas.pop(memory_id).close()
         self._mappings.drop(memory_id)
         self._on_dropped(memory_id)
 
@@ -258,7 +258,7 @@ class EnsembleMemory:
 
     def close(self) -> None:
         """Close all arenas that are held."""
-        for memory_id in list(self._held):
+        for memory_id in list(self._held_arenas):
             self._close(memory_id)
         self._mappings.drop_all()
 
@@ -269,7 +269,7 @@ class _HeldArena:
     def __init__(self, memory: Memory) -> None:
         self.pid = memory.pid
         self.users = 0
-        self.gone = False  # whether the worker that owns the arena has exited
+        self.owner_exited = False  # whether the worker that owns the arena has exited
         self._fd = opened(memory)
         self.memory = replace(memory, pid=os.getpid(), fd=self._fd)
 
@@ -291,13 +291,13 @@ class DeviceBlocks:
             cuda: Returns the driver. Raises Unavailable if there is none.
         """
         self._byte_size = byte_size
-        self._make = cuda
+        self._make_driver = cuda
         self._cuda: Exporting | None = None
         self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory
-        self._full: set[int] = set()  # devices on which an allocation has failed
+        self._full_devices: set[int] = set()  # devices on which an allocation has failed
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Return the number of bytes in use."""
         return sum(segment.free.used for segment in self._segments.values())
 
@@ -319,16 +319,16 @@ class DeviceBlocks:
         return Block(self.free, Range(new_segment.memory, offset, byte_size))
 
     def _grow(self, device: int, byte_size: int) -> _Segment | None:
-        had = sum(s.free.capacity for s in self._segments.values() if s.device == device)
-        size = min(max(byte_size, _SEGMENT_SIZE), self._byte_size - had)
-        if size < byte_size or device in self._full:
+        capacity = sum(s.free.capacity for s in self._segments.values() if s.device == device)
+        size = min(max(byte_size, _SEGMENT_SIZE), self._byte_size - capacity)
+        if size < byte_size or device in self._full_devices:
             return None
         try:
             if self._cuda is None:
-                self._cuda = self._make()
+                self._cuda = self._make_driver()
             segment = _Segment(self._cuda, device, size)
         except ShmserveError as error:
-            self._full.add(device)
+            self._full_devices.add(device)
             logger.warning("tensors between steps use host memory: %s", error.message)
             return None
         self._segments[segment.memory.id] = segment

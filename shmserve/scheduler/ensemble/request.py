@@ -56,7 +56,7 @@ from shmserve.scheduler.statistics import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 
-_MOST_SCHEMAS = 64
+_MAX_SCHEMAS = 64
 
 
 class EnsembleState(StrEnum):
@@ -78,19 +78,22 @@ class EnsembleEvent(StrEnum):
     END = auto()
 
 
-_ENDS = {EnsembleEvent.ABANDON: EnsembleState.ABANDONED, EnsembleEvent.END: EnsembleState.DONE}
+_END_TRANSITIONS = {
+    EnsembleEvent.ABANDON: EnsembleState.ABANDONED,
+    EnsembleEvent.END: EnsembleState.DONE,
+}
 TRANSITIONS: Mapping[EnsembleState, Mapping[EnsembleEvent, EnsembleState]] = {
-    EnsembleState.RUNNING: {EnsembleEvent.FAIL: EnsembleState.FAILED, **_ENDS},
-    EnsembleState.FAILED: {EnsembleEvent.REPORT: EnsembleState.REPORTED, **_ENDS},
-    EnsembleState.REPORTED: _ENDS,
-    EnsembleState.ABANDONED: _ENDS,
+    EnsembleState.RUNNING: {EnsembleEvent.FAIL: EnsembleState.FAILED, **_END_TRANSITIONS},
+    EnsembleState.FAILED: {EnsembleEvent.REPORT: EnsembleState.REPORTED, **_END_TRANSITIONS},
+    EnsembleState.REPORTED: _END_TRANSITIONS,
+    EnsembleState.ABANDONED: _END_TRANSITIONS,
     EnsembleState.DONE: {},
 }
 # Module constants, because an enumeration looks a member up each time.
 RUNNING = EnsembleState.RUNNING
 
 
-class KnownRequest(NamedTuple):
+class RequestProperties(NamedTuple):
     """The properties of a request that its schema determines.
 
     Attributes:
@@ -106,9 +109,9 @@ class KnownRequest(NamedTuple):
 
     entries: int
     inputs: tuple[tuple[str, TensorKind, bool], ...]
-    absent: tuple[tuple[str, Value], ...]
+    absent_inputs: tuple[tuple[str, Value], ...]
     outputs: tuple[str, ...]
-    placed: tuple[str, ...]
+    placed_outputs: tuple[str, ...]
     parameters: dict[str, Any]
     own_schema: bytes
     units: int
@@ -135,7 +138,7 @@ class EnsembleRequest:
 
     client: Client[EnsembleRequest]
     submit: Submit
-    known: KnownRequest
+    properties: RequestProperties
     memory_ranges: dict[str, Range]
     flow: Flow
     lookup: Lookup | None
@@ -162,12 +165,12 @@ class EnsembleRequest:
         Raises:
             IllegalEvent: The event is not allowed in this state. Nothing changes.
         """
-        previous = self.state
+        previous_state = self.state
         try:
-            self.state = TRANSITIONS[previous][event]
+            self.state = TRANSITIONS[previous_state][event]
         except KeyError:
-            raise IllegalEvent(f"{event.name} in state {previous.name}") from None
-        return previous
+            raise IllegalEvent(f"{event.name} in state {previous_state.name}") from None
+        return previous_state
 
 
 class UnreadResponses:
@@ -175,8 +178,8 @@ class UnreadResponses:
 
     __slots__ = ("_values", "_window")
 
-    def __init__(self, placed: bool) -> None:
-        self._window = SendWindow(placed)
+    def __init__(self, in_client_memory: bool) -> None:
+        self._window = SendWindow(in_client_memory)
         self._values: deque[list[Value]] = deque()
 
     @property
@@ -216,20 +219,22 @@ class EnsembleRequests:
     _memory: EnsembleMemory
     _statistics: Statistics
     _cache: ResponseCache | None
-    touched: dict[EnsembleRequest, None] = field(default_factory=dict)
+    changed: dict[EnsembleRequest, None] = field(default_factory=dict)
     count: int = 0
-    _warned: set[str] = field(default_factory=set)
+    _warned_tensors: set[str] = field(default_factory=set)
     # Packed response schemas by the kinds of the tensors, their names, and the sequence.
-    _schemas: BoundedCache[Any, bytes] = field(default_factory=partial(BoundedCache, _MOST_SCHEMAS))
+    _schemas: BoundedCache[Any, bytes] = field(default_factory=partial(BoundedCache, _MAX_SCHEMAS))
 
     def __post_init__(self) -> None:
-        self.timers: Timers[EnsembleRequest] = Timers(lambda each: each.state is EnsembleState.DONE)
+        self.timers: Timers[EnsembleRequest] = Timers(
+            lambda request: request.state is EnsembleState.DONE
+        )
 
     def add(self, request: EnsembleRequest) -> None:
         """Register an admitted request."""
         request.client.requests[request.submit.id] = request
         self.count += 1
-        self.touched[request] = None
+        self.changed[request] = None
         if request.deadline_ns:
             self.timers.add(request.deadline_ns, request)
 
@@ -239,14 +244,14 @@ class EnsembleRequests:
         self, request: EnsembleRequest, code: str, text: str, now_ns: int, retry_after_s: int = 0
     ) -> None:
         """Fail a request unless it has failed before."""
-        self.touched[request] = None
+        self.changed[request] = None
         if request.state is not RUNNING:
             return
         request.meet(EnsembleEvent.FAIL)
         text = self.error_text(text)
         request.failure = Failed(request.submit.id, code, text, retry_after_s, False)
         reason = Reason.CANCELED if code == "CANCELLED" else Reason.OTHER
-        self._statistics.failed(request.arrived_ns, reason, now_ns)
+        self._statistics.count_failure(request.arrived_ns, reason, now_ns)
 
     def error_text(self, text: str) -> str:
         """Return an error text in the form that clients receive."""
@@ -255,20 +260,20 @@ class EnsembleRequests:
     def report_early(self, request: EnsembleRequest) -> None:
         """Send the error of a failed request whose steps are in flight; `Settled` follows."""
         if request.state is EnsembleState.FAILED and request.running:
-            self._report(request, early=True)
+            self._report(request, is_early=True)
 
     def abandon(self, request: EnsembleRequest, now_ns: int) -> None:
         """Fail a request whose client has exited."""
         if request.failure is None:
-            self._statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
+            self._statistics.count_failure(request.arrived_ns, Reason.CANCELED, now_ns)
         request.meet(EnsembleEvent.ABANDON)
-        self.touched[request] = None
+        self.changed[request] = None
 
     def stop(self, request: EnsembleRequest, text: str, now_ns: int) -> None:
         """Fail a request at once because the scheduler stops."""
         self.fail(request, Unavailable.code, text, now_ns)
         if request.state is EnsembleState.FAILED:
-            self._report(request, early=False)
+            self._report(request, is_early=False)
 
     def expire(self, now_ns: int) -> list[EnsembleRequest]:
         """Fail the requests whose deadlines have expired, and return them."""
@@ -279,10 +284,10 @@ class EnsembleRequests:
             self.report_early(request)
         return expired
 
-    def _report(self, request: EnsembleRequest, early: bool) -> None:
+    def _report(self, request: EnsembleRequest, is_early: bool) -> None:
         request.meet(EnsembleEvent.REPORT)
         assert request.failure is not None
-        request.client.post(replace(request.failure, early=early))
+        request.client.post(replace(request.failure, early=is_early))
 
     # --- responses --------------------------------------------------------------------------------
 
@@ -296,9 +301,9 @@ class EnsembleRequests:
             unread = request.unread = UnreadResponses(bool(request.memory_ranges))
         while responses and unread.is_open:
             response = responses.pop(0)
-            schema, data = self._packed(request, response)
+            schema, data = self._pack_response(request, response)
             unread.add(response.values(), len(schema) + inline_size_of(data))
-            self._count(request, schema, final=False, now_ns=now_ns)
+            self._count_response(request, schema, final=False, now_ns=now_ns)
             request.responses += 1
             request.client.post(Responded(request.submit.id, "", "", schema, data, final=False))
 
@@ -306,7 +311,7 @@ class EnsembleRequests:
         """Release the responses of a stream that the client has read."""
         if request.unread is not None:
             request.unread.read(responses)
-        self.touched[request] = None
+        self.changed[request] = None
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
         """End a request that has no steps in flight, and send its client the end."""
@@ -327,45 +332,45 @@ class EnsembleRequests:
 
     def _succeed(self, request: EnsembleRequest, now_ns: int) -> None:
         flow, submit = request.flow, request.submit
-        if flow.absent:
-            self._warn(flow.absent)
+        if flow.absent_outputs:
+            self._warn_absent(flow.absent_outputs)
         times_ns = (request.input_ns, request.infer_ns, request.output_ns)
         timing = Timing(request.enqueued_ns, *times_ns)
-        self._statistics.executed(CloseReason.IDLE, request.units, timing, now_ns)
-        packed = NOTHING
+        self._statistics.count_execution(CloseReason.IDLE, request.units, timing, now_ns)
+        packed_response = NOTHING
         if self._decoupled:
-            self._count(request, b"", final=True, now_ns=now_ns)
+            self._count_response(request, b"", final=True, now_ns=now_ns)
         else:
             response = flow.responses.pop()
-            packed = self._packed(request, response)
+            packed_response = self._pack_response(request, response)
             _release(response.values())
-            self._store(request, packed, now_ns)
-        self._statistics.succeeded(request, timing, now_ns)
+            self._store(request, packed_response, now_ns)
+        self._statistics.count_success(request, timing, now_ns)
         spans = self._spans(request, now_ns) if submit.trace else b""
         if self._decoupled:
-            last = Responded(submit.id, "", "", *packed, True, *times_ns, spans)
-            request.client.post(last)
+            end_message = Responded(submit.id, "", "", *packed_response, True, *times_ns, spans)
+            request.client.post(end_message)
         else:
-            request.client.post(Finished(submit.id, *packed, *times_ns, spans))
+            request.client.post(Finished(submit.id, *packed_response, *times_ns, spans))
 
     def _spans(self, request: EnsembleRequest, now_ns: int) -> bytes:
         steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
         times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
         return spans_of(self._statistics, request.submit, *times)
 
-    def _warn(self, absent: set[str]) -> None:
-        for tensor in absent - self._warned:
-            self._warned.add(tensor)
+    def _warn_absent(self, absent: set[str]) -> None:
+        for tensor in absent - self._warned_tensors:
+            self._warned_tensors.add(tensor)
             logger.warning("Composing models did not output tensor %s", tensor)
 
-    def hit(
+    def serve_cached(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         """Send the cached response to a request, which runs no step."""
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
         arrived_ns = believable(message.arrived_ns, now_ns)
-        self._statistics.hit(arrived_ns, 0, lookup.ns, now_ns)
+        self._statistics.count_hit(arrived_ns, 0, lookup.ns, now_ns)
         times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
         spans = spans_of(self._statistics, message, *times)
         client.post(Finished(message.id, *lookup.response, spans=spans))
@@ -374,28 +379,30 @@ class EnsembleRequests:
         lookup = request.lookup
         if lookup is not None and self._cache is not None:
             insert_ns = self._cache.insert(lookup.key, response)
-            self._statistics.missed(lookup.ns, insert_ns, now_ns)
+            self._statistics.count_miss(lookup.ns, insert_ns, now_ns)
 
-    def _count(self, request: EnsembleRequest, schema: bytes, final: bool, now_ns: int) -> None:
+    def _count_response(
+        self, request: EnsembleRequest, schema: bytes, final: bool, now_ns: int
+    ) -> None:
         response = ExecutionResponded(0, "", "", schema, [], final, now_ns, now_ns)
-        self._statistics.responded(request, response, now_ns)
+        self._statistics.count_response(request, response, now_ns)
 
-    def _packed(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
+    def _pack_response(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
         """Return a response's schema and data, and lend the client the memory that it reads."""
         data: list[Any] = []
         sequence = sequence_of(request.submit, overrides(response.values()))
         key: list[Any] = [sequence]
         for name, value in response.items():
             key += (name, value.kind)
-            where = value.data
-            if type(where) is bytes:
-                data.append(where)
+            content = value.data
+            if type(content) is bytes:
+                data.append(content)
                 continue
-            assert isinstance(where, Range)
-            data.append(pack_range(where))
+            assert isinstance(content, Range)
+            data.append(pack_range(content))
             if name not in request.memory_ranges:
                 value.acquire()
-                self._memory.lent.lend(request.client.pid, where, value)
+                self._memory.lent.lend(request.client.pid, content, value)
         kind = tuple(key)
         schema = self._schemas.find(kind)
         if schema is None:

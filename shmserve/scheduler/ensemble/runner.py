@@ -36,7 +36,7 @@ from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
 
 logger = logging.getLogger(__name__)
 
-_MOST_SPANS = 1 << 27  # bytes per request, since the size of a message is limited
+_MAX_SPAN_BYTES = 1 << 27  # bytes per request, since the size of a message is limited
 
 
 @dataclass(eq=False)
@@ -59,14 +59,16 @@ class StepRunner:
 
     def __post_init__(self) -> None:
         steps = self._graph.steps
-        self.schedulers: SchedulerClient[StepRequest] = SchedulerClient(self._links, self._find)
+        self.schedulers: SchedulerClient[StepRequest] = SchedulerClient(
+            self._links, self._find_endpoint
+        )
         self._messages = StepMessages(self._graph, self._memory, self.schedulers)
-        self._running = [0] * len(steps)
+        self._in_flight = [0] * len(steps)
         self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
 
     # --- from the schedulers ----------------------------------------------------------------------
 
-    def take(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
+    def receive(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
         """Handle a message of the scheduler at `endpoint`."""
         step = None
         if type(message) is Finished:
@@ -74,20 +76,20 @@ class StepRunner:
         if step is None:
             self.schedulers.handle(endpoint, message)
         else:
-            self._requests.touched[step.request] = None
+            self._requests.changed[step.request] = None
             self._respond(step, message, now_ns)  # type: ignore[arg-type]
-            self._end(step, now_ns)
+            self._end_step(step, now_ns)
         if self._messages.events:
             self._handle_events(now_ns)
 
-    def lost(self, endpoint: str, successor: str, now_ns: int) -> None:
+    def resubmit(self, endpoint: str, successor: str, now_ns: int) -> None:
         """Resubmit the requests of a lost scheduler to the current schedulers of their models."""
-        self._targets.move(endpoint, successor)
+        self._targets.replace_scheduler(endpoint, successor)
         self.schedulers.successors.add(endpoint, successor)
         self.schedulers.handle_loss(endpoint)
         self._handle_events(now_ns)
 
-    def _find(self, step: StepRequest, _: Failed | None) -> str:
+    def _find_endpoint(self, step: StepRequest, _: Failed | None) -> str:
         """Return the endpoint of the scheduler that serves the model of a step now."""
         try:
             return self._targets.find(step.firing.step.step).endpoint
@@ -99,9 +101,9 @@ class StepRunner:
         events = self._messages.events
         while events:
             step, message = events.pop(0)
-            self._requests.touched[step.request] = None
+            self._requests.changed[step.request] = None
             if message is None:
-                self._end(step, now_ns)
+                self._end_step(step, now_ns)
             elif type(message) is Failed:
                 self._fail(step, message, now_ns)
             else:
@@ -119,7 +121,7 @@ class StepRunner:
             self._requests.fail(request, message.code, message.message, now_ns)
         elif message.schema:
             try:
-                self._messages.put(step, message, more_follow)
+                self._messages.store_outputs(step, message, more_follow)
                 return
             except ShmserveError as error:
                 self._requests.fail(request, error.code, error.message, now_ns)
@@ -134,7 +136,7 @@ class StepRunner:
     def _add_spans(self, step: StepRequest, spans: bytes) -> None:
         """Record the spans of a step, and those of its tensors that are the ensemble's as such."""
         request, node = step.request, step.firing.step.step
-        if len(request.spans) + len(spans) > _MOST_SPANS:
+        if len(request.spans) + len(spans) > _MAX_SPAN_BYTES:
             return
         request.spans += spans
         context = TraceContext.of(step.submit.trace)
@@ -143,13 +145,13 @@ class StepRunner:
         traced: list[TracedTensor] = []
         unpack_spans(spans, traced)
         for tensor in traced:
-            names, own = node.inputs, self._graph.inputs
+            names, ensemble_tensors = node.inputs, self._graph.inputs
             if tensor.is_output:
-                names, own = node.outputs, self._graph.outputs
+                names, ensemble_tensors = node.outputs, self._graph.outputs
             name = names.get(tensor.name)
-            if tensor.span_id == context.span_id and name in own:
-                changed = tensor._replace(span_id=context.parent_id, name=name)
-                request.spans += changed.packed()
+            if tensor.span_id == context.span_id and name in ensemble_tensors:
+                ensemble_tensor = tensor._replace(span_id=context.parent_id, name=name)
+                request.spans += ensemble_tensor.packed()
 
     def _fail(self, step: StepRequest, message: Failed, now_ns: int) -> None:
         request = step.request
@@ -161,7 +163,7 @@ class StepRunner:
             self._requests.report_early(request)
             self.cancel(request)
 
-    def _end(self, step: StepRequest, now_ns: int) -> None:
+    def _end_step(self, step: StepRequest, now_ns: int) -> None:
         """End a step whose request no worker uses any more."""
         request, index = step.request, step.firing.step.index
         for value in step.firing.inputs.values():
@@ -171,7 +173,7 @@ class StepRunner:
                 block.release()
             step.blocks.clear()
         request.running.discard(step.submit.id)
-        self._running[index] -= 1
+        self._in_flight[index] -= 1
         if self._waiting[index]:
             self._run_waiting(index, now_ns)
 
@@ -179,12 +181,12 @@ class StepRunner:
 
     def run(self, request: EnsembleRequest, now_ns: int) -> None:
         """Submit the steps of a request that are ready, up to `max_inflight_requests`."""
-        most, running = self._graph.max_inflight, self._running
+        max_inflight, in_flight = self._graph.max_inflight, self._in_flight
         firings = request.flow.firings
         while firings and request.state is RUNNING:
             firing = firings.pop(0)
             index = firing.step.index
-            if most and running[index] >= most:
+            if max_inflight and in_flight[index] >= max_inflight:
                 self._waiting[index].append((request, firing))
                 request.waiting += 1
                 self.waiting += 1
@@ -195,11 +197,11 @@ class StepRunner:
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
         waiting = self._waiting[index]
-        while waiting and self._running[index] < self._graph.max_inflight:
+        while waiting and self._in_flight[index] < self._graph.max_inflight:
             request, firing = waiting.popleft()
             request.waiting -= 1
             self.waiting -= 1
-            self._requests.touched[request] = None
+            self._requests.changed[request] = None
             if request.state is RUNNING:
                 self._submit(request, firing, now_ns)
             else:
@@ -209,18 +211,18 @@ class StepRunner:
         number = next(self._numbers)
         try:
             target = self._targets.find(firing.step.step)
-            step = self._messages.make(number, request, firing, target, now_ns)
+            step = self._messages.request(number, request, firing, target, now_ns)
         except ShmserveError as error:
             firing.release()
             self._requests.fail(request, error.code, error.message, now_ns)
             return
         request.running.add(number)
-        self._running[firing.step.index] += 1
+        self._in_flight[firing.step.index] += 1
         self.schedulers.submit(step, target.endpoint)
 
     def cancel(self, request: EnsembleRequest) -> None:
         """Cancel the steps of a request that has failed: those in flight and those that wait."""
-        self._requests.touched[request] = None
+        self._requests.changed[request] = None
         for number in request.running:
             step = self.schedulers.pending.get(number)
             if step is not None:
@@ -231,7 +233,7 @@ class StepRunner:
         if not request.waiting:
             return
         for index, waiting in enumerate(self._waiting):
-            firings = [firing for each, firing in waiting if each is request]
+            firings = [firing for owner, firing in waiting if owner is request]
             if firings:
                 self._waiting[index] = deque(entry for entry in waiting if entry[0] is not request)
             for firing in firings:
@@ -254,12 +256,12 @@ class StepSchedulers(Links):
     _waiter: Waiter
     _neighbours: InProcessLinks
     _identity: bytes
-    _take: Callable[[str, Any], None]
+    _receive_message: Callable[[str, Any], None]
 
     def __post_init__(self) -> None:
         name = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(name, self._watch, self._waiter.unwatch)
-        self._neighbours.enter(self._identity, self._take)
+        self._neighbours.register(self._identity, self._receive_message)
 
     def _watch(self, fd: int) -> None:
         self._waiter.watch(fd, partial(self._receive, fd))
@@ -268,10 +270,10 @@ class StepSchedulers(Links):
         link = self._links.by_fd(fd)
         assert link is not None
         for message in link.receive():
-            self._take(link.endpoint, message)
+            self._receive_message(link.endpoint, message)
 
     def open(self, endpoint: str) -> None:
-        if not self._neighbours.has(endpoint):
+        if not self._neighbours.is_registered(endpoint):
             self._links.open(endpoint)
 
     def queue(self, endpoint: str, message: Submit, byte_size: int) -> None:
@@ -284,8 +286,8 @@ class StepSchedulers(Links):
 
     defer = post  # all queued messages are sent at the end of the turn
 
-    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
-        self._links.drain(endpoint, take)
+    def drain(self, endpoint: str, receive: Callable[[str, Any], None]) -> None:
+        self._links.drain(endpoint, receive)
 
     @property
     def pending(self) -> Sized:

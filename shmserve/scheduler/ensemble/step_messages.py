@@ -63,7 +63,7 @@ class StepRequest(InflightRequest):
     blocks: dict[str, Block]
     override: dict[str, Any] | None
     events: list[tuple[StepRequest, Response | None]]
-    answered: bool = False
+    has_outputs: bool = False
 
     def is_awaited(self) -> bool:
         return self.request.state is RUNNING
@@ -121,7 +121,7 @@ class StepResponse:
         override: The parameters of the sequence in the responses.
     """
 
-    __slots__ = ("absent", "outputs", "override")
+    __slots__ = ("absent_outputs", "outputs", "override")
 
     def __init__(
         self,
@@ -129,21 +129,23 @@ class StepResponse:
         batched: bool,
         conditions: frozenset[str],
         client_outputs: frozenset[str],
-        packed: bytes,
+        packed_schema: bytes,
     ) -> None:
         """Unpack a schema. Raises MalformedMessage."""
-        schema = ResponseSchema(packed)
+        schema = ResponseSchema(packed_schema)
         outputs: list[StepOutput] = []
         for name, datatype, shape, _ in schema.outputs:
             tensor = step.outputs.get(name, "")
-            kind = TensorKind.of(datatype, shape, batched)
+            kind = TensorKind.shared(datatype, shape, batched)
             outputs.append(
                 StepOutput(name, kind, tensor, tensor in conditions, tensor in client_outputs)
             )
         tensors = {output.tensor for output in outputs}
         parameters = schema.parameters or {}
         self.outputs = tuple(outputs)
-        self.absent = tuple((t, ABSENT) for t in step.outputs.values() if t not in tensors)
+        self.absent_outputs = tuple(
+            (tensor, ABSENT) for tensor in step.outputs.values() if tensor not in tensors
+        )
         self.override = {key: parameters[key] for key in _OVERRIDES if key in parameters} or None
 
 
@@ -162,7 +164,7 @@ class StepMessages:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def make(
+    def request(
         self, number: int, request: EnsembleRequest, firing: Firing, target: Target, now_ns: int
     ) -> StepRequest:
         """Return the request of a step, with this number.
@@ -172,8 +174,8 @@ class StepMessages:
             Unsupported: The client's memory is given for an output that may be returned many times.
             Unavailable: The arena is full.
         """
-        origin, memory = request.submit, self._memory
-        key = (target.signature, request.known.own_schema, firing.kinds)
+        client_request, memory = request.submit, self._memory
+        key = (target.signature, request.properties.own_schema, firing.kinds)
         kind: StepKind | None = firing.step.kinds.find(key)
         if kind is None:
             kind = self._new_kind(request, firing, target)
@@ -182,8 +184,10 @@ class StepMessages:
         data: list[Any] = []
         override: dict[str, Any] | None = None
         for value in firing.inputs.values():
-            where = value.data
-            data.append(where if type(where) is bytes else pack_range(memory.passed_on(where)))  # type: ignore[arg-type]
+            content: Any = value.data
+            if type(content) is not bytes:
+                content = pack_range(memory.passed_on(content))
+            data.append(content)
             if value.override:
                 override = {**(override or {}), **value.override}
         schema = kind.schema
@@ -195,9 +199,13 @@ class StepMessages:
         # A client's memory must not keep an output, because the client may write to it.
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_or_input
-        flags, number_id, text_id = origin.flags, origin.correlation_id, origin.correlation_text
+        flags, number_id, text_id = (
+            client_request.flags,
+            client_request.correlation_id,
+            client_request.correlation_text,
+        )
         if override:
-            correlation_id, flags = sequence_of(origin, override)
+            correlation_id, flags = sequence_of(client_request, override)
             number_id, text_id = correlation_fields(correlation_id)
         submit = Submit(
             number,
@@ -205,20 +213,20 @@ class StepMessages:
             data,
             now_ns,
             request.deadline_ns,
-            origin.timeout_us and min(origin.timeout_us, LONGEST_TIMEOUT_US),
-            origin.priority,
-            origin.request_id,
+            client_request.timeout_us and min(client_request.timeout_us, LONGEST_TIMEOUT_US),
+            client_request.priority,
+            client_request.request_id,
             flags,
             number_id,
             text_id,
-            origin.source,
-            TraceContext.of(origin.trace).child().message if origin.trace else "",
-            callers=origin.callers,
+            client_request.source,
+            TraceContext.of(client_request.trace).child().message if client_request.trace else "",
+            callers=client_request.callers,
         )
         return StepRequest(submit, request, firing, kind, blocks, override, self.events)
 
     def _new_kind(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepKind:
-        requested = _requested(request, firing.step)
+        used_outputs = _used_outputs(request, firing.step)
         signature = target.signature
         batched = signature.max_batch_size > 0
         inputs: list[TensorRef] = []
@@ -227,20 +235,20 @@ class StepMessages:
             assert kind is not None
             shape = kind.shape if spec is None else kind.shape_for(spec.dims, batched)
             inputs.append(TensorRef(name, kind.datatype, shape, value.data))
-        fit = signature.check(request.submit.request_id, inputs, requested)
-        sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, requested)
+        fit = signature.check(request.submit.request_id, inputs, used_outputs)
+        sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, used_outputs)
         to_client = frozenset(
-            output.name for output in requested if output.memory_range is not None
+            output.name for output in used_outputs if output.memory_range is not None
         )
-        names = [output.name for output in requested]
-        placed = [name for name in names if name in sizes or name in to_client]
+        names = [output.name for output in used_outputs]
+        placed_names = [name for name in names if name in sizes or name in to_client]
         outputs = firing.step.outputs
-        parameters, plan = request.known.parameters, request.flow.plan
+        parameters, plan = request.properties.parameters, request.flow.plan
         derive = partial(StepResponse, firing.step, batched, self._graph.conditions, plan.outputs)
         return StepKind(
-            pack_request_schema(inputs, names, placed, (), parameters),
-            pack_request_schema(inputs, names, placed, sizes, parameters),
-            tuple((name, outputs[name]) for name in placed),
+            pack_request_schema(inputs, names, placed_names, (), parameters),
+            pack_request_schema(inputs, names, placed_names, sizes, parameters),
+            tuple((name, outputs[name]) for name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
             to_client,
             firing.step.responses.setdefault(batched, Schemas(derive)),
@@ -259,7 +267,9 @@ class StepMessages:
 
     # --- responses --------------------------------------------------------------------------------
 
-    def put(self, step: StepRequest, message: Finished | Responded, more_follow: bool) -> None:
+    def store_outputs(
+        self, step: StepRequest, message: Finished | Responded, more_follow: bool
+    ) -> None:
         """Put the outputs of a response into the data flow; discard those that nothing reads.
 
         Args:
@@ -272,23 +282,23 @@ class StepMessages:
             Unavailable: The memory of an output is gone, or the arena is full.
             InvalidArgument: A condition lies in memory that cannot be read.
         """
-        request, planned = step.request, step.firing.step
+        request, planned_step = step.request, step.firing.step
         schemas = step.kind.responses
         response = schemas.find(message.schema) or schemas.learn(message.schema)
-        raw = message.data
-        if len(raw) != len(response.outputs):
+        packed_data = message.data
+        if len(packed_data) != len(response.outputs):
             raise MalformedMessage("a response's data do not match its schema")
-        data = [each if type(each) is bytes else unpack_range(each) for each in raw]
-        if request.state is not RUNNING or (step.answered and not planned.decoupled):
+        data = [entry if type(entry) is bytes else unpack_range(entry) for entry in packed_data]
+        if request.state is not RUNNING or (step.has_outputs and not planned_step.decoupled):
             if more_follow:
                 self._schedulers.credit(step, 1)
             self._discard(step, response.outputs, data)
             return
-        step.answered = True
-        tensors = self._values(step, response, data, more_follow)
-        request.flow.respond(planned, step.firing.number, tensors)
+        step.has_outputs = True
+        tensors = self._make_values(step, response, data, more_follow)
+        request.flow.respond(planned_step, step.firing.number, tensors)
 
-    def _values(
+    def _make_values(
         self,
         step: StepRequest,
         response: StepResponse,
@@ -299,32 +309,34 @@ class StepMessages:
         firing = step.firing
         override = response.override or step.override
         held_credits = () if firing.step.once else _held_credits(firing)
-        own = Holding(partial(self._schedulers.credit, step, 1)) if more_follow else None
-        if own is not None:
-            held_credits = (*held_credits, own)
+        own_credit = Holding(partial(self._schedulers.credit, step, 1)) if more_follow else None
+        if own_credit is not None:
+            held_credits = (*held_credits, own_credit)
         tensors: list[tuple[str, Value]] = []
         try:
             for index, (name, kind, tensor, is_condition, for_client) in enumerate(
                 response.outputs
             ):
-                where = data[index]
-                holds = not is_condition or self._memory.any_true(name, where)
+                content = data[index]
+                is_true = not is_condition or self._memory.any_true(name, content)
                 memory = None
-                if type(where) is not bytes:
-                    where, memory = self._keep(step, name, where, for_client)  # type: ignore[arg-type]
-                tensors.append((tensor, Value(kind, where, memory, holds, override, held_credits)))
+                if type(content) is not bytes:
+                    content, memory = self._keep_output(step, name, content, for_client)  # type: ignore[arg-type]
+                tensors.append(
+                    (tensor, Value(kind, content, memory, is_true, override, held_credits))
+                )
         except ShmserveError:
             for _, value in tensors:
                 value.release()
             self._discard(step, response.outputs[len(tensors) :], data[len(tensors) :])
             raise
         finally:
-            if own is not None:
-                own.release()
-        tensors += response.absent
+            if own_credit is not None:
+                own_credit.release()
+        tensors += response.absent_outputs
         return tensors
 
-    def _keep(
+    def _keep_output(
         self, step: StepRequest, name: str, memory_range: Range, for_client: bool
     ) -> tuple[Range, Token | None]:
         """Return the memory range in which an output stays, and the token that keeps it alive.
@@ -340,7 +352,7 @@ class StepMessages:
             return memory_range, None
         block = step.blocks.pop(name, None)
         if block is not None:
-            return memory_range, _returned(step, memory_range, block)
+            return memory_range, _output_block(step, memory_range, block)
         self._memory.hold(memory_range)
         if not for_client:
             return memory_range, Holding(partial(self._end_hold, step.endpoint, memory_range))
@@ -361,16 +373,16 @@ class StepMessages:
         self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Range]
     ) -> None:
         """Release outputs that are in their workers' memory."""
-        ours = step.kind.to_client | step.blocks.keys()
+        ensemble_outputs = step.kind.to_client | step.blocks.keys()
         memory_ranges = [
-            where
-            for output, where in zip(outputs, data, strict=True)
-            if isinstance(where, Range) and output.name not in ours
+            content
+            for output, content in zip(outputs, data, strict=True)
+            if isinstance(content, Range) and output.name not in ensemble_outputs
         ]
         self._schedulers.release(step.endpoint, releases(memory_ranges))
 
 
-def _returned(step: StepRequest, memory_range: Range, block: Block) -> Block:
+def _output_block(step: StepRequest, memory_range: Range, block: Block) -> Block:
     """Return the block that keeps an output at `memory_range`.
 
     The model may have returned an input in place. Otherwise the output is in `block`.
@@ -381,11 +393,11 @@ def _returned(step: StepRequest, memory_range: Range, block: Block) -> Block:
     ):
         return block
     for value in step.firing.inputs.values():
-        returned = value.block_at(memory_range)
-        if returned is not None:
-            returned.acquire()
+        input_block = value.block_at(memory_range)
+        if input_block is not None:
+            input_block.acquire()
             block.release()
-            return returned
+            return input_block
     return block
 
 
@@ -395,9 +407,9 @@ def _held_credits(firing: Firing) -> tuple[Token, ...]:
     return tuple(dict.fromkeys(all_credits))
 
 
-def _requested(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
+def _used_outputs(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
     """Return the outputs of a step that are used, with the client's memory ranges."""
-    requested: list[RequestedOutput] = []
+    used_outputs: list[RequestedOutput] = []
     for name, tensor in step.outputs.items():
         if tensor not in request.flow.plan.routes:
             continue
@@ -407,8 +419,8 @@ def _requested(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOu
                 f"output '{tensor}' follows a decoupled step, so that it cannot be written to "
                 "shared memory"
             )
-        requested.append(RequestedOutput(name, memory_range))
-    return tuple(requested)
+        used_outputs.append(RequestedOutput(name, memory_range))
+    return tuple(used_outputs)
 
 
 def placed_sizes(
@@ -416,7 +428,7 @@ def placed_sizes(
     target: Target,
     graph: Graph,
     batch_size: int,
-    requested: Sequence[RequestedOutput] | None = None,
+    used_outputs: Sequence[RequestedOutput] | None = None,
 ) -> dict[str, int]:
     """Return the sizes of a step's outputs that are written to the ensemble's memory.
 
@@ -428,15 +440,15 @@ def placed_sizes(
         target: The model that runs it.
         graph: The ensemble's graph.
         batch_size: The batch size of the request.
-        requested: The outputs that are used; None: all.
+        used_outputs: The outputs that are used; None: all.
     """
     if target.decoupled:
         return {}
-    if requested is None:
-        requested = tuple(map(RequestedOutput, step.outputs))
+    if used_outputs is None:
+        used_outputs = tuple(map(RequestedOutput, step.outputs))
     sizes = {
         output.name: target.signature.output_size(output.name, batch_size)
-        for output in requested
+        for output in used_outputs
         if output.memory_range is None and step.outputs[output.name] not in graph.conditions
     }
     known_sizes = {name: size for name, size in sizes.items() if size is not None}

@@ -35,8 +35,8 @@ from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
-from shmserve.scheduler.instances.executions import works_of
-from shmserve.scheduler.instances.pool import Lost, Slot
+from shmserve.scheduler.instances.executions import to_works
+from shmserve.scheduler.instances.pool import LostWork, Slot
 from shmserve.scheduler.requests.request import (
     AT_WORK,
     NEVER,
@@ -50,11 +50,11 @@ from shmserve.scheduler.tables import GenerationStats
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEATHS = 3  # a request fails after this many of its workers have died
+_MAX_DEATHS = 3  # a request fails after this many of its workers have died
 
 
 @dataclass(slots=True, eq=False)
-class Ongoing:
+class AssignedRequest:
     """A request that was assigned to an instance (`slot`; None: the instance died).
 
     Attributes:
@@ -65,13 +65,13 @@ class Ongoing:
 
     request: ScheduledRequest
     slot: Slot | None = None
-    generation: Generation[Ongoing] | None = None
-    last_sent: dict[int, ResponseSent] = field(default_factory=dict)
-    ended: dict[int, tuple[array[int], str]] = field(default_factory=dict)
-    replayed: dict[int, array[int]] = field(default_factory=dict)
+    generation: Generation[AssignedRequest] | None = None
+    last_reports: dict[int, ResponseSent] = field(default_factory=dict)
+    ended_samples: dict[int, tuple[array[int], str]] = field(default_factory=dict)
+    replayed_tokens: dict[int, array[int]] = field(default_factory=dict)
 
     @property
-    def open(self) -> dict[int, array[int]]:
+    def open_samples(self) -> dict[int, array[int]]:
         """Return the tokens of each open sample."""
         generation = self.generation
         if generation is None or generation.beams is not None:
@@ -81,16 +81,25 @@ class Ongoing:
             for sequence in generation.sequences
         }
 
-    def resumed(self) -> list[Resumed]:
+    def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        samples = {sample: (tokens, "") for sample, tokens in self.open.items()} | self.ended
+        samples = {
+            sample: (tokens, "") for sample, tokens in self.open_samples.items()
+        } | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
         return [
-            Resumed(sample, tokens.tobytes(), sent.characters, why, sent.closed, sent.tokens)
-            for sample, (now, why) in samples.items()
-            for tokens in [max(now, self.replayed.get(sample, now), key=len)]
-            for sent in [self.last_sent.get(sample, ResponseSent(0, sample, 0))]
+            Resumed(
+                sample,
+                tokens.tobytes(),
+                report.characters,
+                finish_reason,
+                report.closed,
+                report.tokens,
+            )
+            for sample, (tokens, finish_reason) in samples.items()
+            for tokens in [max(tokens, self.replayed_tokens.get(sample, tokens), key=len)]
+            for report in [self.last_reports.get(sample, ResponseSent(0, sample, 0))]
         ]
 
 
@@ -104,9 +113,11 @@ class GenerativeDispatch(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._engines: dict[bytes, Engine[Ongoing]] = {}  # engines by the address of their worker
-        self._ongoing: dict[int, Ongoing] = {}  # requests at instances by their key
-        self._unassigned: list[Ongoing] = []
+        self._engines: dict[
+            bytes, Engine[AssignedRequest]
+        ] = {}  # engines by the address of their worker
+        self._assigned: dict[int, AssignedRequest] = {}  # requests at instances by their key
+        self._unassigned: list[AssignedRequest] = []
         self._numbers = itertools.count(1)
 
     # --- admission
@@ -115,22 +126,25 @@ class GenerativeDispatch(Dispatcher):
         self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
     ) -> SequenceKey | None:
         """Check the number of waiting requests; raise QueueFull if it has reached its limit."""
-        if self._waiting >= self._engine_settings.max_waiting_requests:
+        if self._waiting_count >= self._engine_settings.max_waiting_requests:
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         return None
 
     @property
-    def _waiting(self) -> int:
+    def _waiting_count(self) -> int:
         """Return the number of requests and sequences that wait for others to end.
 
         Requests that have not been prepared yet do not count if the instances have free rows for
         them.
         """
-        most = self._engine_settings.max_batch_size
+        max_sequences = self._engine_settings.max_batch_size
         engines = [self._engines.get(slot.peer) for slot in self._pool.ready()]
-        capacity = sum(max(most - each.live, 0) if each is not None else most for each in engines)
-        unprepared = sum(each.generation is None for each in self._ongoing.values())
-        waiting = sum(each.waiting for each in self._engines.values())
+        capacity = sum(
+            max(max_sequences - engine.live_sequences, 0) if engine is not None else max_sequences
+            for engine in engines
+        )
+        unprepared = sum(engine.generation is None for engine in self._assigned.values())
+        waiting = sum(engine.waiting for engine in self._engines.values())
         return max(len(self._queue) + unprepared - capacity, 0) + waiting
 
     def flush(self) -> None:
@@ -153,7 +167,7 @@ class GenerativeDispatch(Dispatcher):
                     self._executions.run_step(slot, step, now_ns)
         return NEVER
 
-    def _engine(self, slot: Slot) -> Engine[Ongoing]:
+    def _engine(self, slot: Slot) -> Engine[AssignedRequest]:
         engine = self._engines.get(slot.peer)
         if engine is None:
             engine = self._engines[slot.peer] = Engine(
@@ -161,27 +175,27 @@ class GenerativeDispatch(Dispatcher):
                 self._counts,
                 self._numbers,
                 self._on_sequence_end,
-                self._searched,
+                self._on_search_end,
             )
         return engine
 
     def _sweep(self, now_ns: int) -> None:
         """Remove requests that have ended or were cancelled."""
-        for key, ongoing in list(self._ongoing.items()):
-            if ongoing.request.state in AT_WORK and not (
-                ongoing.slot is None and self._pool.failure
+        for key, assigned in list(self._assigned.items()):
+            if assigned.request.state in AT_WORK and not (
+                assigned.slot is None and self._pool.failure
             ):
                 continue
-            generation, slot = ongoing.generation, ongoing.slot
+            generation, slot = assigned.generation, assigned.slot
             if slot is None:
-                self._unassigned.remove(ongoing)
-                self._close(ongoing.request, now_ns)
+                self._unassigned.remove(assigned)
+                self._close(assigned.request, now_ns)
             elif generation is not None and slot.peer in self._engines:
                 engine = self._engines[slot.peer]
-                if engine.runs(generation):
+                if engine.is_running(generation):
                     continue  # its last tokens are counted at the end of the step
                 engine.cancel(generation)
-            del self._ongoing[key]
+            del self._assigned[key]
 
     def _close(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request that no worker uses any more."""
@@ -197,47 +211,49 @@ class GenerativeDispatch(Dispatcher):
         if not slots:
             return
         unassigned, self._unassigned = self._unassigned, []
-        for ongoing in unassigned:
-            self._prepare(ongoing, min(slots, key=_load), now_ns)
+        for assigned in unassigned:
+            self._prepare(assigned, min(slots, key=_request_count), now_ns)
         while len(self._queue):
             (request,) = self._queue.take(1)
-            ongoing = self._ongoing[request.key] = Ongoing(request)
-            self._prepare(ongoing, min(slots, key=_load), now_ns)
+            assigned = self._assigned[request.key] = AssignedRequest(request)
+            self._prepare(assigned, min(slots, key=_request_count), now_ns)
 
-    def _prepare(self, ongoing: Ongoing, slot: Slot, now_ns: int) -> None:
-        ongoing.slot = slot
-        self._pool.join(slot, ongoing.request, now_ns)
-        self._executions.post(slot.peer, Prepare(works_of([ongoing.request]), ongoing.resumed()))
+    def _prepare(self, assigned: AssignedRequest, slot: Slot, now_ns: int) -> None:
+        assigned.slot = slot
+        self._pool.join(slot, assigned.request, now_ns)
+        self._executions.post(
+            slot.peer, Prepare(to_works([assigned.request]), assigned.resume_state())
+        )
 
     # --- workers
 
     def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
-        news: GenerationNews = message
+        report: GenerationNews = message
         engine = self._engine(slot)
-        match news:
+        match report:
             case Prepared():
-                self._prepared(engine, slot, news, now_ns)
+                self._handle_prepared(engine, slot, report, now_ns)
             case Stepped():
-                return self._stepped(engine, slot, news, now_ns)
+                return self._handle_stepped(engine, slot, report, now_ns)
             case ResponseSent():
-                ongoing = self._ongoing.get(news.key)
-                if ongoing is not None and ongoing.slot is slot:
-                    ongoing.last_sent[news.sample] = news
+                assigned = self._assigned.get(report.key)
+                if assigned is not None and assigned.slot is slot:
+                    assigned.last_reports[report.sample] = report
             case Ended():
-                engine.stopped(news.sequence)
+                engine.stop_sequence(report.sequence)
             case _:
-                assert_never(news)
+                assert_never(report)
         return True
 
-    def _prepared(
-        self, engine: Engine[Ongoing], slot: Slot, message: Prepared, now_ns: int
+    def _handle_prepared(
+        self, engine: Engine[AssignedRequest], slot: Slot, message: Prepared, now_ns: int
     ) -> None:
-        ongoing = self._ongoing.get(message.key)
-        if ongoing is None or ongoing.slot is not slot or ongoing.request.state not in AT_WORK:
+        assigned = self._assigned.get(message.key)
+        if assigned is None or assigned.slot is not slot or assigned.request.state not in AT_WORK:
             return
-        request, resumed = ongoing.request, ongoing.open
-        generation: Generation[Ongoing] = Generation(
-            ongoing,
+        request, resumed = assigned.request, assigned.open_samples
+        generation: Generation[AssignedRequest] = Generation(
+            assigned,
             message.key,
             request.arrived_ns,
             array("i", message.prompt),
@@ -255,43 +271,53 @@ class GenerativeDispatch(Dispatcher):
                 f"but the engine runs at most {self._engine_settings.max_batch_size} sequences "
                 f"with {self._engine_settings.capacity} tokens in memory"
             )
-            self._responses.fail(request, "INVALID_ARG", text, Reason.REJECTED, now_ns, early=True)
+            self._responses.fail(
+                request, "INVALID_ARG", text, Reason.REJECTED, now_ns, is_early=True
+            )
             self._executions.cancel(request)
             return
-        whole = len(resumed) + len(ongoing.ended) == generation.samples
+        can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
         if message.replays:
-            ended = {sample: tokens for sample, (tokens, _) in ongoing.ended.items()}
-            for sample, tokens in (resumed | ended).items():
-                before = ongoing.replayed.get(sample, tokens)
-                ongoing.replayed[sample] = max(tokens, before, key=len)
-            ongoing.ended.clear()
-            whole = False
-        ongoing.generation = generation
+            ended_tokens = {
+                sample: tokens for sample, (tokens, _) in assigned.ended_samples.items()
+            }
+            for sample, tokens in (resumed | ended_tokens).items():
+                previous_tokens = assigned.replayed_tokens.get(sample, tokens)
+                assigned.replayed_tokens[sample] = max(tokens, previous_tokens, key=len)
+            assigned.ended_samples.clear()
+            can_resume = False
+        assigned.generation = generation
         self._counts.prompt_tokens.observe(len(generation.prompt))
         if request.timing is None:
             request.timing = Timing(now_ns, 0, 0, 0)
-        engine.add(generation, resumed if whole and (resumed or ongoing.ended) else None)
+        engine.add(
+            generation, resumed if can_resume and (resumed or assigned.ended_samples) else None
+        )
 
-    def _stepped(self, engine: Engine[Ongoing], slot: Slot, message: Stepped, now_ns: int) -> bool:
-        running = engine.running
-        if running is None or slot.execution is None:
+    def _handle_stepped(
+        self, engine: Engine[AssignedRequest], slot: Slot, message: Stepped, now_ns: int
+    ) -> bool:
+        running_step = engine.running
+        if running_step is None or slot.execution is None:
             return False
         try:
-            engine.done(message)
+            engine.finish_step(message)
         except ValueError as error:
             logger.error("an instance returned %s", error)
             return False
-        self._executions.step_done(slot, message, len(running.rows), now_ns)
-        for sequence, row in running.rows.values():
+        self._executions.step_done(slot, message, len(running_step.rows), now_ns)
+        for sequence, row in running_step.rows.values():
             request = sequence.generation.owner.request
             if request.timing is not None:
                 start_ns = request.timing.compute_start_ns
                 request.timing = Timing(start_ns, 0, now_ns - start_ns, 0)
             if row.samples:
-                self._sampled(sequence, request, now_ns)
+                self._record_latency(sequence, request, now_ns)
         return True
 
-    def _sampled(self, sequence: Sequence[Ongoing], request: ScheduledRequest, now_ns: int) -> None:
+    def _record_latency(
+        self, sequence: Sequence[AssignedRequest], request: ScheduledRequest, now_ns: int
+    ) -> None:
         """Record the latency of a sequence's new tokens."""
         if sequence.sampled_ns:
             self._counts.inter_token_seconds.observe(now_ns - sequence.sampled_ns)
@@ -299,20 +325,22 @@ class GenerativeDispatch(Dispatcher):
             self._counts.first_token_seconds.observe(now_ns - request.arrived_ns)
         sequence.sampled_ns = now_ns
 
-    def _on_sequence_end(self, sequence: Sequence[Ongoing], why: str) -> None:
+    def _on_sequence_end(self, sequence: Sequence[AssignedRequest], finish_reason: str) -> None:
         generation = sequence.generation
         tokens = sequence.tokens[len(generation.prompt) :]
-        generation.owner.ended[sequence.sample] = (tokens, why)
-        self._counts.finished[why] += 1
+        generation.owner.ended_samples[sequence.sample] = (tokens, finish_reason)
+        self._counts.finished[finish_reason] += 1
         self._counts.generation_tokens.observe(len(tokens))
 
-    def _searched(self, generation: Generation[Ongoing], beams: Beams[Ongoing]) -> None:
-        self._counts.generated += sum(len(each.tokens) for each in beams.found)
+    def _on_search_end(
+        self, generation: Generation[AssignedRequest], beams: Beams[AssignedRequest]
+    ) -> None:
+        self._counts.generated += sum(len(beam.tokens) for beam in beams.hypotheses)
         slot = generation.owner.slot
         if slot is not None:
             hypotheses = [
-                Hypothesis(array("i", each.tokens).tobytes(), each.finish_reason, each.score)
-                for each in beams.found
+                Hypothesis(array("i", beam.tokens).tobytes(), beam.finish_reason, beam.score)
+                for beam in beams.hypotheses
             ]
             self._executions.post(slot.peer, Choose(generation.key, hypotheses))
 
@@ -327,7 +355,7 @@ class GenerativeDispatch(Dispatcher):
             for status in SequenceStatus
         }
         rows = sum(len(engine.running.rows) for engine in engines if engine.running is not None)
-        seats = len(engines) * self._engine_settings.max_batch_size
+        capacity = len(engines) * self._engine_settings.max_batch_size
         return {
             "sequences": by_status,
             "blocks": {
@@ -336,26 +364,26 @@ class GenerativeDispatch(Dispatcher):
                 "used": sum(engine.pool.used for engine in engines),
                 "host": sum(engine.host.used for engine in engines),
             },
-            "utilization": rows / seats if seats else 0.0,
+            "utilization": rows / capacity if capacity else 0.0,
         }
 
     # --- deaths
 
-    def kept(self, lost: Lost) -> Lost:
+    def exclude_continuing(self, lost_work: LostWork) -> LostWork:
         # A process with the same address may follow, whose blocks are empty.
-        ready_peers = {each.peer for each in self._pool.ready()}
-        self._engines = {peer: each for peer, each in self._engines.items() if peer in ready_peers}
+        ready_peers = {slot.peer for slot in self._pool.ready()}
+        self._engines = {peer: slot for peer, slot in self._engines.items() if peer in ready_peers}
         removed: list[ScheduledRequest] = []
-        for request in lost.open:
-            ongoing = self._ongoing.get(request.key)
+        for request in lost_work.open:
+            assigned = self._assigned.get(request.key)
             request.deaths += 1
-            if ongoing is None or request.state not in AT_WORK or request.deaths >= _MOST_DEATHS:
+            if assigned is None or request.state not in AT_WORK or request.deaths >= _MAX_DEATHS:
                 removed.append(request)
             else:
-                ongoing.slot = request.worker = None
-                self._unassigned.append(ongoing)
-        return Lost(lost.executions, removed)
+                assigned.slot = request.worker = None
+                self._unassigned.append(assigned)
+        return LostWork(lost_work.executions, removed)
 
 
-def _load(slot: Slot) -> int:
+def _request_count(slot: Slot) -> int:
     return len(slot.requests)

@@ -29,7 +29,7 @@ from shmserve.scheduler.generative.steps import (
     CHUNK,
     PROBE_STEPS,
     Acceptance,
-    Running,
+    RunningStep,
     StepPlan,
     StepTimes,
 )
@@ -37,33 +37,33 @@ from shmserve.scheduler.tables import GenerationStats
 
 T = TypeVar("T")
 # Without a target, chunks take about as long, but have at least as many tokens.
-_USUAL_ITL_MS, _USUAL_CHUNK = 50.0, 64
+_DEFAULT_ITL_MS, _DEFAULT_CHUNK = 50.0, 64
 
 
 @dataclass(eq=False)
 class Engine(Generic[T]):
     """The sequences and blocks of an instance.
 
-    `ended` is called for each sequence that needs no more steps, with the reason; `chosen` for each
-    beam search that has its hypotheses.
+    `on_sequence_end` is called for each sequence that needs no more steps, with the reason;
+    `on_search_end` for each beam search that has its hypotheses.
     """
 
     settings: EngineSettings
     counts: GenerationStats
     numbers: Iterator[int]
-    ended: Callable[[Sequence[T], str], None]
-    chosen: Callable[[Generation[T], Beams[T]], None]
+    on_sequence_end: Callable[[Sequence[T], str], None]
+    on_search_end: Callable[[Generation[T], Beams[T]], None]
     times: StepTimes = field(default_factory=StepTimes)
-    running: Running | None = None
+    running: RunningStep | None = None
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.settings.kv_cache_blocks)
         self.host = BlockPool(self.settings.swap_blocks)
-        self._live: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
+        self._sequences: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
-        self._begin: list[Begin] = []
-        self._ended: list[int] = []
+        self._to_begin: list[Begin] = []
+        self._to_end: list[int] = []
         self._steps = 0
         # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
         # decoding rows.
@@ -71,7 +71,7 @@ class Engine(Generic[T]):
         prefill_tokens = min(
             prefill_tokens, self.settings.prefill_chunk_size, self.settings.max_prefill_tokens
         )
-        self._grain = CHUNK if prefill_tokens >= CHUNK else 1
+        self._cut_multiple = CHUNK if prefill_tokens >= CHUNK else 1
 
     # --- requests
 
@@ -80,13 +80,18 @@ class Engine(Generic[T]):
 
         It must hold all sequences that must run together.
         """
-        size = self.settings.block_size
-        shared, most = generation.shared // size, -(-generation.most_tokens // size)
+        block_size = self.settings.block_size
+        shared_blocks, max_blocks = (
+            generation.shared // block_size,
+            -(-generation.max_computed // block_size),
+        )
         preempted = self.settings.enable_preemption and generation.beams is None
         seats = self.settings.max_batch_size
-        together = 1 if preempted else min(generation.rows, seats)
-        needed = shared + together * (most - shared) + (together > 1)
-        return needed <= self.pool.count and (generation.beams is None or generation.rows <= seats)
+        concurrent = 1 if preempted else min(generation.rows, seats)
+        blocks_needed = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
+        return blocks_needed <= self.pool.count and (
+            generation.beams is None or generation.rows <= seats
+        )
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
@@ -106,12 +111,12 @@ class Engine(Generic[T]):
         if generation.beams is not None:
             self._beams[generation.key] = Beams(generation)
 
-    def _enter(self, sequence: Sequence[T], begin: Begin) -> None:
+    def _enter(self, sequence: Sequence[T], message: Begin) -> None:
         sequence.generation.sequences.append(sequence)
-        self._live[sequence.number] = sequence
-        self._begin.append(begin)
+        self._sequences[sequence.number] = sequence
+        self._to_begin.append(message)
 
-    def runs(self, generation: Generation[T]) -> bool:
+    def is_running(self, generation: Generation[T]) -> bool:
         """Check whether the running step has rows of a generation."""
         rows = {} if self.running is None else self.running.rows
         return any(sequence.number in rows for sequence in generation.sequences)
@@ -123,14 +128,14 @@ class Engine(Generic[T]):
         self._beams.pop(generation.key, None)
         self._acceptance.pop(generation.key, None)
 
-    def stopped(self, number: int) -> None:
+    def stop_sequence(self, number: int) -> None:
         """End a sequence whose text has ended; the running step may still have its last token."""
-        sequence = self._live.get(number)
+        sequence = self._sequences.get(number)
         if sequence is None:
             return
         sequence.stopped = True
         if self.running is None or number not in self.running.rows:
-            self._end(sequence, "stop")
+            self._end_sequence(sequence, "stop")
 
     def drop(self, sequence: Sequence[T]) -> None:
         """Remove a sequence and free its blocks.
@@ -138,32 +143,32 @@ class Engine(Generic[T]):
         The running step may still write to the blocks, so they are reused no earlier than in the
         next step.
         """
-        if self._live.pop(sequence.number, None) is None:
+        if self._sequences.pop(sequence.number, None) is None:
             return
         sequence.generation.sequences.remove(sequence)
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.ENDED
-        self._ended.append(sequence.number)
+        self._to_end.append(sequence.number)
 
     def _free_blocks(self, sequence: Sequence[T]) -> None:
         self.pool.release(sequence.table)
         self.host.release(sequence.host)
-        sequence.lost()
+        sequence.reset()
 
-    def _end(self, sequence: Sequence[T], why: str) -> None:
+    def _end_sequence(self, sequence: Sequence[T], finish_reason: str) -> None:
         self.drop(sequence)
         if not sequence.generation.sequences:
             self._acceptance.pop(sequence.generation.key, None)
-        self.ended(sequence, why)
+        self.on_sequence_end(sequence, finish_reason)
 
     @property
-    def live(self) -> int:
+    def live_sequences(self) -> int:
         """Return the number of sequences that have not ended."""
-        return len(self._live)
+        return len(self._sequences)
 
     def count(self, status: SequenceStatus) -> int:
         """Return the number of sequences with a status."""
-        return sum(sequence.status is status for sequence in self._live.values())
+        return sum(sequence.status is status for sequence in self._sequences.values())
 
     @property
     def waiting(self) -> int:
@@ -177,46 +182,49 @@ class Engine(Generic[T]):
         plan = StepPlan(self._steps + 1, self.settings)
         # The order is made once per step, so that it stays the same while the step is planned.
         rank = ranking(self.settings, now_ns)
-        inside, outside = [], []
-        for sequence in self._live.values():
+        admitted, waiting = [], []
+        for sequence in self._sequences.values():
             if sequence.status is SequenceStatus.RUNNING:
-                inside.append(sequence)
+                admitted.append(sequence)
             elif not sequence.held:
-                outside.append(sequence)
-        inside.sort(key=rank)
-        decoding = [each for each in inside if each.missing == 1]
+                waiting.append(sequence)
+        admitted.sort(key=rank)
+        decoding = [sequence for sequence in admitted if sequence.missing == 1]
         plan.decoding = max(len(decoding), 1)
-        self._run(plan, decoding, inside)
-        self._run(plan, [each for each in inside if each.missing > 1], inside)
-        outside.sort(key=rank)
-        if outside and not plan.preempted:
-            self._admit(plan, outside, inside)
-        inside = [each for each in inside if each.status is SequenceStatus.RUNNING]
-        while outside and inside and not plan.rows:
+        self._add_rows(plan, decoding, admitted)
+        self._add_rows(plan, [sequence for sequence in admitted if sequence.missing > 1], admitted)
+        waiting.sort(key=rank)
+        if waiting and not plan.preempted:
+            self._admit(plan, waiting, admitted)
+        admitted = [sequence for sequence in admitted if sequence.status is SequenceStatus.RUNNING]
+        while waiting and admitted and not plan.rows:
             # All sequences inside wait for other beams of their search, which do not fit.
-            self._preempt(plan, inside.pop())
-            self._admit(plan, outside, inside)
-        if not (plan.rows or self._ended):
+            self._preempt(plan, admitted.pop())
+            self._admit(plan, waiting, admitted)
+        if not (plan.rows or self._to_end):
             return None
-        return self._ready(plan)
+        return self._finish_plan(plan)
 
-    def _run(self, plan: StepPlan, sequences: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
+    def _add_rows(
+        self, plan: StepPlan, sequences: list[Sequence[T]], admitted: list[Sequence[T]]
+    ) -> None:
         """Add rows to the plan for sequences that have blocks.
 
-        Preempt the last of the sequences `inside` if blocks are short.
+        Preempt the last of the sequences `admitted` if blocks are short.
         """
         for sequence in sequences:
             if sequence.status is not SequenceStatus.RUNNING or sequence.held:
                 continue  # the sequence was preempted, or waits for other beams
-            count, drafts = self._share_of(plan, sequence)
+            count, drafts = self._plan_share(plan, sequence)
             while count and not self._reserve(plan, sequence, count + drafts):
                 if drafts:
                     drafts = 0
                     continue
                 victim = next(
-                    each
-                    for each in reversed(inside)
-                    if each.status is SequenceStatus.RUNNING and each.number not in plan.rows
+                    candidate
+                    for candidate in reversed(admitted)
+                    if candidate.status is SequenceStatus.RUNNING
+                    and candidate.number not in plan.rows
                 )
                 self._preempt(plan, victim)
                 if victim is sequence:
@@ -225,7 +233,7 @@ class Engine(Generic[T]):
                 if count:
                     plan.add(sequence, count, drafts)
 
-    def _share_of(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
+    def _plan_share(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """Return a sequence's numbers of missing tokens and drafts within the remaining budgets."""
         missing, forks = sequence.missing, sequence.forks
         missing -= forks > 0
@@ -233,27 +241,29 @@ class Engine(Generic[T]):
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
             if plan.load.decoded:  # the latency of decoding sequences limits it
                 target = self.settings.target_itl_ms
-                chunk = self.times.chunk(plan.load, sequence.computed, target or _USUAL_ITL_MS)
-                limit = min(limit, chunk if target else max(chunk, _USUAL_CHUNK))
+                chunk = self.times.fitting_tokens(
+                    plan.load, sequence.computed, target or _DEFAULT_ITL_MS
+                )
+                limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
             if limit < missing:
-                limit -= limit % self._grain
+                limit -= limit % self._cut_multiple
             return max(min(missing, limit), 0), 0
         count = min(missing, plan.tokens)
-        drafts = self._drafts(sequence, plan)
+        drafts = self._draft_count(sequence, plan)
         return count, min(drafts, plan.tokens - count) if drafts else 0
 
-    def _drafts(self, sequence: Sequence[T], plan: StepPlan) -> int:
+    def _draft_count(self, sequence: Sequence[T], plan: StepPlan) -> int:
         """Return the number of draft tokens after a sequence's last token."""
         speculation, generation = self.settings.speculative_decoding, sequence.generation
         if not (speculation.enabled and generation.drafts) or generation.beams is not None:
             return 0
-        most = min(speculation.num_spec_tokens, sequence.remaining - 1)
+        max_drafts = min(speculation.num_spec_tokens, sequence.remaining - 1)
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
-        if speculation.adaptive_length and most > 0:
+        if speculation.adaptive_length and max_drafts > 0:
             if not plan.step.step % PROBE_STEPS:
                 return 0  # a step without drafts measures their benefit
-            most = self.times.draft_length(plan.decoding, acceptance.rate, most)
-        return acceptance.length(max(most, 0), speculation.accept_threshold)
+            max_drafts = self.times.draft_length(plan.decoding, acceptance.rate, max_drafts)
+        return acceptance.length(max(max_drafts, 0), speculation.accept_threshold)
 
     def _reserve(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
         """Provide a writable block for each of the next `count` positions.
@@ -261,19 +271,19 @@ class Engine(Generic[T]):
         Return False if too few are free.
         """
         size, table = self.settings.block_size, sequence.table
-        first = sequence.computed // size
-        last = (sequence.computed + count - 1) // size
-        missing, writable = last + 1 - len(table), self.pool.writable
-        shared = [
+        first_index = sequence.computed // size
+        last_index = (sequence.computed + count - 1) // size
+        missing, writable = last_index + 1 - len(table), self.pool.writable
+        shared_indices = [
             index
-            for index, block in enumerate(table[first : last + 1], first)
+            for index, block in enumerate(table[first_index : last_index + 1], first_index)
             if not writable(block)
         ]
-        if not shared and missing <= 0:
+        if not shared_indices and missing <= 0:
             return True
-        if len(shared) + max(missing, 0) > self.pool.available:
+        if len(shared_indices) + max(missing, 0) > self.pool.available:
             return False
-        for index in shared:
+        for index in shared_indices:
             for block in self.pool.allocate(1):
                 plan.step.within.extend((table[index], block))
                 self.pool.release([table[index]])
@@ -290,10 +300,10 @@ class Engine(Generic[T]):
         plan.preempted = True
         generation = sequence.generation
         generation.preemptions += 1
-        if self._swaps(sequence):
-            sequence.host = self.host.allocate(self._filled(sequence))
-            for pair in zip(sequence.table, sequence.host, strict=False):
-                plan.step.out.extend(pair)
+        if self._can_swap(sequence):
+            sequence.host = self.host.allocate(self._filled_blocks(sequence))
+            for block_pair in zip(sequence.table, sequence.host, strict=False):
+                plan.step.out.extend(block_pair)
             self.counts.preemptions["swap"] += 1
             self.counts.swapped_out += len(sequence.host)
             self.pool.release(sequence.table)
@@ -305,13 +315,13 @@ class Engine(Generic[T]):
             self.counts.recomputed += sequence.computed
             self._free_blocks(sequence)
 
-    def _filled(self, sequence: Sequence[T]) -> int:
+    def _filled_blocks(self, sequence: Sequence[T]) -> int:
         """Return the number of blocks with content; a block for drafts may follow."""
         return -(-sequence.computed // self.settings.block_size)
 
-    def _swaps(self, sequence: Sequence[T]) -> bool:
+    def _can_swap(self, sequence: Sequence[T]) -> bool:
         """Check whether a sequence's blocks are copied to the host instead of recomputed."""
-        mode, blocks = self.settings.preemption_mode, self._filled(sequence)
+        mode, blocks = self.settings.preemption_mode, self._filled_blocks(sequence)
         if mode == "recompute" or not sequence.computed or blocks > self.host.available:
             return False
         if sequence.held:
@@ -320,71 +330,75 @@ class Engine(Generic[T]):
 
     # --- admission
 
-    def _admit(self, plan: StepPlan, outside: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
+    def _admit(
+        self, plan: StepPlan, waiting: list[Sequence[T]], admitted: list[Sequence[T]]
+    ) -> None:
         """Start or resume waiting sequences in order, until one does not fit."""
-        seats = self._seats(inside)
-        promised = sum(self._needed(each) for each in inside)
-        while outside:
-            sequence = outside[0]
+        seats = self._free_seats(admitted)
+        reserved = sum(self._blocks_needed(sequence) for sequence in admitted)
+        while waiting:
+            sequence = waiting[0]
             seats -= sequence.seats
             if seats < 0 or plan.tokens < 1:
                 return
-            free = self.pool.available - promised - (len(inside) and self.pool.count // 64)
+            free_blocks = self.pool.available - reserved - (len(admitted) and self.pool.count // 64)
             if sequence.status is SequenceStatus.SWAPPED:
-                entered = self._swap_in(plan, sequence, free)
+                is_admitted = self._swap_in(plan, sequence, free_blocks)
             else:
-                entered = self._begin_prompt(sequence, free)
-            if not entered:
+                is_admitted = self._begin_prompt(sequence, free_blocks)
+            if not is_admitted:
                 return
-            inside.append(outside.pop(0))
+            admitted.append(waiting.pop(0))
             sequence.status = SequenceStatus.RUNNING
-            needed, before = self._needed(sequence), self.pool.available
+            blocks_needed, available_before = self._blocks_needed(sequence), self.pool.available
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
-            self._run(plan, [sequence], [sequence])
+            self._add_rows(plan, [sequence], [sequence])
             # `needed` includes the samples that the sequence has forked.
-            promised += max(needed - (before - self.pool.available), 0)
+            reserved += max(blocks_needed - (available_before - self.pool.available), 0)
 
-    def _seats(self, sequences: list[Sequence[T]]) -> int:
+    def _free_seats(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step are free beside the running sequences in `sequences`."""
-        seats = sum(
+        taken = sum(
             sequence.seats for sequence in sequences if sequence.status is SequenceStatus.RUNNING
         )
-        return self.settings.max_batch_size - seats
+        return self.settings.max_batch_size - taken
 
-    def _needed(self, sequence: Sequence[T]) -> int:
+    def _blocks_needed(self, sequence: Sequence[T]) -> int:
         """Return the number of further blocks that a sequence must get without preempting others.
 
         These are the blocks of its tokens or, without preemption, of its maximum length.
         """
-        size, generation = self.settings.block_size, sequence.generation
+        block_size, generation = self.settings.block_size, sequence.generation
         if self.settings.enable_preemption:
-            return max(-(-len(sequence.tokens) // size) - len(sequence.table), 0)
-        most = -(-generation.most_tokens // size)
-        shared = generation.shared // size
+            return max(-(-len(sequence.tokens) // block_size) - len(sequence.table), 0)
+        max_blocks = -(-generation.max_computed // block_size)
+        shared_blocks = generation.shared // block_size
         # Beams share blocks (copy-on-write).
-        own = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
-        held_blocks = min(len(sequence.table), shared) + own
-        return max(shared + sequence.seats * (most - shared) - held_blocks, 0)
+        own_blocks = sum(
+            self.pool.references[block] == 1 for block in sequence.table[shared_blocks:]
+        )
+        held_blocks = min(len(sequence.table), shared_blocks) + own_blocks
+        return max(shared_blocks + sequence.seats * (max_blocks - shared_blocks) - held_blocks, 0)
 
-    def _begin_prompt(self, sequence: Sequence[T], free: int) -> bool:
+    def _begin_prompt(self, sequence: Sequence[T], free_blocks: int) -> bool:
         """Assign the cached blocks of its prompt's beginning to a sequence.
 
-        Return False unless the further blocks that the sequence needs are `free`.
+        Return False unless the further blocks that the sequence needs are `free_blocks`.
         """
-        size = self.settings.block_size
+        block_size = self.settings.block_size
         cached: list[int] = []
-        if self.settings.enable_prefix_caching and not sequence.generation.whole:
-            cached = sequence.find_prefix(self.pool, size)
-        before = self.pool.available
+        if self.settings.enable_prefix_caching and not sequence.generation.ignores_prefix_cache:
+            cached = sequence.find_prefix(self.pool, block_size)
+        available_before = self.pool.available
         self.pool.share(cached)
-        free -= before - self.pool.available
+        free_blocks -= available_before - self.pool.available
         sequence.table = cached
-        if self._needed(sequence) > free:
+        if self._blocks_needed(sequence) > free_blocks:
             self.pool.release(cached)
             sequence.table = []
             return False
-        sequence.computed = len(cached) * size
+        sequence.computed = len(cached) * block_size
         sequence.sealed = len(cached)
         self.counts.prefix_queries += len(sequence.tokens)
         self.counts.prefix_hits += sequence.computed
@@ -392,31 +406,31 @@ class Engine(Generic[T]):
             sequence.generation.cached = sequence.computed
         return True
 
-    def _swap_in(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
-        """Copy a sequence's blocks back from the host; return False unless as many are `free`."""
-        if self._needed(sequence) > free:
+    def _swap_in(self, plan: StepPlan, sequence: Sequence[T], free_blocks: int) -> bool:
+        """Copy a sequence's blocks back from the host; return False if too few blocks are free."""
+        if self._blocks_needed(sequence) > free_blocks:
             return False
         sequence.table = self.pool.allocate(len(sequence.host))
-        for pair in zip(sequence.host, sequence.table, strict=True):
-            plan.step.back.extend(pair)
+        for block_pair in zip(sequence.host, sequence.table, strict=True):
+            plan.step.back.extend(block_pair)
         self.counts.swapped_in += len(sequence.host)
         self.host.release(sequence.host)
         sequence.host = []
         return True
 
-    def _ready(self, plan: StepPlan) -> Step:
+    def _finish_plan(self, plan: StepPlan) -> Step:
         step = plan.step
         self._steps = step.step
-        step.begin.extend(self._begin)
-        step.ended.extend(self._ended)
-        self._begin, self._ended = [], []
+        step.begin.extend(self._to_begin)
+        step.ended.extend(self._to_end)
+        self._to_begin, self._to_end = [], []
         copies = (len(step.out) + len(step.back)) // 2
-        self.running = Running(step.step, plan.rows, plan.load, copies, plan.drafts)
+        self.running = RunningStep(step.step, plan.rows, plan.load, copies, plan.drafts)
         return step
 
     # --- results of steps
 
-    def done(self, message: Stepped) -> None:
+    def finish_step(self, message: Stepped) -> None:
         """Handle the results of the running step; raise ValueError for those of another step."""
         running = self.running
         if running is None or message.step != running.step:
@@ -431,26 +445,26 @@ class Engine(Generic[T]):
             self.cancel(running.rows[number][0].generation)
         for number, (sequence, row) in running.rows.items():
             if sequence.status is SequenceStatus.RUNNING:
-                self._computed(sequence, row, results.get(number))
+                self._handle_row(sequence, row, results.get(number))
 
-    def _computed(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
+    def _handle_row(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
         sequence.computed = row.start + row.count
         if result is None:
             self._seal(sequence)
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
         elif sequence.generation.beams is None:
-            self._sampled(sequence, row, result)
+            self._add_tokens(sequence, row, result)
         else:
-            self._searched(sequence, result)
+            self._search_step(sequence, result)
         if sequence.stopped and sequence.status is SequenceStatus.RUNNING:
-            self._end(sequence, "stop")
+            self._end_sequence(sequence, "stop")
 
     def _seal(self, sequence: Sequence[T]) -> None:
         if self.settings.enable_prefix_caching:
             sequence.seal(self.pool, self.settings.block_size)
 
-    def _sampled(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
+    def _add_tokens(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
         if not 1 <= len(tokens) <= row.draft + 1:
             raise ValueError("no tokens, or more than requested")
@@ -467,23 +481,23 @@ class Engine(Generic[T]):
             if acceptance is not None:
                 acceptance.observe(result.drafted, len(tokens) - 1)
         if result.finish_reason:
-            self._end(sequence, result.finish_reason)
+            self._end_sequence(sequence, result.finish_reason)
 
     def _fork(self, sequence: Sequence[T]) -> None:
         """Begin the other samples of a prompt with its blocks."""
         for sample in range(1, sequence.forks + 1):
-            self._child(sequence, sample)
+            self._add_child(sequence, sample)
         sequence.forks = 0
 
-    def _child(
-        self, parent: Sequence[T], sample: int, token: int = -1, seated: bool = True
+    def _add_child(
+        self, parent: Sequence[T], sample: int, token: int = -1, has_seat: bool = True
     ) -> Sequence[T]:
         child = Sequence(next(self.numbers), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
         # Otherwise the blocks must be computed again, too.
-        if parent.status is SequenceStatus.RUNNING and seated:
+        if parent.status is SequenceStatus.RUNNING and has_seat:
             child.status = SequenceStatus.RUNNING
             child.computed, child.sealed, child.sent_blocks = (
                 parent.computed,
@@ -500,7 +514,7 @@ class Engine(Generic[T]):
 
     # --- beam search
 
-    def _searched(self, sequence: Sequence[T], result: RowResult) -> None:
+    def _search_step(self, sequence: Sequence[T], result: RowResult) -> None:
         """Add the candidate tokens of one beam to its beam search.
 
         After the last beam's candidates, replace the beams by the best candidates.
@@ -509,18 +523,20 @@ class Engine(Generic[T]):
         beams = self._beams[sequence.generation.key]
         sequence.held = True
         beams.add(sequence, result)
-        if any(not each.held for each in sequence.generation.sequences):
+        if any(not sequence.held for sequence in sequence.generation.sequences):
             return
-        before = sequence.generation.sequences[:]
-        free = self._seats([each for each in self._live.values() if each not in before])
-        for index, chosen in enumerate(beams.step()):
+        parents = sequence.generation.sequences[:]
+        free_seats = self._free_seats(
+            [sequence for sequence in self._sequences.values() if sequence not in parents]
+        )
+        for index, candidate in enumerate(beams.step()):
             # Beams that were preempted while they waited have lost their seats.
-            child = self._child(chosen.parent, 0, chosen.token, index < free)
-            child.score = chosen.score
+            child = self._add_child(candidate.parent, 0, candidate.token, index < free_seats)
+            child.score = candidate.score
         # Parents are dropped after all children have begun, so that shared blocks stay referenced.
-        for parent in before:
+        for parent in parents:
             self.drop(parent)
-        if beams.finished:
+        if beams.is_finished:
             generation = sequence.generation
             self.cancel(generation)
-            self.chosen(generation, beams)
+            self.on_search_end(generation, beams)

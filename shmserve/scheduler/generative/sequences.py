@@ -21,12 +21,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, RowResult
 
-ROOT = b""  # the key before the first block
+ROOT_KEY = b""  # the key before the first block
 
 
-def block_key(before: bytes, tokens: array[int]) -> bytes:
+def block_key(previous_key: bytes, tokens: array[int]) -> bytes:
     """Return the key of a full block from its `tokens` and the key of the block before it."""
-    return hashlib.blake2b(before + tokens.tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(previous_key + tokens.tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
@@ -46,8 +46,12 @@ class BlockPool:
     def __init__(self, count: int) -> None:
         self.count = count
         self.references = [0] * count
-        self._lengths: dict[int, int] = {0: count} if count else {}  # free extents by their starts
-        self._starts: dict[int, int] = {count - 1: 0} if count else {}  # free extents by their ends
+        self._length_by_start: dict[int, int] = (
+            {0: count} if count else {}
+        )  # free extents by their starts
+        self._start_by_end: dict[int, int] = (
+            {count - 1: 0} if count else {}
+        )  # free extents by their ends
         self._free = count
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
@@ -71,70 +75,70 @@ class BlockPool:
 
     # --- allocation
 
-    def allocate(self, count: int, after: int = -1) -> list[int]:
-        """Return `count` blocks with one reference each, after block `after` if possible.
+    def allocate(self, count: int, previous: int = -1) -> list[int]:
+        """Return `count` blocks with one reference each, after block `previous` if possible.
 
         As many must be `available`.
         """
         blocks: list[int] = []
-        while len(blocks) < count and after >= 0:
-            after += 1
-            if after in self._cached:
-                self._evict(after)
-            if not self._take_start(after):
+        while len(blocks) < count and previous >= 0:
+            previous += 1
+            if previous in self._cached:
+                self._evict(previous)
+            if not self._take_start(previous):
                 break
-            blocks.append(after)
+            blocks.append(previous)
         if len(blocks) < count:
-            blocks += self._apart(count - len(blocks))
+            blocks += self._take_free(count - len(blocks))
         for block in blocks:
             self.references[block] = 1
         return blocks
 
-    def _apart(self, count: int) -> Iterator[int]:
+    def _take_free(self, count: int) -> Iterator[int]:
         """Yield `count` free blocks, taken from as few extents as possible."""
-        while self._cached and max(self._lengths.values(), default=0) < count:
+        while self._cached and max(self._length_by_start.values(), default=0) < count:
             if self._free >= 4 * count:
                 break
             self._evict(next(iter(self._cached)))
         while count:
-            start = max(self._lengths, key=self._lengths.__getitem__)
-            length = self._lengths[start]
+            start = max(self._length_by_start, key=self._length_by_start.__getitem__)
+            length = self._length_by_start[start]
             block_count = min(count, length)
             # Half of the gap is left to the sequence before it.
-            first = start + (length - block_count) // 2 if start else start
-            self._cut(start, first, block_count)
-            yield from range(first, first + block_count)
+            first_block = start + (length - block_count) // 2 if start else start
+            self._take_from_extent(start, first_block, block_count)
+            yield from range(first_block, first_block + block_count)
             count -= block_count
 
     def _take_start(self, block: int) -> bool:
         """Take a block that begins a free extent; return False if it does not."""
-        if block not in self._lengths:
+        if block not in self._length_by_start:
             return False
-        self._cut(block, block, 1)
+        self._take_from_extent(block, block, 1)
         return True
 
-    def _cut(self, start: int, first: int, block_count: int) -> None:
-        """Take `block_count` blocks from `first` out of the extent at `start`."""
-        end = start + self._lengths.pop(start)
-        del self._starts[end - 1]
-        self._add(start, first)
-        self._add(first + block_count, end)
+    def _take_from_extent(self, start: int, first_block: int, block_count: int) -> None:
+        """Take `block_count` blocks from `first_block` out of the extent at `start`."""
+        extent_end = start + self._length_by_start.pop(start)
+        del self._start_by_end[extent_end - 1]
+        self._add_extent(start, first_block)
+        self._add_extent(first_block + block_count, extent_end)
         self._free -= block_count
 
-    def _add(self, start: int, end: int) -> None:
+    def _add_extent(self, start: int, end: int) -> None:
         if start < end:
-            self._lengths[start] = end - start
-            self._starts[end - 1] = start
+            self._length_by_start[start] = end - start
+            self._start_by_end[end - 1] = start
 
     def _free_block(self, block: int) -> None:
         start, end = block, block + 1
-        if block - 1 in self._starts:
-            start = self._starts.pop(block - 1)
-            del self._lengths[start]
-        if end in self._lengths:
-            end += self._lengths.pop(end)
-            del self._starts[end - 1]
-        self._add(start, end)
+        if block - 1 in self._start_by_end:
+            start = self._start_by_end.pop(block - 1)
+            del self._length_by_start[start]
+        if end in self._length_by_start:
+            end += self._length_by_start.pop(end)
+            del self._start_by_end[end - 1]
+        self._add_extent(start, end)
         self._free += 1
 
     # --- references
@@ -208,7 +212,7 @@ class Generation(Generic[T]):
     max_tokens: int
     samples: int = 1
     priority: int = 0
-    whole: bool = False
+    ignores_prefix_cache: bool = False
     drafts: bool = True
     beams: BeamSearch | None = None
     preemptions: int = 0
@@ -229,7 +233,7 @@ class Generation(Generic[T]):
         return len(self.prompt) - 1
 
     @property
-    def most_tokens(self) -> int:
+    def max_computed(self) -> int:
         """Return the maximum number of computed tokens of a sequence, without its last token."""
         return len(self.prompt) + self.max_tokens - 1
 
@@ -286,9 +290,9 @@ class Sequence(Generic[T]):
         """Return the keys of its first `blocks` blocks, all of which are full."""
         keys = self.keys
         while len(keys) < blocks:
-            first = len(keys) * block_size
-            before = keys[-1] if keys else ROOT
-            keys.append(block_key(before, self.tokens[first : first + block_size]))
+            start = len(keys) * block_size
+            previous_key = keys[-1] if keys else ROOT_KEY
+            keys.append(block_key(previous_key, self.tokens[start : start + block_size]))
         return keys[:blocks]
 
     def find_prefix(self, pool: BlockPool, block_size: int) -> list[int]:
@@ -303,14 +307,14 @@ class Sequence(Generic[T]):
 
     def seal(self, pool: BlockPool, block_size: int) -> None:
         """Register its full blocks in the prefix cache."""
-        full = self.computed // block_size
-        if full > self.sealed:
-            keys = self.prefix_keys(block_size, full)
-            for index in range(self.sealed, full):
+        full_blocks = self.computed // block_size
+        if full_blocks > self.sealed:
+            keys = self.prefix_keys(block_size, full_blocks)
+            for index in range(self.sealed, full_blocks):
                 pool.seal(self.table[index], keys[index])
-            self.sealed = full
+            self.sealed = full_blocks
 
-    def lost(self) -> None:
+    def reset(self) -> None:
         """Reset the sequence after its blocks were lost: all its tokens must be computed again."""
         self.status = SequenceStatus.WAITING
         self.computed = self.sent_blocks = self.sealed = 0
@@ -319,8 +323,8 @@ class Sequence(Generic[T]):
 
 
 # A level of priority counts as much as 1,024 tokens, or as ten seconds of waiting.
-_TOKENS_A_LEVEL = 1024.0
-_TOKENS_A_SECOND = 102.4
+_TOKENS_PER_LEVEL = 1024.0
+_TOKENS_PER_SECOND = 102.4
 
 Rank = tuple[float, int, int]
 
@@ -340,8 +344,12 @@ def ranking(settings: EngineSettings, now_ns: int) -> Callable[[Sequence[Any]], 
     def rank(sequence: Sequence[Any]) -> Rank:
         arrived_ns = sequence.generation.arrived_ns
         waited_s = (now_ns - arrived_ns) / 1e9
-        late = limit_s and waited_s >= limit_s
-        return (float("-inf") if late else score(sequence, waited_s), arrived_ns, sequence.number)
+        is_overdue = limit_s and waited_s >= limit_s
+        return (
+            float("-inf") if is_overdue else score(sequence, waited_s),
+            arrived_ns,
+            sequence.number,
+        )
 
     return rank
 
@@ -351,12 +359,12 @@ def _arrival(sequence: Sequence[Any], waited_s: float) -> float:
 
 
 def _shortest(sequence: Sequence[Any], waited_s: float) -> float:
-    return sequence.missing + sequence.remaining - _TOKENS_A_SECOND * waited_s
+    return sequence.missing + sequence.remaining - _TOKENS_PER_SECOND * waited_s
 
 
 def _composite(sequence: Sequence[Any], waited_s: float) -> float:
     level = sequence.generation.priority
-    return _TOKENS_A_LEVEL * level + _shortest(sequence, waited_s)
+    return _TOKENS_PER_LEVEL * level + _shortest(sequence, waited_s)
 
 
 _SCORES: Mapping[str, Callable[[Sequence[Any], float], float]] = {
@@ -366,7 +374,7 @@ _SCORES: Mapping[str, Callable[[Sequence[Any], float], float]] = {
 }
 
 
-class Chosen(NamedTuple, Generic[T]):
+class BeamCandidate(NamedTuple, Generic[T]):
     """A beam of the next step: the parent beam of this step and the token that extends it."""
 
     parent: Sequence[T]
@@ -387,60 +395,64 @@ class Beams(Generic[T]):
     """A beam search over one generation's sequences, with the results of transformers'.
 
     The best 2 * width candidates of all beams are considered: those that end are hypotheses, and
-    the others are the next beams. `found` are the best hypotheses so far, best first. A
-    search is `finished` if no better ones can follow.
+    the others are the next beams. `hypotheses` are the best hypotheses so far, best first. A
+    search is `is_finished` if no better ones can follow.
     """
 
     generation: Generation[T]
-    found: list[FinishedBeam] = field(default_factory=list)
-    finished: bool = False
-    _candidates: list[Chosen[T]] = field(default_factory=list)
+    hypotheses: list[FinishedBeam] = field(default_factory=list)
+    is_finished: bool = False
+    _candidates: list[BeamCandidate[T]] = field(default_factory=list)
 
     def add(self, sequence: Sequence[T], result: RowResult) -> None:
         """Add the candidates of a beam."""
         for token, score in zip(result.candidates, result.scores, strict=True):
-            self._candidates.append(Chosen(sequence, token, sequence.score + score))
+            self._candidates.append(BeamCandidate(sequence, token, sequence.score + score))
 
-    def step(self) -> list[Chosen[T]]:
+    def step(self) -> list[BeamCandidate[T]]:
         """Return the beams of the next step, best first; none once the search is over."""
         search = self.generation.beams
         assert search is not None
-        ranked = sorted(self._candidates, key=attrgetter("score"), reverse=True)[: 2 * search.width]
+        best_candidates = sorted(self._candidates, key=attrgetter("score"), reverse=True)[
+            : 2 * search.width
+        ]
         self._candidates = []
-        generated = ranked[0].parent.generated + 1
-        continuing: list[Chosen[T]] = []
-        for rank, candidate in enumerate(ranked):
+        generated = best_candidates[0].parent.generated + 1
+        continuing: list[BeamCandidate[T]] = []
+        for rank, candidate in enumerate(best_candidates):
             if candidate.token in search.ends:
                 if rank < search.width:
-                    self._keep(candidate, generated, "stop")
+                    self._add_hypothesis(candidate, generated, "stop")
             elif len(continuing) < search.width:
                 continuing.append(candidate)
         if generated >= self.generation.max_tokens:
-            if not self._settled(continuing[0].score if continuing else -math.inf, generated):
+            if not self._is_settled(continuing[0].score if continuing else -math.inf, generated):
                 for candidate in continuing:
-                    self._keep(candidate, generated, "length")
-            self.finished = True
+                    self._add_hypothesis(candidate, generated, "length")
+            self.is_finished = True
         else:
-            self.finished = not continuing or self._settled(continuing[0].score, generated)
-        return [] if self.finished else continuing
+            self.is_finished = not continuing or self._is_settled(continuing[0].score, generated)
+        return [] if self.is_finished else continuing
 
-    def _keep(self, candidate: Chosen[T], length: int, why: str) -> None:
+    def _add_hypothesis(
+        self, candidate: BeamCandidate[T], generated: int, finish_reason: str
+    ) -> None:
         search = self.generation.beams
         assert search is not None
         tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
-        score = candidate.score / length**search.length_penalty
-        self.found.append(FinishedBeam(tokens, why, score))
-        self.found.sort(key=attrgetter("score"), reverse=True)
-        del self.found[search.width :]
+        score = candidate.score / generated**search.length_penalty
+        self.hypotheses.append(FinishedBeam(tokens, finish_reason, score))
+        self.hypotheses.sort(key=attrgetter("score"), reverse=True)
+        del self.hypotheses[search.width :]
 
-    def _settled(self, best: float, length: int) -> bool:
+    def _is_settled(self, best_score: float, generated: int) -> bool:
         """Check whether no beam can improve on the worst hypothesis, by `early_stopping`."""
         search = self.generation.beams
         assert search is not None
-        if len(self.found) < search.width:
+        if len(self.hypotheses) < search.width:
             return False
         if search.early_stopping == "true":
             return True
         longest = search.early_stopping == "never" and search.length_penalty > 0
-        reach = self.generation.max_tokens if longest else length
-        return bool(self.found[-1].score >= best / reach**search.length_penalty)
+        max_length = self.generation.max_tokens if longest else generated
+        return bool(self.hypotheses[-1].score >= best_score / max_length**search.length_penalty)

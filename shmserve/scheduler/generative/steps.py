@@ -18,19 +18,19 @@ from shmserve.ipc.messages.generation import Row, Step, Stepped
 from shmserve.scheduler.generative.sequences import Sequence
 from shmserve.scheduler.tables import GenerationStats
 
-_FORGETTING = 0.98
-_NOISE = 0.1  # standard deviation, as a share of a step's duration
+_STEP_DECAY = 0.98
+_RELATIVE_NOISE = 0.1  # standard deviation, as a share of a step's duration
 # First guesses in ms for a small model on a CPU, and the standard deviation of each.
-_FIRST = (5.0, 1.0, 0.5, 10.0)
-_SPREAD = (20.0, 5.0, 2.0, 100.0)
-_SURE = tuple(spread**-2 for spread in _SPREAD)
-_KEYS = 1e5  # the unit of `pairs` in the estimate of durations
+_INITIAL_WEIGHTS = (5.0, 1.0, 0.5, 10.0)
+_INITIAL_DEVIATIONS = (20.0, 5.0, 2.0, 100.0)
+_INITIAL_CERTAINTIES = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
+_PAIRS_UNIT = 1e5  # the unit of `pairs` in the estimate of durations
 CHUNK = 16  # prompts are cut at its multiples, so that equal rows are computed alike
-_EWMA = 0.1
-_OUTLIER = 4  # observed durations are capped at this multiple of the expected duration
+_AVERAGE_GAIN = 0.1
+_MAX_DURATION_RATIO = 4  # observed durations are capped at this multiple of the expected duration
 PROBE_STEPS = 50
-_GUESSED = 2  # observed tokens that the first guess of the acceptance counts as
-_GAIN = 1.15  # the least expected speedup of drafts: estimates are some percent off
+_INITIAL_TOKENS = 2  # observed tokens that the first guess of the acceptance counts as
+_MIN_DRAFT_SPEEDUP = 1.15  # the least expected speedup of drafts: estimates are some percent off
 
 
 class StepWork(NamedTuple):
@@ -43,40 +43,46 @@ class StepWork(NamedTuple):
     @property
     def terms(self) -> tuple[float, float, float, float]:
         """Return the work as the four terms of the linear model of durations."""
-        return (1.0, float(self.decoded), float(self.prefilled), self.pairs / _KEYS)
+        return (1.0, float(self.decoded), float(self.prefilled), self.pairs / _PAIRS_UNIT)
 
 
-def _fitted(matrix: list[list[float]], moments: list[float]) -> list[float]:
+def _fit_weights(products: list[list[float]], right_sides: list[float]) -> list[float]:
     """Return the non-negative weights that solve the normal equations with the first guesses."""
-    weights, used = [0.0] * 4, [0, 1, 2, 3]
-    while used:
+    weights, active = [0.0] * 4, [0, 1, 2, 3]
+    while active:
         rows = [
-            [*(matrix[row][column] + _SURE[row] * (row == column) for column in used), moments[row]]
-            for row in used
+            [
+                *(
+                    products[row][column] + _INITIAL_CERTAINTIES[row] * (row == column)
+                    for column in active
+                ),
+                right_sides[row],
+            ]
+            for row in active
         ]
-        for row, equation in zip(used, rows, strict=True):
-            equation[-1] += _SURE[row] * _FIRST[row]
-        solution = _solved(rows)
+        for row, equation in zip(active, rows, strict=True):
+            equation[-1] += _INITIAL_CERTAINTIES[row] * _INITIAL_WEIGHTS[row]
+        solution = _solve(rows)
         if min(solution) >= 0:
-            for row, weight in zip(used, solution, strict=True):
+            for row, weight in zip(active, solution, strict=True):
                 weights[row] = weight
             break
-        del used[solution.index(min(solution))]
+        del active[solution.index(min(solution))]
     return weights
 
 
-def _solved(rows: list[list[float]]) -> list[float]:
+def _solve(equations: list[list[float]]) -> list[float]:
     """Solve positive definite equations, each with its right side last, by elimination in place."""
-    for pivot, top in enumerate(rows):
-        for below in rows[pivot + 1 :]:
-            factor = below[pivot] / top[pivot]
-            for column in range(pivot, len(top)):
-                below[column] -= factor * top[column]
+    for pivot, pivot_equation in enumerate(equations):
+        for equation in equations[pivot + 1 :]:
+            factor = equation[pivot] / pivot_equation[pivot]
+            for column in range(pivot, len(pivot_equation)):
+                equation[column] -= factor * pivot_equation[column]
     solution: list[float] = []
-    for pivot in range(len(rows) - 1, -1, -1):
-        *before, right = rows[pivot]
-        partial_sum = sum(c * x for c, x in zip(reversed(before), solution, strict=False))
-        solution.append((right - partial_sum) / before[pivot])
+    for pivot in range(len(equations) - 1, -1, -1):
+        *coefficients, right_side = equations[pivot]
+        partial_sum = sum(c * x for c, x in zip(reversed(coefficients), solution, strict=False))
+        solution.append((right_side - partial_sum) / coefficients[pivot])
     return solution[::-1]
 
 
@@ -84,14 +90,14 @@ def _solved(rows: list[list[float]]) -> list[float]:
 class StepTimes:
     """The model of the duration of a step and of a block copy, in ms."""
 
-    _weights: list[float] = field(default_factory=partial(list, _FIRST))
+    _weights: list[float] = field(default_factory=partial(list, _INITIAL_WEIGHTS))
     # The normal equations of the least squares fit to the observed steps.
-    _matrix: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
-    _moments: list[float] = field(default_factory=lambda: [0.0] * 4)
+    _products: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
+    _right_sides: list[float] = field(default_factory=lambda: [0.0] * 4)
     copy_ms: float = 0.05  # duration of copying a block
     draft_ms: float = 0.2  # duration of proposing a draft token
 
-    def expect(self, load: StepWork) -> float:
+    def expected_ms(self, load: StepWork) -> float:
         """Return the expected duration of a step in ms."""
         return max(sum(w * x for w, x in zip(self._weights, load.terms, strict=True)), 1e-3)
 
@@ -104,45 +110,47 @@ class StepTimes:
         """Learn from the duration of a step; a step without work is ignored."""
         if not (load.decoded or load.prefilled):
             return
-        certainty = (_NOISE * max(took_ms, 1.0)) ** -2
-        for row, (sums, term) in enumerate(zip(self._matrix, load.terms, strict=True)):
-            moment = self._moments[row]
-            self._moments[row] = _FORGETTING * moment + certainty * term * took_ms
-            for column, other in enumerate(load.terms):
-                sums[column] = _FORGETTING * sums[column] + certainty * term * other
-        self._weights = _fitted(self._matrix, self._moments)
+        certainty = (_RELATIVE_NOISE * max(took_ms, 1.0)) ** -2
+        for row, (sums, term) in enumerate(zip(self._products, load.terms, strict=True)):
+            right_side = self._right_sides[row]
+            self._right_sides[row] = _STEP_DECAY * right_side + certainty * term * took_ms
+            for column, other_term in enumerate(load.terms):
+                sums[column] = _STEP_DECAY * sums[column] + certainty * term * other_term
+        self._weights = _fit_weights(self._products, self._right_sides)
 
-    def copied(self, blocks: int, took_ms: float) -> None:
+    def observe_copies(self, blocks: int, took_ms: float) -> None:
         """Learn from the duration of block copies."""
-        self.copy_ms += _EWMA * (took_ms / blocks - self.copy_ms)
+        self.copy_ms += _AVERAGE_GAIN * (took_ms / blocks - self.copy_ms)
 
-    def drafted(self, tokens: int, took_ms: float) -> None:
+    def observe_drafts(self, tokens: int, took_ms: float) -> None:
         """Learn from the duration of successive draft tokens.
 
         The duration is capped, because a draft model may have read a prompt first.
         """
-        self.draft_ms += _EWMA * (min(took_ms / tokens, _OUTLIER * self.draft_ms) - self.draft_ms)
+        self.draft_ms += _AVERAGE_GAIN * (
+            min(took_ms / tokens, _MAX_DURATION_RATIO * self.draft_ms) - self.draft_ms
+        )
 
     def swap_pays(self, blocks: int, tokens: int) -> bool:
         """Check whether copying blocks out and back costs less than recomputing their tokens."""
         pairs = tokens * tokens
-        again_ms = tokens * self.prompt_token_ms + self._weights[3] * pairs / _KEYS
-        return 2 * blocks * self.copy_ms < again_ms
+        recompute_ms = tokens * self.prompt_token_ms + self._weights[3] * pairs / _PAIRS_UNIT
+        return 2 * blocks * self.copy_ms < recompute_ms
 
-    def chunk(self, load: StepWork, begin: int, target_ms: float) -> int:
-        """Return how many prompt tokens after the first `begin` fit a step within the target.
+    def fitting_tokens(self, load: StepWork, start: int, target_ms: float) -> int:
+        """Return how many prompt tokens after the first `start` fit a step within the target.
 
         The step also contains `load`. The result is a multiple of 16, and at least 16 if the step
         has no other prompt tokens.
         """
-        budget_ms = max(target_ms - self.expect(load), 0.0)
+        budget_ms = max(target_ms - self.expected_ms(load), 0.0)
         # Each token reads all tokens before it: n tokens take linear * n + square * n * n.
-        square = self._weights[3] / _KEYS
-        linear = self.prompt_token_ms + square * begin
+        square = self._weights[3] / _PAIRS_UNIT
+        linear = self.prompt_token_ms + square * start
         count = int(2 * budget_ms / (linear + math.sqrt(linear * linear + 4 * square * budget_ms)))
         return max(count // CHUNK * CHUNK, 0 if load.prefilled else CHUNK)
 
-    def draft_length(self, decoding: int, acceptance: float, most: int) -> int:
+    def draft_length(self, decoding: int, acceptance: float, max_length: int) -> int:
         """Return the number of draft tokens per sequence with the highest token rate, possibly 0.
 
         See Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023.
@@ -150,17 +158,17 @@ class StepTimes:
         Args:
             decoding: The number of sequences that decode together.
             acceptance: The probability that a draft token is accepted.
-            most: The maximum.
+            max_length: The maximum.
         """
-        best, best_rate = 0, _GAIN / self.expect(StepWork(decoding))
+        best_length, best_rate = 0, _MIN_DRAFT_SPEEDUP / self.expected_ms(StepWork(decoding))
         tokens, chance = 1.0, 1.0
-        for length in range(1, most + 1):
+        for length in range(1, max_length + 1):
             chance *= acceptance
             tokens += chance
-            took_ms = self.expect(StepWork(decoding * (1 + length))) + length * self.draft_ms
+            took_ms = self.expected_ms(StepWork(decoding * (1 + length))) + length * self.draft_ms
             if tokens / took_ms > best_rate:
-                best, best_rate = length, tokens / took_ms
-        return best
+                best_length, best_rate = length, tokens / took_ms
+        return best_length
 
 
 @dataclass(slots=True, eq=False)
@@ -168,19 +176,19 @@ class Acceptance:
     """The acceptance rate of a request's draft tokens, and a pause while it is too low."""
 
     rate: float = 0.7
-    _pause: int = 0
-    _seen: int = _GUESSED
+    _pause_steps: int = 0
+    _tokens: int = _INITIAL_TOKENS
 
     def length(self, drafts: int, threshold: float) -> int:
         """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
 
         One step after each pause drafts again.
         """
-        if self._pause:
-            self._pause -= 1
+        if self._pause_steps:
+            self._pause_steps -= 1
             return 0
         if self.rate < threshold or not drafts:
-            self._pause = PROBE_STEPS
+            self._pause_steps = PROBE_STEPS
             self.rate = max(self.rate, threshold)
             return 0
         return drafts
@@ -188,12 +196,12 @@ class Acceptance:
     def observe(self, proposed: int, accepted: int) -> None:
         """Learn from a step. Tokens after the first rejected one are not observations."""
         for index in range(min(accepted + 1, proposed)):
-            self._seen += 1
-            weight = max(1 / self._seen, _EWMA)
+            self._tokens += 1
+            weight = max(1 / self._tokens, _AVERAGE_GAIN)
             self.rate += weight * ((index < accepted) - self.rate)
 
 
-class Running(NamedTuple):
+class RunningStep(NamedTuple):
     """The running step.
 
     Attributes:
@@ -214,11 +222,11 @@ class Running(NamedTuple):
         """Learn from the duration of the step and count it."""
         load, took_ms = self.load, (message.forward_ns + message.sample_ns) / 1e6
         if self.copies:
-            times.copied(self.copies, message.gather_ns / 1e6)
+            times.observe_copies(self.copies, message.gather_ns / 1e6)
         else:
             took_ms += message.gather_ns / 1e6
         if self.drafts:
-            times.drafted(self.drafts, message.draft_ns / 1e6)
+            times.observe_drafts(self.drafts, message.draft_ns / 1e6)
         times.observe(load, took_ms - message.draft_ns / 1e6)
         counts.batch_tokens.observe(load.decoded + load.prefilled)
         counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)

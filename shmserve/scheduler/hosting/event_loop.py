@@ -11,17 +11,17 @@ from typing import Any
 from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
 
 # A sleeping thread runs again some time after its timer; up to this much of it is anticipated.
-_MOST_LATE_NS = 60_000
+_MAX_LATE_NS = 60_000
 
 # A client's deadline may be any number; no timer is longer than this.
-_LONGEST_WAIT_NS = 3_600_000_000_000
+_MAX_WAIT_NS = 3_600_000_000_000
 
 _NS_PER_MS = 1_000_000
 # epoll_wait(2) counts in whole ms: shorter waits use ppoll(2) on the epoll(7) descriptor.
-_NEAR_NS = 5 * _NS_PER_MS
+_SHORT_WAIT_NS = 5 * _NS_PER_MS
 
-Take = Callable[[], None]
-Ready = list[tuple[int, int]]
+ReadableHandler = Callable[[], None]
+ReadyEvents = list[tuple[int, int]]
 Handler = Callable[[Any, Any], None]  # the arguments are the sender's address and its message
 
 
@@ -32,62 +32,62 @@ class Waiter:
     """
 
     def __init__(self) -> None:
-        self.takers: dict[int, Take] = {}
+        self.handlers: dict[int, ReadableHandler] = {}
         self._epoll = select.epoll()
         self._short_wait = PreciseWait(self._epoll.fileno())
         self._late_ns = 0
         self._busy_poll = BusyPoll()
 
-    def watch(self, fd: int, take: Take) -> None:
+    def watch(self, fd: int, handler: ReadableHandler) -> None:
         """Watch a descriptor; it is handled after those that are watched already."""
-        self.takers[fd] = take
+        self.handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
         """Remove a descriptor."""
-        del self.takers[fd]
+        del self.handlers[fd]
         self._epoll.unregister(fd)
 
-    def wait(self, wake_ns: int, requests: int) -> Ready:
+    def wait(self, wake_ns: int, requests: int) -> ReadyEvents:
         """Wait until about `wake_ns` for readable descriptors; `requests` are in flight.
 
         Returns:
             The descriptors in order, with epoll(7)'s events; none after a timeout.
         """
         began_ns = now_ns = time.monotonic_ns()
-        ready: Ready = []
+        ready_events: ReadyEvents = []
         if self._busy_poll.should_spin[requests > 0]:
-            ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
+            ready_events = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
             now_ns = time.monotonic_ns()
-        if not ready:
+        if not ready_events:
             left_ns = wake_ns - now_ns
-            if left_ns < _NEAR_NS:
-                ready = self._wait_until(wake_ns)
+            if left_ns < _SHORT_WAIT_NS:
+                ready_events = self._wait_until(wake_ns)
             else:
-                if left_ns > _LONGEST_WAIT_NS:
-                    left_ns = _LONGEST_WAIT_NS
+                if left_ns > _MAX_WAIT_NS:
+                    left_ns = _MAX_WAIT_NS
                 # The timeout is rounded down; the caller then waits for the rest.
-                ready = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
+                ready_events = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
         self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
-        if len(ready) > 1:
-            order = list(self.takers)
-            ready.sort(key=lambda each: order.index(each[0]))
-        return ready
+        if len(ready_events) > 1:
+            order = list(self.handlers)
+            ready_events.sort(key=lambda event: order.index(event[0]))
+        return ready_events
 
-    def _stay_awake(self, until_ns: int) -> Ready:
+    def _stay_awake(self, until_ns: int) -> ReadyEvents:
         while time.monotonic_ns() < until_ns:
-            ready = self._epoll.poll(0)
-            if ready:
-                return ready
+            ready_events = self._epoll.poll(0)
+            if ready_events:
+                return ready_events
             os.sched_yield()
         return []
 
-    def _wait_until(self, wake_ns: int) -> Ready:
+    def _wait_until(self, wake_ns: int) -> ReadyEvents:
         aim_ns = wake_ns - self._late_ns
         timeout_ns = max(0, aim_ns - time.monotonic_ns())
         readable = self._short_wait.wait(timeout_ns)
         if timeout_ns and not readable:
-            late_ns = min(max(0, time.monotonic_ns() - aim_ns), _MOST_LATE_NS)
+            late_ns = min(max(0, time.monotonic_ns() - aim_ns), _MAX_LATE_NS)
             self._late_ns += (late_ns - self._late_ns) // 8
         return self._epoll.poll(0) if readable else []
 
@@ -103,9 +103,9 @@ class InProcessLinks:
 
     def __init__(self) -> None:
         self._handlers: dict[Hashable, Handler] = {}
-        self.posted: list[tuple[Handler, Any, Any]] = []
+        self.queued: list[tuple[Handler, Any, Any]] = []
 
-    def enter(self, address: Hashable, handler: Handler) -> None:
+    def register(self, address: Hashable, handler: Handler) -> None:
         """Register the message handler of an address."""
         self._handlers[address] = handler
 
@@ -113,7 +113,7 @@ class InProcessLinks:
         """Remove an address; messages that were posted to it are still delivered."""
         del self._handlers[address]
 
-    def has(self, address: Hashable) -> bool:
+    def is_registered(self, address: Hashable) -> bool:
         """Check whether an address is registered."""
         return address in self._handlers
 
@@ -130,11 +130,11 @@ class InProcessLinks:
         handler = self._handlers.get(address)
         if handler is None:
             return False
-        self.posted.append((handler, sender, message))
+        self.queued.append((handler, sender, message))
         return True
 
     def deliver(self) -> None:
         """Deliver the queued responses."""
-        posted, self.posted = self.posted, []
-        for handler, sender, message in posted:
+        queued, self.queued = self.queued, []
+        for handler, sender, message in queued:
             handler(sender, message)

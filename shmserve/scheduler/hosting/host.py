@@ -79,7 +79,7 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.runner import StepSchedulers
 from shmserve.scheduler.front import Core, Front
-from shmserve.scheduler.hosting.event_loop import InProcessLinks, Take, Waiter
+from shmserve.scheduler.hosting.event_loop import InProcessLinks, ReadableHandler, Waiter
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
@@ -87,9 +87,9 @@ from shmserve.scheduler.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_PARTING_S = 0.3  # time for the delivery of the last responses
+_LINGER_S = 0.3  # time for the delivery of the last responses
 # Maximum number of frames read before a drain, because a client may never stop sending.
-_MOST_READS = 1024
+_MAX_READS = 1024
 
 
 # The links whose `pending` messages are sent by `flush` at the end of a turn.
@@ -106,14 +106,14 @@ class Parts(NamedTuple):
     """
 
     core: Core[Any]
-    inboxes: dict[int, Take]
+    inboxes: dict[int, ReadableHandler]
     outboxes: tuple[Outbox, ...]
 
 
 class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
-    It adds itself to `touched` when it has received something, and the host then gives it a turn.
+    It adds itself to `active` when it has received something, and the host then gives it a turn.
     After each turn, `wake_ns` is when it needs the next one (monotonic ns) and `live` is the number
     of its requests. After it was `stopped`, the host only closes it.
     """
@@ -125,27 +125,27 @@ class HostedScheduler(ABC):
         start: SchedulerStart,
         waiter: Waiter,
         neighbours: InProcessLinks,
-        touched: dict[HostedScheduler, None],
+        active: dict[HostedScheduler, None],
     ) -> None:
         number, run_dir = start.number, start.run_dir
         self.number = number
         self.endpoint = endpoints.scheduler(run_dir, number)
         self.wake_ns = NEVER
-        self.live = 0
+        self.live_requests = 0
         self.stopped = False
-        self._touched = touched
+        self._active = active
         self._start = start
         self._waiter = waiter
         self._neighbours = neighbours
         self._settings = Settings.read(start.config, start.version, start.limits)
         self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
-        self._routed = PeerCredRouter(self.endpoint, first_number)
+        self._client_router = PeerCredRouter(self.endpoint, first_number)
         self._signature = Signature(start.config, start.version)
         self._local_clients = LocalClientListener.open(start, self._signature)
         self._traces = LocalTraces(self._settings.name, start.version, self._control)
-        self._lent = LentMemory(start.arena_byte_size)
-        self._cache = _cache(start.cache, self._settings, self._lent)
-        self.core, peers, self.outboxes = self._parts()
+        self._lent_memory = LentMemory(start.arena_byte_size)
+        self._cache = _cache(start.cache, self._settings, self._lent_memory)
+        self.core, peers, self.outboxes = self._create_parts()
         self.front: Front[Any] = Front(
             self.core,
             self,
@@ -157,26 +157,26 @@ class HostedScheduler(ABC):
         if start.snapshot:
             self.front.restore(start.snapshot, start.alive)
         # The supervisor first: it reports exits and announces instances.
-        self._inboxes: dict[int, Take] = {
+        self._inboxes: dict[int, ReadableHandler] = {
             self._control.fd: self._from_control,
             **peers,
-            self._routed.fd: self._from_clients,
+            self._client_router.fd: self._from_clients,
             self._local_clients.link.fd: self._from_local_clients,
         }
-        for fd, take in self._inboxes.items():
-            waiter.watch(fd, take)
-        neighbours.enter(self.endpoint, self._from_neighbour)
+        for fd, handler in self._inboxes.items():
+            waiter.watch(fd, handler)
+        neighbours.register(self.endpoint, self._from_neighbour)
         self._control.send(SchedulerReady(os.getpid()))
-        touched[self] = None
+        active[self] = None
 
     @abstractmethod
-    def _parts(self) -> Parts:
+    def _create_parts(self) -> Parts:
         """Create the core, inboxes and outboxes of this kind of scheduler."""
 
     # --- received messages
 
     def _from_control(self) -> None:
-        self._touched[self] = None
+        self._active[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         for message in self._control.receive():
             if type(message) is Drain:
@@ -194,63 +194,63 @@ class HostedScheduler(ABC):
 
     def _catch_up(self) -> None:
         """Handle the messages that clients sent before they learned of a successor."""
-        links = (self._routed, self._local_clients.link)
-        for _ in range(_MOST_READS):
-            ready = [link.fd for link in links if link.wait(0)]
-            if not ready:
+        links = (self._client_router, self._local_clients.link)
+        for _ in range(_MAX_READS):
+            readable_fds = [link.fd for link in links if link.wait(0)]
+            if not readable_fds:
                 return
-            for fd in ready:
+            for fd in readable_fds:
                 self._inboxes[fd]()
 
     def _from_clients(self) -> None:
-        self._touched[self] = None
+        self._active[self] = None
         front, now_ns = self.front, time.monotonic_ns()
-        for peer, message in self._routed.receive():
+        for peer, message in self._client_router.receive():
             if type(message) in _FROM_CLIENT:
                 front.from_client(peer, message, now_ns)
             else:
                 front.count_unexpected()
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
-        self._touched[self] = None
+        self._active[self] = None
         self.front.from_client(peer, message, time.monotonic_ns())
 
     def _from_local_clients(self) -> None:
-        self._touched[self] = None
+        self._active[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         local_clients = self._local_clients
         for peer, message in local_clients.link.receive():
             if type(message) not in _FROM_LOCAL_CLIENT:
                 front.count_unexpected()
                 continue
-            checked = local_clients.check(peer, message, now_ns)
-            if checked is None:
+            valid_message = local_clients.check(peer, message, now_ns)
+            if valid_message is None:
                 continue
-            if self._traces.active and type(checked) is Submit:
-                checked = self._traces.begin(peer, checked)
-            front.from_client(peer, checked, now_ns)
+            if self._traces.active and type(valid_message) is Submit:
+                valid_message = self._traces.start_trace(peer, valid_message)
+            front.from_client(peer, valid_message, now_ns)
 
     # --- links to clients (see `ClientLinks`)
 
     @property
     def malformed(self) -> int:
         """Return the number of clients' unreadable frames so far."""
-        return self._routed.malformed + self._local_clients.link.malformed
+        return self._client_router.malformed + self._local_clients.link.malformed
 
-    def to(self, peer: bytes) -> Callable[[Any], object]:
+    def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return the function that queues a message for the client at this address.
 
         The client is a program on this host, a scheduler in this process, a gateway or a worker.
         """
         if first_number(peer) >= FIRST_LOCAL_CLIENT:
             return partial(self._to_local_client, peer)
-        if self._neighbours.has(peer):
+        if self._neighbours.is_registered(peer):
             return partial(self._neighbours.post, peer, self.endpoint)
-        return partial(self._routed.post, peer)
+        return partial(self._client_router.post, peer)
 
     def _to_local_client(self, peer: bytes, message: Any) -> None:
-        if self._traces.open:
-            self._traces.ended(peer, message)
+        if self._traces.measured:
+            self._traces.end_trace(peer, message)
         if type(message) is not Finished and getattr(message, "code", None):
             self._log_failure(peer, message)
         self._local_clients.link.post(peer, message)
@@ -268,8 +268,8 @@ class HostedScheduler(ABC):
         for fd in self._inboxes:
             self._waiter.unwatch(fd)
         for outbox in self.outboxes:
-            outbox.close(_PARTING_S)
-        self._lent.close()
+            outbox.close(_LINGER_S)
+        self._lent_memory.close()
 
 
 class BatchingScheduler(HostedScheduler):
@@ -277,7 +277,7 @@ class BatchingScheduler(HostedScheduler):
 
     allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
 
-    def _parts(self) -> Parts:
+    def _create_parts(self) -> Parts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, last_number)
         fits = Schemas(self._signature.fit)
@@ -286,7 +286,7 @@ class BatchingScheduler(HostedScheduler):
         )
 
         def from_workers() -> None:
-            self._touched[self] = None
+            self._active[self] = None
             now_ns = time.monotonic_ns()
             for peer, message in workers.receive():
                 if type(message) is MetricsReported:
@@ -296,7 +296,7 @@ class BatchingScheduler(HostedScheduler):
                 else:
                     self.front.count_unexpected()
 
-        outboxes = (self._control, workers, self._routed, self._local_clients.link)
+        outboxes = (self._control, workers, self._client_router, self._local_clients.link)
         return Parts(core, {workers.fd: from_workers}, outboxes)
 
 
@@ -308,12 +308,12 @@ class EnsembleScheduler(HostedScheduler):
 
     allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
 
-    def _parts(self) -> Parts:
+    def _create_parts(self) -> Parts:
         start, control = self._start, self._control
         identity = b"%d.%d" % (os.getpid(), start.number)
 
         def from_step(endpoint: str, message: Any) -> None:
-            self._touched[self] = None
+            self._active[self] = None
             if type(message) in _FROM_STEP:
                 core.from_step(endpoint, message, time.monotonic_ns())
             else:
@@ -323,10 +323,10 @@ class EnsembleScheduler(HostedScheduler):
             control.post(MemoryDropped(memory_id))
 
         steps = StepSchedulers(self._waiter, self._neighbours, identity, from_step)
-        self._memory = EnsembleMemory(self._lent, memory_dropped)
+        self._memory = EnsembleMemory(self._lent_memory, memory_dropped)
         core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
         # Steps before clients, so that a step has received a message before its cause is answered.
-        return Parts(core, {}, (steps, self._routed, self._local_clients.link, control))
+        return Parts(core, {}, (steps, self._client_router, self._local_clients.link, control))
 
     def close(self) -> None:
         super().close()
@@ -356,9 +356,9 @@ logger = logging.getLogger(__name__)
 _FROM_SUPERVISOR = frozenset(get_args(SupervisorToHost))
 
 
-def run(data: bytes) -> None:
-    """Host schedulers until the supervisor sends `Stop`; `data` is an encoded `HostStart`."""
-    start = decode_start(HostStart, data)
+def run(encoded_start: bytes) -> None:
+    """Host schedulers as an encoded `HostStart` describes, until the supervisor sends `Stop`."""
+    start = decode_start(HostStart, encoded_start)
     logs.configure(start.title, start.log)
     processes.set_process_title(start.title)
     # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
@@ -377,8 +377,8 @@ class Host:
         self._neighbours = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
         # Schedulers with received messages, in the order of their next turns.
-        self._touched: dict[HostedScheduler, None] = {}
-        self._stopped = False
+        self._active: dict[HostedScheduler, None] = {}
+        self._is_stopped = False
         self._control = Dealer(endpoints.control(start.run_dir), f"host.{os.getpid()}")
         self._waiter.watch(self._control.fd, self._from_supervisor)
         self._control.send(Started())
@@ -388,49 +388,53 @@ class Host:
         waiter, schedulers = self._waiter, self._schedulers
         wake_ns = NEVER
         try:
-            while not self._stopped:
+            while not self._is_stopped:
                 # A request of an ensemble is also a request of its step; it counts once.
-                live = max([scheduler.live for scheduler in schedulers], default=0)
-                for fd, _ in waiter.wait(wake_ns, live):
-                    take = waiter.takers.get(fd)
-                    if take is not None:
-                        take()
-                self._turn(wake_ns)
+                live_requests = max(
+                    [scheduler.live_requests for scheduler in schedulers], default=0
+                )
+                for fd, _ in waiter.wait(wake_ns, live_requests):
+                    handler = waiter.handlers.get(fd)
+                    if handler is not None:
+                        handler()
+                self._run_turns(wake_ns)
                 wake_ns = min([scheduler.wake_ns for scheduler in schedulers], default=NEVER)
         finally:
             for scheduler in schedulers:
                 scheduler.close()
             self._control.close()
 
-    def _turn(self, wake_ns: int) -> None:
+    def _run_turns(self, wake_ns: int) -> None:
         """Run the turns that are due and send the resulting messages.
 
         `wake_ns` is the earliest turn that a scheduler has asked for (monotonic ns).
         """
-        touched, neighbours = self._touched, self._neighbours
+        active, neighbours = self._active, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
-            touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
-        turned: list[HostedScheduler] = []  # a scheduler may occur twice
-        while touched or neighbours.posted:
-            if neighbours.posted:  # first, so that an ensemble has its turn with its step
+            active.update(
+                {scheduler: None for scheduler in self._schedulers if now_ns >= scheduler.wake_ns}
+            )
+        turned_schedulers: list[HostedScheduler] = []  # a scheduler may occur twice
+        while active or neighbours.queued:
+            if neighbours.queued:  # first, so that an ensemble has its turn with its step
                 neighbours.deliver()
                 now_ns = time.monotonic_ns()
-            schedulers = list(touched)
-            touched.clear()
-            turned += schedulers
+            schedulers = list(active)
+            active.clear()
+            turned_schedulers += schedulers
             for scheduler in schedulers:
                 scheduler.wake_ns = scheduler.front.tick(now_ns)
-                scheduler.live = scheduler.core.live
-            if touched:
+                scheduler.live_requests = scheduler.core.live_requests
+            if active:
                 now_ns = time.monotonic_ns()
         # All together, because a receiver that wakes up may occupy this core before the other
         # flushes.
-        for scheduler in turned:
+        for scheduler in turned_schedulers:
             for outbox in scheduler.outboxes:
                 if outbox.pending:
                     outbox.flush()
-        for scheduler in turned:
+        for scheduler in turned_schedulers:
             if scheduler.stopped and scheduler in self._schedulers:
                 self._schedulers.remove(scheduler)
                 scheduler.close()
@@ -446,19 +450,19 @@ class Host:
     def _handle(self, message: SupervisorToHost) -> None:
         match message:
             case OpenScheduler():
-                self._open(decode_start(SchedulerStart, message.start))
+                self._open_scheduler(decode_start(SchedulerStart, message.start))
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Ping(number):
                 self._control.send(Acknowledged(number))
             case Stop():
-                self._stopped = True
+                self._is_stopped = True
             case _:
                 assert_never(message)
 
-    def _open(self, start: SchedulerStart) -> None:
+    def _open_scheduler(self, start: SchedulerStart) -> None:
         try:
-            scheduler = KINDS[start.kind](start, self._waiter, self._neighbours, self._touched)
+            scheduler = KINDS[start.kind](start, self._waiter, self._neighbours, self._active)
         except (ShmserveError, OSError) as error:
             # No descriptor or memory is left; the other schedulers continue.
             reason = error.message if isinstance(error, ShmserveError) else str(error)

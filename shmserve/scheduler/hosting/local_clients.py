@@ -34,11 +34,11 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, first_number
 from shmserve.scheduler.requests.request import ControlLink
 
-_GONE_REMEMBERED = 4096
-_MOST_MEMORIES = 4096
+_REMEMBERED_EXITS = 4096
+_MAX_MEMORIES = 4096
 # The longest plausible time from a local client to the scheduler. A longer one would distort the
 # statistics of all clients.
-_LONGEST_WAY_NS = 1_000_000_000
+_MAX_TRANSIT_NS = 1_000_000_000
 _NS_PER_MS = 1_000_000
 
 
@@ -51,8 +51,8 @@ class LocalClientListener:
     def __init__(
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
     ) -> None:
-        self._gone: deque[int] = deque(maxlen=_GONE_REMEMBERED)
-        self.link = UntrustedRouter(endpoint, self._admits)
+        self._exited: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
+        self.link = UntrustedRouter(endpoint, self._may_connect)
         self._capabilities = capabilities
         self._rules = LocalClientRules(capabilities, signature, limit_us)
 
@@ -75,7 +75,7 @@ class LocalClientListener:
         if type(message) is not Submit:
             return message
         try:
-            return self._rules.checked(_number(peer), message, now_ns)
+            return self._rules.validate(_client_number(peer), message, now_ns)
         except ShmserveError as error:
             self.link.post(peer, Failed(message.id, error.code, error.message, 0, False))
         except MalformedMessage:
@@ -83,17 +83,18 @@ class LocalClientListener:
             self.link.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
         return None
 
-    def _admits(self, peer: bytes) -> bool:
+    def _may_connect(self, peer: bytes) -> bool:
         number = self._capabilities.local_client(peer)
-        if not number or number in self._gone:
+        if not number or number in self._exited:
             return False
-        return sum(_number(other) == number for other in self.link.peers()) < MAX_LINKS
+        links = [peer for peer in self.link.peers() if _client_number(peer) == number]
+        return len(links) < MAX_LINKS
 
     def process_exited(self, number: int) -> None:
         """Remove the links of a local client that has exited."""
-        self._gone.append(number)
+        self._exited.append(number)
         for peer in self.link.peers():
-            if _number(peer) == number:
+            if _client_number(peer) == number:
                 self.link.dismiss(peer)
         self._rules.process_exited(number)
 
@@ -102,7 +103,7 @@ class _LocalSchema(NamedTuple):
     """A request's schema, and whether it fits the model."""
 
     schema: RequestSchema
-    fits: bool
+    fits_model: bool
 
 
 class LocalClientRules:
@@ -119,15 +120,15 @@ class LocalClientRules:
         """Remove the state of a local client that has exited."""
         self._memories = {item for item in self._memories if item[0] != number}
 
-    def checked(self, number: int, submit: Submit, now_ns: int) -> Submit:
+    def validate(self, number: int, submit: Submit, now_ns: int) -> Submit:
         """Return the validated request of local client `number`, which is received at `now_ns`.
 
         Raises:
             InvalidArgument: The request is invalid.
             MalformedMessage: The message is not a request.
         """
-        inline = sum([len(data) for data in submit.data if type(data) is bytes])
-        size = len(submit.schema) + inline + len(submit.request_id)
+        inline_size = sum([len(data) for data in submit.data if type(data) is bytes])
+        size = len(submit.schema) + inline_size + len(submit.request_id)
         if size > MAX_REQUEST_BYTES:
             raise InvalidArgument(
                 f"a request of {size} bytes is larger than {MAX_REQUEST_BYTES}: large "
@@ -142,13 +143,13 @@ class LocalClientRules:
             raise InvalidArgument("a request's trace is malformed (see the protocol's description)")
         self._check_data(number, submit)
         arrived_ns = submit.arrived_ns
-        if arrived_ns < now_ns - _LONGEST_WAY_NS:
+        if arrived_ns < now_ns - _MAX_TRANSIT_NS:
             arrived_ns = now_ns
         deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
-        of_server = (
+        is_server_limit = (
             self._limit_us and deadline_ns == min(arrived_ns, now_ns) + self._limit_us * 1000
         )
-        limit = "--request-timeout-us" if of_server else ""
+        limit = "--request-timeout-us" if is_server_limit else ""
         sent_fields = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.limit)
         if sent_fields == (arrived_ns, deadline_ns, 0, limit) and not submit.callers:
             return submit
@@ -165,43 +166,45 @@ class LocalClientRules:
             return max(0, submit.deadline_ns)
         # The end of a timeout must fit an integer of the message format.
         timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)
-        ends = [arrived_ns + us * 1000 for us in (timeout_us, self._limit_us) if us > 0]
+        end_times = [
+            arrived_ns + timeout * 1000 for timeout in (timeout_us, self._limit_us) if timeout > 0
+        ]
         if submit.deadline_ns > 0:
-            ends.append(submit.deadline_ns)
-        return min(ends, default=0)
+            end_times.append(submit.deadline_ns)
+        return min(end_times, default=0)
 
     def _check_data(self, number: int, submit: Submit) -> None:
         """Check a request's data against its schema, and the schema against the model."""
         data = submit.data
         schema_entry = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
-        schema, fits = schema_entry
+        schema, fits_model = schema_entry
         if len(data) != schema.count:
             raise MalformedMessage("a request's data do not match its schema")
         for tensor, tensor_data in zip(schema.inputs, data, strict=False):
             if type(tensor_data) is bytes:
                 size = len(tensor_data)
             else:
-                size = self._checked_place(number, tensor_data).byte_size
+                size = self._check_range(number, tensor_data).byte_size
             if size != tensor.byte_size >= 0:
-                fits = False
+                fits_model = False
         for tensor_data in data[len(schema.inputs) :]:
-            self._checked_place(number, tensor_data)
-        if not fits:
+            self._check_range(number, tensor_data)
+        if not fits_model:
             inference = schema.inference(data)
             self._signature.check(submit.request_id, inference.inputs, inference.outputs)
 
-    def _local_schema(self, packed: bytes) -> _LocalSchema:
-        schema = RequestSchema(packed)
+    def _local_schema(self, packed_schema: bytes) -> _LocalSchema:
+        schema = RequestSchema(packed_schema)
         for value in schema.parameters.values():
             if type(value) not in (str, int, bool, float):
                 raise MalformedMessage("a parameter has the wrong type")
         try:
-            self._signature.fit(packed)
+            self._signature.fit(packed_schema)
         except InvalidArgument:
-            return _LocalSchema(schema, fits=False)
-        return _LocalSchema(schema, fits=True)
+            return _LocalSchema(schema, fits_model=False)
+        return _LocalSchema(schema, fits_model=True)
 
-    def _checked_place(self, number: int, packed_range: Any) -> Range:
+    def _check_range(self, number: int, packed_range: Any) -> Range:
         """Return the memory range of a tensor if it is in memory that the client has shared."""
         try:
             memory_range = unpack_range(packed_range)
@@ -216,12 +219,12 @@ class LocalClientRules:
             return
         if not self._capabilities.owns(number, memory_range.memory):
             raise InvalidArgument("a tensor is in memory that this client has not shared")
-        if len(self._memories) >= _MOST_MEMORIES:
+        if len(self._memories) >= _MAX_MEMORIES:
             self._memories.clear()
         self._memories.add(key)
 
 
-def _number(peer: bytes) -> int:
+def _client_number(peer: bytes) -> int:
     """Return the number of a link's local client; only identified clients have links."""
     return int(peer.partition(b".")[0])
 
@@ -241,7 +244,7 @@ class LocalTraces:
         self._sampler = Sampler(TraceSettings())
         self._slow_ns = 0
         self.active = False
-        self.open: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
+        self.measured: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
 
     def use(self, message: SetTracing) -> None:
         """Apply trace settings; equal settings continue the sampling."""
@@ -252,39 +255,39 @@ class LocalTraces:
         self._slow_ns = message.slow_request_ms * _NS_PER_MS
         self.active = trace_settings.on or self._slow_ns > 0
 
-    def begin(self, peer: bytes, submit: Submit) -> Submit:
+    def start_trace(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace if it is measured."""
         context = TraceContext.of(submit.trace)
-        sampled = self._sampler.samples(context.sampled if context.parent_id else None)
-        if not sampled and not self._slow_ns:
+        is_sampled = self._sampler.samples(context.sampled if context.parent_id else None)
+        if not is_sampled and not self._slow_ns:
             return submit
         if not submit.trace:
-            tensors = sampled and self._sampler.settings.with_tensors
-            submit = replace(submit, trace=TraceContext.new(sampled, tensors).message)
-        self.open[peer, submit.id] = submit, sampled
+            tensors = is_sampled and self._sampler.settings.with_tensors
+            submit = replace(submit, trace=TraceContext.new(is_sampled, tensors).message)
+        self.measured[peer, submit.id] = submit, is_sampled
         return submit
 
-    def ended(self, peer: bytes, message: Any) -> None:
+    def end_trace(self, peer: bytes, message: Any) -> None:
         """Report a measured request if this is the last message to its client about it."""
         if type(message) is Responded:
             if not message.final:
                 return
         elif type(message) is not Finished and type(message) is not Failed:
             return
-        measured = self.open.pop((peer, message.id), None)
-        if measured is not None:
+        trace = self.measured.pop((peer, message.id), None)
+        if trace is not None:
             error = "" if type(message) is Finished or not message.code else message.message
-            self._report_trace(*measured, message.spans, error)
+            self._report_trace(*trace, message.spans, error)
 
-    def _report_trace(self, submit: Submit, sampled: bool, spans: bytes, error: str) -> None:
+    def _report_trace(self, submit: Submit, is_sampled: bool, spans: bytes, error: str) -> None:
         now_ns = time.monotonic_ns()
-        if not (sampled or now_ns - submit.arrived_ns > self._slow_ns > 0):
+        if not (is_sampled or now_ns - submit.arrived_ns > self._slow_ns > 0):
             return
         of_model = (self._model, self._version, submit.request_id)
         times = (submit.arrived_ns, now_ns)
-        self._control.post(RequestTraced(*of_model, submit.trace, sampled, *times, spans, error))
+        self._control.post(RequestTraced(*of_model, submit.trace, is_sampled, *times, spans, error))
 
     def process_exited(self, number: int) -> None:
         """Report the measured requests of a local client that has exited."""
-        for key in [key for key in self.open if first_number(key[0]) == number]:
-            self._report_trace(*self.open.pop(key), b"", "the client has disconnected")
+        for key in [key for key in self.measured if first_number(key[0]) == number]:
+            self._report_trace(*self.measured.pop(key), b"", "the client has disconnected")

@@ -31,15 +31,15 @@ from shmserve.scheduler.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
-_MOST_EARLY = 4096
+_MAX_EARLY = 4096
 _NS_PER_S = 1_000_000_000
-_FIRST_GUESS_NS = 10_000_000
+_INITIAL_RESERVE_NS = 10_000_000
 _MARGIN_NS = 1_000_000  # allowance for timers and the latency of messages
-_LONGEST_RETRY_S = 60
-_AHEAD_NS = 500_000  # maximum duration of the computation queued at a worker
-_DEEPEST = 4
-_SOON_NS = 20_000_000
-_KNOWN = 16  # number of observations before the average is used
+_MAX_RETRY_S = 60
+_MAX_AHEAD_NS = 500_000  # maximum duration of the computation queued at a worker
+_MAX_DEPTH = 4
+_SHORT_BATCH_NS = 20_000_000
+_MIN_OBSERVATIONS = 16  # number of observations before the average is used
 
 
 @dataclass(slots=True, eq=False)
@@ -53,14 +53,14 @@ class ServiceTime:
     _deviation_ns: float = 0.0
     _busy_ns: float = 0.0
     _requests: float = 0.0
-    _observed: int = 0
+    _observations: int = 0
     # The number of batches that a worker may have at a time. It is above one if batches are so
     # short that the worker would otherwise wait for messages as long as it computes.
     pipeline_depth: int = 1
     # Whether batches are so short that a cancelled or late request may wait for the end of one.
-    ends_soon: bool = False
+    has_short_batches: bool = False
     # How long before a deadline an execution must start in order to meet it.
-    reserve_ns: int = _FIRST_GUESS_NS
+    reserve_ns: int = _INITIAL_RESERVE_NS
 
     def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:
         """Record an execution of `requests` requests.
@@ -70,7 +70,7 @@ class ServiceTime:
             busy_ns: The time during which the worker was busy with the execution.
             requests: The number of requests.
         """
-        self._observed += 1
+        self._observations += 1
         if self._requests:
             self._busy_ns += (busy_ns - self._busy_ns) / 8
             error = duration_ns - self._mean_ns
@@ -84,10 +84,10 @@ class ServiceTime:
             self._requests = requests
             self._busy_ns = busy_ns
         self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
-        if self._observed >= _KNOWN:
-            depth = int(_AHEAD_NS / (self._busy_ns + 1))
-            self.pipeline_depth = _DEEPEST if depth > _DEEPEST else depth or 1
-            self.ends_soon = self._busy_ns < _SOON_NS
+        if self._observations >= _MIN_OBSERVATIONS:
+            depth = int(_MAX_AHEAD_NS / (self._busy_ns + 1))
+            self.pipeline_depth = _MAX_DEPTH if depth > _MAX_DEPTH else depth or 1
+            self.has_short_batches = self._busy_ns < _SHORT_BATCH_NS
 
     def drain_s(self, waiting: int, instances: int) -> int:
         """Return the whole seconds, at least 1, until `waiting` requests are completed."""
@@ -95,7 +95,7 @@ class ServiceTime:
             return 1
         executions = waiting / self._requests / max(instances, 1)
         seconds = executions * self._mean_ns / _NS_PER_S
-        return max(1, min(_LONGEST_RETRY_S, int(seconds + 0.999)))
+        return max(1, min(_MAX_RETRY_S, int(seconds + 0.999)))
 
 
 @dataclass(eq=False)
@@ -111,10 +111,10 @@ class Executions:
     service_time: ServiceTime = field(default_factory=ServiceTime)
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     # Releases for announced instances that are not ready yet, by the instance's pid.
-    _early: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
+    _early_releases: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
     # The last releases for processes that are not announced, and perhaps never will be.
-    _unknown: deque[tuple[int, ReleaseOutputs]] = field(
-        default_factory=partial(deque, maxlen=_MOST_EARLY)
+    _unknown_releases: deque[tuple[int, ReleaseOutputs]] = field(
+        default_factory=partial(deque, maxlen=_MAX_EARLY)
     )
 
     # --- to workers -------------------------------------------------------------------------------
@@ -124,28 +124,28 @@ class Executions:
         requests: list[ScheduledRequest],
         reason: CloseReason,
         now_ns: int,
-        required: Slot | None = None,
+        required_slot: Slot | None = None,
         rows: Sequence[SequenceRow] = (),
     ) -> None:
-        """Send a batch to the instance that has been free longest, or to `required`.
+        """Send a batch to the instance that has been free longest, or to `required_slot`.
 
         Args:
             requests: The requests of the batch.
             reason: The reason why the batch takes no further request.
             now_ns: The time.
-            required: The instance to use, which may be busy.
+            required_slot: The instance to use, which may be busy.
             rows: The sequence of each row, if the model is stateful.
         """
         if self._settings.padding is not None:
-            padded = self._settings.padding.batch()
+            padded_batch = self._settings.padding.batch()
             for request in requests:
-                padded.may_join(request.shape_key, request.units)
-            self._statistics.executions.padded(padded.elements())
+                padded_batch.may_join(request.shape_key, request.units)
+            self._statistics.executions.count_padding(padded_batch.elements())
         gaps = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
-        slot = self._pool.assign(execution, required)
-        works, live = works_of(requests), self._responses.live
-        self._workers.post(slot.peer, Execute(execution.id, works, live, list(rows)))
+        slot = self._pool.assign(execution, required_slot)
+        works, live_requests = to_works(requests), self._responses.live_requests
+        self._workers.post(slot.peer, Execute(execution.id, works, live_requests, list(rows)))
 
     def post(self, peer: bytes, message: Any) -> None:
         """Send a message of a kind of scheduling to the worker at this address."""
@@ -159,15 +159,15 @@ class Executions:
     def step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
         """Record that an instance has returned its step, which had `rows` rows."""
         self._pool.finish(slot, now_ns)
-        if not slot.served:
+        if not slot.has_served:
             self.report_served(slot)
         times = (message.gather_ns, message.forward_ns, message.sample_ns)
         timing = Timing(now_ns - sum(times), *times)
-        self._statistics.executed(None, rows, timing, now_ns)
+        self._statistics.count_execution(None, rows, timing, now_ns)
 
     def report_served(self, slot: Slot) -> None:
         """Report the first completed execution of an instance's process to the supervisor."""
-        slot.served = True
+        slot.has_served = True
         self._control.post(InstanceServed(slot.pid))
 
     def cancel(self, request: ScheduledRequest, listening: bool = False) -> None:
@@ -183,69 +183,73 @@ class Executions:
 
         The credit is at most the number of responses sent.
         """
-        read = min(responses, request.responses - request.credited)
-        if read > 0 and request.worker is not None:
-            request.credited += read
-            self._workers.post(request.worker.peer, CreditExecution(request.key, read))
+        newly_read = min(responses, request.responses - request.credited)
+        if newly_read > 0 and request.worker is not None:
+            request.credited += newly_read
+            self._workers.post(request.worker.peer, CreditExecution(request.key, newly_read))
 
     def release(self, client_pid: int, message: Release) -> None:
         """Release outputs that a client has read, at the worker that owns them."""
         slot = self._pool.by_pid(message.pid)
         if slot is not None:
-            read = ReleaseOutputs(client_pid, message.offsets, message.memory)
-            self._workers.post(slot.peer, read)
+            release = ReleaseOutputs(client_pid, message.offsets, message.memory)
+            self._workers.post(slot.peer, release)
         # A predecessor scheduler's worker, which has not connected yet.
         elif message.pid in self._pool.awaited():
-            early = self._early.setdefault(message.pid, [])
-            early += _each(client_pid, message)[: _MOST_EARLY - len(early)]
+            early_releases = self._early_releases.setdefault(message.pid, [])
+            early_releases += _split_release(client_pid, message)[
+                : _MAX_EARLY - len(early_releases)
+            ]
         else:  # the process may be announced later: clients may learn of a successor first
-            self._unknown += [(message.pid, read) for read in _each(client_pid, message)]
+            self._unknown_releases += [
+                (message.pid, release) for release in _split_release(client_pid, message)
+            ]
 
     def process_exited(self, pid: int) -> None:
         """Notify the workers that a process has exited, so that they free what it was reading."""
-        self._early.pop(pid, None)
+        self._early_releases.pop(pid, None)
         self._take_unknown(pid)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
         # These workers of a predecessor may not have been notified.
-        for awaited in self._pool.awaited():
-            self._early.setdefault(awaited, []).append(ReaderExited(pid))
+        for awaited_pid in self._pool.awaited():
+            self._early_releases.setdefault(awaited_pid, []).append(ReaderExited(pid))
 
     # --- instances that become ready --------------------------------------------------------------
 
-    def expect(self, index: int, pid: int) -> None:
+    def announce(self, index: int, pid: int) -> None:
         """Announce an instance with `Pool.expect`, and send the releases that are kept for it."""
-        early = self._take_unknown(pid)
-        if early:
-            self._early.setdefault(pid, []).extend(early)
-        self._send_early(self._pool.expect(index, pid))
+        early_releases = self._take_unknown(pid)
+        if early_releases:
+            self._early_releases.setdefault(pid, []).extend(early_releases)
+        self._send_early(self._pool.announce(index, pid))
 
-    def offer(self, index: int, peer: bytes, pid: int) -> None:
+    def register_worker(self, index: int, peer: bytes, pid: int) -> None:
         """Record with `Pool.offer` that a worker is ready, and send the releases kept for it."""
-        self._send_early(self._pool.offer(index, peer, pid))
+        self._send_early(self._pool.register_worker(index, peer, pid))
 
     def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:
         """Remove and return the releases that are kept for an unannounced process."""
-        releases = [read for of, read in self._unknown if of == pid]
+        releases = [release for owner_pid, release in self._unknown_releases if owner_pid == pid]
         if releases:
-            others_unknown = [each for each in self._unknown if each[0] != pid]
-            self._unknown = deque(others_unknown, _MOST_EARLY)
+            remaining = [entry for entry in self._unknown_releases if entry[0] != pid]
+            self._unknown_releases = deque(remaining, _MAX_EARLY)
         return releases
 
     def _send_early(self, slot: Slot | None) -> None:
         """Send an instance that became ready the releases that were kept for it."""
         if slot is not None:
-            for news in self._early.pop(slot.pid, ()):
-                self._workers.post(slot.peer, news)
+            for message in self._early_releases.pop(slot.pid, ()):
+                self._workers.post(slot.peer, message)
 
 
-def _each(client_pid: int, message: Release) -> list[ReleaseOutputs]:
+def _split_release(client_pid: int, message: Release) -> list[ReleaseOutputs]:
     """Return one message for each output that was read, so that their number can be bounded."""
-    offsets = message.offsets[:_MOST_EARLY]
+    offsets = message.offsets[:_MAX_EARLY]
     return [ReleaseOutputs(client_pid, [offset], message.memory) for offset in offsets]
 
 
-def works_of(requests: Iterable[ScheduledRequest]) -> list[Work]:
+def to_works(requests: Iterable[ScheduledRequest]) -> list[Work]:
     """Return the requests in the form of messages to their worker."""
     works: list[Work] = []
     for request in requests:

@@ -100,11 +100,11 @@ class Slot:
     state: SlotState = SlotState.GONE
     peer: bytes = b""
     pid: int = 0
-    awaited: int = 0  # the pid of the announced process
-    offer: Worker | None = None  # the last registration of a worker, until it is accepted
+    awaited_pid: int = 0  # the pid of the announced process
+    registration: Worker | None = None  # the last registration of a worker, until it is accepted
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
     retiring: bool = False
-    served: bool = False  # its process has completed an execution
+    has_served: bool = False  # its process has completed an execution
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
@@ -123,7 +123,7 @@ class Slot:
         self.state = SLOT[self.state][event]
 
 
-class Lost(NamedTuple):
+class LostWork(NamedTuple):
     """The work of an instance that ended.
 
     Attributes:
@@ -147,16 +147,16 @@ class InstanceTickets:
     def __init__(self, control: ControlLink) -> None:
         self._control = control
         self._numbers = itertools.count(1)
-        self._asked: dict[int, int] = {}
+        self._requested: dict[int, int] = {}
         self._granted: dict[int, int] = {}
         self._used: dict[int, int] = {}
-        self._done: list[int] = []
+        self._to_return: list[int] = []
 
-    def granted(self, ticket: int) -> None:
+    def record_grant(self, ticket: int) -> None:
         """Record a grant of the supervisor; ignore it if the request was withdrawn."""
-        for index, asked in self._asked.items():
-            if asked == ticket:
-                del self._asked[index]
+        for index, requested in self._requested.items():
+            if requested == ticket:
+                del self._requested[index]
                 self._granted[index] = ticket
                 return
 
@@ -164,32 +164,32 @@ class InstanceTickets:
         """Return the first of these instances that has a ticket."""
         return next((slot for slot in slots if slot.index in self._granted), None)
 
-    def ask(self, slots: Iterable[Slot], most: int) -> None:
-        """Request tickets for the first `most` of these instances."""
-        for slot in itertools.islice(slots, most):
-            if slot.index not in self._asked and slot.index not in self._granted:
-                ticket = self._asked[slot.index] = next(self._numbers)
+    def request_tickets(self, slots: Iterable[Slot], max_count: int) -> None:
+        """Request tickets for the first `max_count` of these instances."""
+        for slot in itertools.islice(slots, max_count):
+            if slot.index not in self._requested and slot.index not in self._granted:
+                ticket = self._requested[slot.index] = next(self._numbers)
                 self._control.post(AskTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
         """Record that the instance executes."""
         self._used[slot.index] = self._granted.pop(slot.index)
 
-    def done(self, slot: Slot) -> None:
+    def record_done(self, slot: Slot) -> None:
         """Record that the instance has executed."""
         ticket = self._used.pop(slot.index, 0)
         if ticket:
-            self._done.append(ticket)
+            self._to_return.append(ticket)
 
     def end_turn(self) -> None:
         """Return the used tickets."""
-        for ticket in self._done:
+        for ticket in self._to_return:
             self._control.post(TicketReturned(ticket, True))
-        self._done.clear()
+        self._to_return.clear()
 
-    def gone(self, index: int) -> None:
+    def return_tickets(self, index: int) -> None:
         """Return the tickets of an instance that is gone."""
-        for tickets in (self._asked, self._granted, self._used):
+        for tickets in (self._requested, self._granted, self._used):
             ticket = tickets.pop(index, 0)
             if ticket:
                 self._control.post(TicketReturned(ticket, tickets is self._used))
@@ -213,14 +213,14 @@ class Pool:
 
     _limit_ns: int
     _tickets: InstanceTickets | None = None
-    _most_open: int = 0
+    _max_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
     # Registrations of unannounced processes by pid.
-    _offers: dict[int, Worker] = field(default_factory=dict)
+    _registrations: dict[int, Worker] = field(default_factory=dict)
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
-    _given_up: str = ""  # the reason of the last `instance_failed`
+    _last_failure: str = ""  # the reason of the last `instance_failed`
     retiring: list[Slot] = field(default_factory=list)
     members: int = 0  # counts joins, exits and retirements
     due_ns: int = NEVER
@@ -231,7 +231,7 @@ class Pool:
 
     # --- registration and exit --------------------------------------------------------------------
 
-    def expect(self, index: int, pid: int) -> Slot | None:
+    def announce(self, index: int, pid: int) -> Slot | None:
         """Announce an instance, for which requests wait from now on.
 
         Return its slot if its worker has registered itself before. `pid` is its process, or 0 if
@@ -239,11 +239,11 @@ class Pool:
         """
         slot = self._slot(index)
         slot.meet("expect")
-        slot.awaited = pid or slot.awaited
-        self._judge()
-        return self._take_offer(slot)
+        slot.awaited_pid = pid or slot.awaited_pid
+        self._update_failure()
+        return self._accept_registration(slot)
 
-    def offer(self, index: int, peer: bytes, pid: int) -> Slot | None:
+    def register_worker(self, index: int, peer: bytes, pid: int) -> Slot | None:
         """Record that a worker is ready.
 
         Returns:
@@ -251,23 +251,25 @@ class Pool:
         """
         slot = self._slots.get(index)
         if slot is None:
-            self._offers[index] = Worker(peer, pid)
+            self._registrations[index] = Worker(peer, pid)
         elif slot.pid != pid:
-            slot.offer = Worker(peer, pid)
-            return self._take_offer(slot)
+            slot.registration = Worker(peer, pid)
+            return self._accept_registration(slot)
         return None
 
-    def process_exited(self, pid: int) -> Lost | None:
+    def process_exited(self, pid: int) -> LostWork | None:
         """Record the exit of a process; return the work of its instance, None if it had none.
 
         A successor is expected.
         """
-        self._offers = {at: each for at, each in self._offers.items() if each.pid != pid}
+        self._registrations = {
+            index: worker for index, worker in self._registrations.items() if worker.pid != pid
+        }
         for slot in self._slots.values():
-            if slot.offer is not None and slot.offer.pid == pid:
-                slot.offer = None
-            if slot.awaited == pid != slot.pid:
-                slot.awaited = 0
+            if slot.registration is not None and slot.registration.pid == pid:
+                slot.registration = None
+            if slot.awaited_pid == pid != slot.pid:
+                slot.awaited_pid = 0
             if slot.pid == pid:
                 return self._remove(slot)
         return None
@@ -282,81 +284,87 @@ class Pool:
             if slot in self.free:
                 self.free.remove(slot)
 
-    def take_retired(self, needed: Callable[[Slot], bool]) -> list[int]:
-        """Remove the retiring instances that have nothing to do and are not `needed`.
+    def take_retired(self, is_needed: Callable[[Slot], bool]) -> list[int]:
+        """Remove the retiring instances that have nothing to do and are not `is_needed`.
 
         Return the process of each, 0 if it has none.
         """
         removed: list[int] = []
         for slot in self.retiring[:]:
-            works = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
-            if not works and not needed(slot):
-                removed.append(slot.pid or slot.awaited)
+            has_work = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
+            if not has_work and not is_needed(slot):
+                removed.append(slot.pid or slot.awaited_pid)
                 self._remove(slot)
         return removed
 
     def instance_failed(self, index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""
         self._slot(index).meet("give_up")
-        self._given_up = reason
-        self._judge()
+        self._last_failure = reason
+        self._update_failure()
 
-    def _judge(self) -> None:
-        gone = all(slot.state is SlotState.GONE for slot in self._slots.values())
-        self.failure = self._given_up if gone else ""
+    def _update_failure(self) -> None:
+        all_gone = all(slot.state is SlotState.GONE for slot in self._slots.values())
+        self.failure = self._last_failure if all_gone else ""
 
     def _slot(self, index: int) -> Slot:
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = Slot(index)
-            slot.offer = self._offers.pop(index, None)
+            slot.registration = self._registrations.pop(index, None)
         return slot
 
-    def _take_offer(self, slot: Slot) -> Slot | None:
-        offer = slot.offer
-        if slot.state is not SlotState.EXPECTED or offer is None or offer.pid != slot.awaited:
+    def _accept_registration(self, slot: Slot) -> Slot | None:
+        registration = slot.registration
+        if (
+            slot.state is not SlotState.EXPECTED
+            or registration is None
+            or registration.pid != slot.awaited_pid
+        ):
             return None
         slot.meet("offer")
-        slot.peer, slot.pid = slot.worker = offer
-        slot.offer = None
+        slot.peer, slot.pid = slot.worker = registration
+        slot.registration = None
         self._by_peer[slot.peer] = slot
         if not slot.retiring:
             self.free.append(slot)
         self.members += 1
         return slot
 
-    def _remove(self, slot: Slot) -> Lost:
+    def _remove(self, slot: Slot) -> LostWork:
         if slot.peer:
             slot.meet("exit")
         if self._tickets is not None:
-            self._tickets.gone(slot.index)
+            self._tickets.return_tickets(slot.index)
         executions = list(slot.executions)
-        begun = {request.key for execution in executions for request in execution.requests}
-        lost = Lost(executions, [r for r in slot.requests.values() if r.key not in begun])
+        executing_keys = {request.key for execution in executions for request in execution.requests}
+        lost_work = LostWork(
+            executions, [r for r in slot.requests.values() if r.key not in executing_keys]
+        )
         slot.executions.clear()
         slot.requests.clear()
         self._by_peer.pop(slot.peer, None)
         self.members += 1
         if slot in self.free:
             self.free.remove(slot)
-        if slot.awaited == slot.pid:
-            slot.awaited = 0
-        slot.peer, slot.pid, slot.worker, slot.served = b"", 0, None, False
+        if slot.awaited_pid == slot.pid:
+            slot.awaited_pid = 0
+        slot.peer, slot.pid, slot.worker, slot.has_served = b"", 0, None, False
         if slot.retiring:
             self.retiring.remove(slot)
             del self._slots[slot.index]
-            self._judge()
-        return lost
+            self._update_failure()
+        return lost_work
 
     # --- work -------------------------------------------------------------------------------------
 
-    def least_busy(self, credit: int, ends_soon: bool = False) -> Slot | None:
+    def least_busy(self, credit: int, has_short_batches: bool = False) -> Slot | None:
         """Return the least busy instance with less than `credit` batches.
 
         If its batches end soon, an only instance has a credit of two at least.
         """
-        least: Slot | None = None
-        if credit == 1 and ends_soon and len(self._by_peer) == 1:
+        least_busy: Slot | None = None
+        if credit == 1 and has_short_batches and len(self._by_peer) == 1:
             credit = 2  # no other instance could run a batch that is sent ahead
         if credit > 1:
             for slot in self._by_peer.values():
@@ -365,23 +373,23 @@ class Pool:
                     batches < credit
                     and slot.state is SlotState.BUSY
                     and not slot.retiring
-                    and (not self._most_open or len(slot.requests) < self._most_open)
+                    and (not self._max_open or len(slot.requests) < self._max_open)
                 ):
-                    least, credit = slot, batches
-        return least
+                    least_busy, credit = slot, batches
+        return least_busy
 
-    def assign(self, execution: Execution, required: Slot | None = None) -> Slot:
+    def assign(self, execution: Execution, required_slot: Slot | None = None) -> Slot:
         """Assign a batch to an instance, and return its slot.
 
-        The instance is `required`, which is idle or has credit, or else the longest free one.
+        The instance is `required_slot`, which is idle or has credit, or else the longest free one.
         """
-        if required is None:
+        if required_slot is None:
             slot = self.free.popleft()
             slot.meet("assign")
-        elif required.state is SlotState.BUSY:
-            slot = required
+        elif required_slot.state is SlotState.BUSY:
+            slot = required_slot
         else:
-            slot = required
+            slot = required_slot
             if slot in self.free:
                 self.free.remove(slot)
             if self._tickets is not None:
@@ -411,7 +419,7 @@ class Pool:
         """
         slot.executions.popleft()
         if self._tickets is not None:
-            self._tickets.done(slot)
+            self._tickets.record_done(slot)
         if slot.executions:
             slot.executions[0].started_ns = now_ns
             return
@@ -422,7 +430,7 @@ class Pool:
         """Update `free` after an execution or an open request of an instance has ended."""
         if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free:
             return
-        if not self._most_open or len(slot.requests) < self._most_open:
+        if not self._max_open or len(slot.requests) < self._max_open:
             self.free.append(slot)
 
     def are_held(
@@ -468,7 +476,7 @@ class Pool:
     def awaited(self) -> list[int]:
         """Return the pids of announced processes that have not registered yet."""
         slots = self._slots.values()
-        return [slot.awaited for slot in slots if slot.awaited not in (0, slot.pid)]
+        return [slot.awaited_pid for slot in slots if slot.awaited_pid not in (0, slot.pid)]
 
     # --- time and counts --------------------------------------------------------------------------
 
@@ -477,16 +485,16 @@ class Pool:
 
         The caller dooms them; they do not count for `due_ns` any more.
         """
-        removed: list[Slot] = []
+        overdue_slots: list[Slot] = []
         self.due_ns = NEVER
         for slot in self._by_peer.values():
             if slot.state is SlotState.BUSY:
-                until_ns = slot.executions[0].started_ns + self._limit_ns
-                if until_ns <= now_ns:
-                    removed.append(slot)
-                elif until_ns < self.due_ns:
-                    self.due_ns = until_ns
-        return removed
+                limit_ns = slot.executions[0].started_ns + self._limit_ns
+                if limit_ns <= now_ns:
+                    overdue_slots.append(slot)
+                elif limit_ns < self.due_ns:
+                    self.due_ns = limit_ns
+        return overdue_slots
 
     @property
     def ready_count(self) -> int:
@@ -500,7 +508,7 @@ class Pool:
 
     def counts(self) -> dict[str, int]:
         """Return the number of instances in each state."""
-        counted = dict.fromkeys(map(str, SlotState), 0)
+        counts = dict.fromkeys(map(str, SlotState), 0)
         for slot in self._slots.values():
-            counted[slot.state] += 1
-        return counted
+            counts[slot.state] += 1
+        return counts

@@ -44,7 +44,7 @@ from shmserve.scheduler.statistics import Reason, Statistics
 logger = logging.getLogger(__name__)
 
 _KEY = attrgetter("key")
-_DIED_OPEN = "the model's worker died before this request's last response"
+_DIED_WHILE_OPEN = "the model's worker died before this request's last response"
 
 
 @dataclass(eq=False)
@@ -77,19 +77,19 @@ class Results:
         """Handle a worker's message; an unexpected message is counted and dropped."""
         match message:
             case ExecutionResponded():
-                self._responded(peer, message, now_ns)
+                self._handle_responded(peer, message, now_ns)
             case BatchFinished():
                 slot = self._pool.by_peer(peer)
                 if slot is None or not slot.executions:
                     self.unexpected += 1
                 elif (execution := slot.executions[0]).id != message.batch:
                     self.unexpected += 1
-                    self._distrust(slot, now_ns)
+                    self._kill_untrusted(slot, now_ns)
                 else:
-                    self._returned(slot, execution, message, now_ns)
+                    self._handle_finished(slot, execution, message, now_ns)
             case InstanceReady():
                 if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
-                    self._executions.offer(message.index, peer, message.pid)
+                    self._executions.register_worker(message.index, peer, message.pid)
                 else:
                     self.unexpected += 1
             case _:
@@ -98,26 +98,26 @@ class Results:
                     self.unexpected += 1
                 elif not self._dispatcher.from_worker(slot, message, now_ns):
                     self.unexpected += 1
-                    self._distrust(slot, now_ns)
+                    self._kill_untrusted(slot, now_ns)
 
-    def _returned(
+    def _handle_finished(
         self, slot: Slot, execution: Execution, message: BatchFinished, now_ns: int
     ) -> None:
         requests = execution.requests
         self._pool.finish(slot, now_ns)
-        timing = Timing.of(
+        timing = Timing.clamped(
             message, execution.sent_ns, now_ns, execution.rows, execution.reason or ""
         )
         if message.executed:
             self._observe(execution, timing, now_ns)
         if message.copied_in or message.copied_out:
-            self._statistics.executions.copied(message.copied_in, message.copied_out)
+            self._statistics.executions.count_copied(message.copied_in, message.copied_out)
         if self._settings.decoupled:
-            self._returned_open(slot, execution, message.replies, timing, now_ns)
+            self._handle_returned(slot, execution, message.replies, timing, now_ns)
             return
-        if message.executed and not slot.served:
+        if message.executed and not slot.has_served:
             self._executions.report_served(slot)
-        replies = matched(requests, message.replies)
+        replies = match_replies(requests, message.replies)
         if replies is None:
             self.unexpected += 1
             logger.error(
@@ -140,23 +140,23 @@ class Results:
 
     def _reschedule(self, request: ScheduledRequest) -> bool:
         """Requeue a request that its model has rescheduled, unless its client stopped waiting."""
-        return request.state in AT_WORK and self._dispatcher.again(request)
+        return request.state in AT_WORK and self._dispatcher.requeue(request)
 
     def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
         """Update the estimates from an execution whose requests are about to end."""
         count = len(execution.requests)
-        self._statistics.executed(execution.reason, execution.rows, timing, now_ns)
+        self._statistics.count_execution(execution.reason, execution.rows, timing, now_ns)
         busy_ns = timing.input_ns + timing.infer_ns + timing.output_ns
         took_ns = now_ns - execution.started_ns
         if took_ns < busy_ns:
             took_ns = busy_ns
         self._executions.service_time.observe(took_ns, busy_ns, count)
-        if self._batcher.learns:
-            live = self._responses.live - count
+        if self._batcher.is_learning:
+            live_requests = self._responses.live_requests - count
             latencies = [now_ns - request.arrived_ns for request in execution.requests]
-            self._batcher.returned(now_ns, live, execution.rows, took_ns, latencies)
+            self._batcher.record_batch(now_ns, live_requests, execution.rows, took_ns, latencies)
 
-    def _returned_open(
+    def _handle_returned(
         self,
         slot: Slot,
         execution: Execution,
@@ -171,16 +171,16 @@ class Results:
         for request in execution.requests:
             request.timing = timing
             if request.untimed:
-                self._statistics.timed(request, timing, now_ns)
+                self._statistics.count_times(request, timing, now_ns)
         for reply in replies:
-            ended = slot.requests.get(reply.key)
-            if ended is None:
+            open_request = slot.requests.get(reply.key)
+            if open_request is None:
                 self.unexpected += 1
-            elif reply.code == RESCHEDULED and self._reschedule(ended):
+            elif reply.code == RESCHEDULED and self._reschedule(open_request):
                 del slot.requests[reply.key]
                 self._pool.ended(slot)
             else:
-                self._ended(slot, ended, reply, now_ns)
+                self._end_request(slot, open_request, reply, now_ns)
         for request in execution.requests:
             if request.state is State.EXECUTING:
                 request.meet(Event.RESPOND)
@@ -190,7 +190,7 @@ class Results:
 
     # --- responses of a decoupled model -----------------------------------------------------------
 
-    def _responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
+    def _handle_responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
         """Handle a response, or the end of the responses."""
         slot = self._pool.by_peer(peer)
         request = None if slot is None else slot.requests.get(message.key)
@@ -198,29 +198,35 @@ class Results:
             self.unexpected += 1
             return
         if message.copied_out:
-            self._statistics.executions.copied(0, message.copied_out)
+            self._statistics.executions.count_copied(0, message.copied_out)
         if message.final:
-            self._ended(slot, request, message, now_ns)
+            self._end_request(slot, request, message, now_ns)
         elif request.state in AT_WORK:
-            self._statistics.responded(request, message, now_ns)
+            self._statistics.count_response(request, message, now_ns)
             self._responses.relay(request, message)
         elif message.data:
             self._responses.drop_outputs(request, message.data)
 
-    def _ended(
-        self, slot: Slot, request: ScheduledRequest, last: ExecutionResponded | Reply, now_ns: int
+    def _end_request(
+        self,
+        slot: Slot,
+        request: ScheduledRequest,
+        final_message: ExecutionResponded | Reply,
+        now_ns: int,
     ) -> None:
         del slot.requests[request.key]
         self._pool.ended(slot)
-        if not slot.served:
+        if not slot.has_served:
             self._executions.report_served(slot)
         if request.state in AT_WORK:
-            self._statistics.responded(request, last, now_ns)
-            self._responses.end(request, last, _so_far(slot.execution, now_ns), now_ns)
+            self._statistics.count_response(request, final_message, now_ns)
+            self._responses.end(
+                request, final_message, _unfinished_timing(slot.execution, now_ns), now_ns
+            )
         else:
-            self._statistics.cancelled(request, now_ns)
-            if last.data:
-                self._responses.drop_outputs(request, last.data)
+            self._statistics.count_cancelled(request, now_ns)
+            if final_message.data:
+                self._responses.drop_outputs(request, final_message.data)
             self._responses.close(request, now_ns)
 
     # --- lost workers -----------------------------------------------------------------------------
@@ -232,44 +238,44 @@ class Results:
         executions that it had not begun return to the front of the queue. A request that was open,
         or has had a response, does not run again.
         """
-        lost = self._pool.process_exited(pid)
-        if lost is None:
+        lost_work = self._pool.process_exited(pid)
+        if lost_work is None:
             return
         self._statistics.workers_lost += 1
-        lost = self._dispatcher.kept(lost)
-        why = f" ({reason})" if reason else ""
-        for request in lost.open:
-            self._lost(request, _DIED_OPEN + why, now_ns)
-        for execution in reversed(lost.executions[1:]):
+        lost_work = self._dispatcher.exclude_continuing(lost_work)
+        suffix = f" ({reason})" if reason else ""
+        for request in lost_work.open:
+            self._fail_lost(request, _DIED_WHILE_OPEN + suffix, now_ns)
+        for execution in reversed(lost_work.executions[1:]):
             for request in reversed(execution.requests):
                 if request.state is State.EXECUTING:
                     self._queue.put_back(request)
                 else:
-                    self._lost(request, _DIED_OPEN + why, now_ns)
-        for execution in lost.executions[:1]:
+                    self._fail_lost(request, _DIED_WHILE_OPEN + suffix, now_ns)
+        for execution in lost_work.executions[:1]:
             for request in execution.requests:
-                self._died_running(request, why, now_ns)
+                self._retry_or_fail(request, suffix, now_ns)
 
-    def _died_running(self, request: ScheduledRequest, why: str, now_ns: int) -> None:
+    def _retry_or_fail(self, request: ScheduledRequest, suffix: str, now_ns: int) -> None:
         if request.state is not State.EXECUTING:
-            self._lost(request, _DIED_OPEN + why, now_ns)
+            self._fail_lost(request, _DIED_WHILE_OPEN + suffix, now_ns)
             return
         lost_text = self._dispatcher.lost_text(request)
         if lost_text:
-            self._lost(request, lost_text + why, now_ns)
+            self._fail_lost(request, lost_text + suffix, now_ns)
             return
         request.deaths += 1
-        once = runs_once(request.submit.schema, request.submit.data)
-        if request.deaths == 1 and not once:
+        runs_once_only = runs_once(request.submit.schema, request.submit.data)
+        if request.deaths == 1 and not runs_once_only:
             self._statistics.retried += 1
             self._queue.retry(request)
         else:
-            text = "the model's worker died while running this request" + why
-            if once:
+            text = "the model's worker died while running this request" + suffix
+            if runs_once_only:
                 text += "; its outputs overlap its inputs, which may have changed"
-            self._lost(request, text, now_ns)
+            self._fail_lost(request, text, now_ns)
 
-    def _lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
+    def _fail_lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         """Fail a request whose worker died, or close it if it has ended before."""
         if request.state in AT_WORK:
             self._responses.finish(request, "INTERNAL", text, NOTHING, None, now_ns)
@@ -291,7 +297,7 @@ class Results:
         if len(requests) == 1 and requests[0].state in AT_WORK:
             self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
 
-    def _distrust(self, slot: Slot, now_ns: int) -> None:
+    def _kill_untrusted(self, slot: Slot, now_ns: int) -> None:
         """Kill a worker that returned a batch that it was not given: its state is unknown."""
         if slot.state is SlotState.BUSY:
             self._doom(slot, "it returned a batch that was not sent to it")
@@ -304,10 +310,10 @@ class Results:
         self._control.post(KillInstance(slot.pid, reason))
 
     def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
-        self._responses.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)
+        self._responses.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, is_early=True)
 
 
-def _so_far(execution: Execution | None, now_ns: int) -> Timing:
+def _unfinished_timing(execution: Execution | None, now_ns: int) -> Timing:
     """Return the phases of an unfinished execution: all the time since its start is inference."""
     if execution is None:
         return Timing(now_ns, 0, 0, 0)
@@ -315,7 +321,7 @@ def _so_far(execution: Execution | None, now_ns: int) -> Timing:
     return Timing(began_ns, 0, now_ns - began_ns, 0, execution.rows, execution.reason or "")
 
 
-def matched(requests: list[ScheduledRequest], replies: list[Reply]) -> list[Reply] | None:
+def match_replies(requests: list[ScheduledRequest], replies: list[Reply]) -> list[Reply] | None:
     """Return the replies in the order of `requests`, or None unless there is one for each."""
     keys = list(map(_KEY, requests))
     if list(map(_KEY, replies)) == keys:

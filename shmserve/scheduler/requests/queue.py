@@ -34,11 +34,11 @@ from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledR
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
-_EXPIRED = "Request timeout expired ({us} microseconds{where}, from {origin})"
-_TIMEOUT = "the request's parameter 'timeout'"
+_EXPIRED_TEXT = "Request timeout expired ({us} microseconds{where}, from {origin})"
+_TIMEOUT_ORIGIN = "the request's parameter 'timeout'"
 # A sweep visits every timer and keeps those of live requests. The next sweep comes when there are
 # twice as many timers as were kept, and this many more.
-_MOST_STALE = 1024
+_MAX_STALE = 1024
 
 R = TypeVar("R")
 
@@ -46,16 +46,16 @@ R = TypeVar("R")
 class Timers(Generic[R]):
     """A heap of request deadlines (monotonic ns), any number for each request.
 
-    `done` reports whether a request has ended. No timer expires before `due_ns`. The timers of a
-    request that has ended stay in the heap, because finding them would cost as much as the request:
-    they are skipped when they expire, or removed by a sweep when there are many.
+    `has_ended` reports whether a request has ended. No timer expires before `due_ns`. The timers of
+    a request that has ended stay in the heap, because finding them would cost as much as the
+    request: they are skipped when they expire, or removed by a sweep when there are many.
     """
 
-    def __init__(self, done: Callable[[R], bool]) -> None:
-        self._done = done
+    def __init__(self, has_ended: Callable[[R], bool]) -> None:
+        self._has_ended = has_ended
         self._heap: list[tuple[int, int, R]] = []
         self._numbers = itertools.count()
-        self._sweep_at = _MOST_STALE
+        self._sweep_at = _MAX_STALE
         self.due_ns = NEVER
 
     def __len__(self) -> int:
@@ -73,18 +73,18 @@ class Timers(Generic[R]):
     def expired(self, now_ns: int) -> list[R]:
         """Remove the expired timers and return their requests, except those that have ended."""
         heap, expired = self._heap, []
-        while heap and (heap[0][0] < now_ns or self._done(heap[0][2])):
+        while heap and (heap[0][0] < now_ns or self._has_ended(heap[0][2])):
             request = heapq.heappop(heap)[2]
-            if not self._done(request):
+            if not self._has_ended(request):
                 expired.append(request)
         self.due_ns = heap[0][0] + 1 if heap else NEVER
         return expired
 
     def _sweep(self) -> None:
-        heap, done = self._heap, self._done
-        heap[:] = [timer for timer in heap if not done(timer[2])]
+        heap, has_ended = self._heap, self._has_ended
+        heap[:] = [timer for timer in heap if not has_ended(timer[2])]
         heapq.heapify(heap)
-        self._sweep_at = 2 * len(heap) + _MOST_STALE
+        self._sweep_at = 2 * len(heap) + _MAX_STALE
 
 
 class _Level:
@@ -193,10 +193,10 @@ class PriorityQueue:
                 scheduled_requests += part.values()
                 part.clear()
             else:
-                first = list(islice(part.values(), count))
+                first_requests = list(islice(part.values(), count))
                 count = 0
-                scheduled_requests += first
-                for request in first:
+                scheduled_requests += first_requests
+                for request in first_requests:
                     del part[request.key]
             if not (level.in_time or level.delayed):
                 self._remove_empty_level(number)
@@ -224,12 +224,14 @@ class RequestQueue:
         self.in_order = PriorityQueue()
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self.from_models: list[ScheduledRequest] = []
-        self.timers: Timers[ScheduledRequest] = Timers(_done)
+        self.timers: Timers[ScheduledRequest] = Timers(_has_ended)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies
         # The level and policy of all requests, if there is one level.
         self._only_level = None if policies.levels else (0, policies.default)
-        bounds = [each.max_queue_size for each in (policies.default, *policies.by_level.values())]
+        bounds = [
+            policy.max_queue_size for policy in (policies.default, *policies.by_level.values())
+        ]
         self.least_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:
@@ -237,7 +239,7 @@ class RequestQueue:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def full(self, priority: int) -> bool:
+    def is_full(self, priority: int) -> bool:
         """Check whether the level of this priority has reached its bound."""
         return self.in_order.count >= self.least_bound and self._is_full(*self._level(priority))
 
@@ -256,43 +258,41 @@ class RequestQueue:
             Unavailable: Its deadline has passed.
             QueueFull: Its level is full.
         """
-        level, policy, arrived, deadline, own = self._limits(message, now_ns)
-        crowded = not cached and self.in_order.count >= self.least_bound
-        if crowded and self._is_full(level, policy):
+        level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(message, now_ns)
+        may_be_full = not cached and self.in_order.count >= self.least_bound
+        if may_be_full and self._is_full(level, policy):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
-        timeout = (own or policy.default_timeout_microseconds) * _NS_PER_US
+        timeout_ns = (own_timeout_us or policy.default_timeout_microseconds) * _NS_PER_US
         request = ScheduledRequest(
             self._next_key(),
             client,
             message.id,
             fit.batch_size or 1,
             fit.shape_key,
-            arrived,
+            arrived_ns,
             now_ns,
-            deadline,
-            now_ns + timeout if timeout else 0,
+            deadline_ns,
+            now_ns + timeout_ns if timeout_ns else 0,
             # A timeout that the queue policy applies rejects the request; others hurry the batch.
-            deadline if deadline and not own else NEVER,
+            deadline_ns if deadline_ns and not own_timeout_us else NEVER,
             message,
             level,
         )
-        if deadline:
-            self.timers.add(deadline, request)
+        if deadline_ns:
+            self.timers.add(deadline_ns, request)
         if cached:
             request.meet(Event.DISPATCH)
             return request
         self.in_order.append(request)
         if message.callers:
             self.from_models.append(request)
-        if timeout:
+        if timeout_ns:
             self.timers.add(request.queue_limit_ns, request)
         return request
 
     def calls(self) -> list[ScheduledRequest]:
         """Return the waiting requests that executing models have sent and wait for."""
-        waiting = [
-            from_model for from_model in self.from_models if from_model.state is State.QUEUED
-        ]
+        waiting = [call for call in self.from_models if call.state is State.QUEUED]
         self.from_models = waiting
         return waiting
 
@@ -300,7 +300,7 @@ class RequestQueue:
         """Return the level of requests with this priority, and its policy."""
         policies = self._settings.policies
         level = policies.level(priority)
-        return level, policies.of(level)
+        return level, policies.policy(level)
 
     def _is_full(self, level: int, policy: LevelPolicy) -> bool:
         return 0 < policy.max_queue_size <= self.in_order.size(level)
@@ -317,21 +317,23 @@ class RequestQueue:
         """
         settings = self._settings
         level, policy = self._only_level or self._level(message.priority)
-        arrived, deadline = message.arrived_ns, message.deadline_ns
-        if not 0 < arrived < now_ns:
-            arrived = believable(arrived, now_ns)
-        if deadline < 0:
-            deadline = 0
-        own = 0
+        arrived_ns, deadline_ns = message.arrived_ns, message.deadline_ns
+        if not 0 < arrived_ns < now_ns:
+            arrived_ns = believable(arrived_ns, now_ns)
+        if deadline_ns < 0:
+            deadline_ns = 0
+        own_timeout_us = 0
         if message.timeout_us:
             # In a backlog, the timeout of a request applies to its sequence.
-            longest = settings.sequences is not None
-            own = message.timeout_us if longest else policy.own_timeout_us(message.timeout_us)
-            if settings.timeout_is_deadline and not (own and policy.delays):
-                deadline = earlier(deadline, message, arrived)
-        if 0 < deadline < now_ns:
-            raise Unavailable(expired_text(message, arrived, deadline))
-        return level, policy, arrived, deadline, own
+            has_backlog = settings.sequences is not None
+            own_timeout_us = (
+                message.timeout_us if has_backlog else policy.own_timeout_us(message.timeout_us)
+            )
+            if settings.timeout_is_deadline and not (own_timeout_us and policy.delays):
+                deadline_ns = earlier_deadline(deadline_ns, message, arrived_ns)
+        if 0 < deadline_ns < now_ns:
+            raise Unavailable(expired_text(message, arrived_ns, deadline_ns))
+        return level, policy, arrived_ns, deadline_ns, own_timeout_us
 
     # --- order ------------------------------------------------------------------------------------
 
@@ -379,30 +381,30 @@ class RequestQueue:
         """
         expired: list[ScheduledRequest] = []
         for request in self.timers.expired(now_ns):
-            late = 0 < request.deadline_ns < now_ns
+            is_past_deadline = 0 < request.deadline_ns < now_ns
             match request.state:
-                case State.QUEUED if late:
+                case State.QUEUED if is_past_deadline:
                     expired.append(request)
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
-                    if request.sequence is not None and request.sequence.home is not None:
+                    if request.sequence is not None and request.sequence.instance_slots is not None:
                         request.queue_limit_ns = 0  # the queue limit applied only to the backlog
-                    elif self._settings.policies.of(request.level).delays:
+                    elif self._settings.policies.policy(request.level).delays:
                         request.queue_limit_ns = 0
                         self.in_order.delay(request)
                     else:
                         expired.append(request)
-                case State.EXECUTING | State.RESPONDING | State.HELD if late:
+                case State.EXECUTING | State.RESPONDING | State.HELD if is_past_deadline:
                     expired.append(request)
                 case _:
                     pass
         return expired
 
 
-def _done(request: ScheduledRequest) -> bool:
+def _has_ended(request: ScheduledRequest) -> bool:
     return request.state is State.DONE
 
 
-def earlier(deadline_ns: int, message: Submit, arrived_ns: int) -> int:
+def earlier_deadline(deadline_ns: int, message: Submit, arrived_ns: int) -> int:
     """Return the earlier of a deadline (0: none) and the end of a request's `timeout`."""
     ends_ns = arrived_ns + min(message.timeout_us, LONGEST_TIMEOUT_US) * _NS_PER_US
     return min(deadline_ns or ends_ns, ends_ns)
@@ -413,9 +415,11 @@ def expired_text(message: Submit, arrived_ns: int, deadline_ns: int) -> str:
 
     The text contains the origin of the deadline.
     """
-    origin = (message.limit or "the caller") if deadline_ns == message.deadline_ns else _TIMEOUT
-    us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
-    return _EXPIRED.format(us=us, where="", origin=origin)
+    origin = (
+        (message.limit or "the caller") if deadline_ns == message.deadline_ns else _TIMEOUT_ORIGIN
+    )
+    timeout_us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
+    return _EXPIRED_TEXT.format(us=timeout_us, where="", origin=origin)
 
 
 def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
@@ -425,10 +429,12 @@ def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
     """
     if 0 < request.deadline_ns < now_ns:
         return expired_text(request.submit, request.arrived_ns, request.deadline_ns)
-    us = (request.queue_limit_ns - request.enqueued_ns) // _NS_PER_US
-    own = us == request.submit.timeout_us
-    origin = _TIMEOUT if own else "default_timeout_microseconds of the queue policy"
-    return _EXPIRED.format(us=us, where=" in the queue", origin=origin)
+    timeout_us = (request.queue_limit_ns - request.enqueued_ns) // _NS_PER_US
+    is_own_timeout = timeout_us == request.submit.timeout_us
+    origin = (
+        _TIMEOUT_ORIGIN if is_own_timeout else "default_timeout_microseconds of the queue policy"
+    )
+    return _EXPIRED_TEXT.format(us=timeout_us, where=" in the queue", origin=origin)
 
 
 def believable(arrived_ns: int, now_ns: int) -> int:

@@ -81,20 +81,20 @@ class Timing(NamedTuple):
     spans: bytes = b""
 
     @classmethod
-    def of(
+    def clamped(
         cls, message: BatchFinished, sent_ns: int, now_ns: int, rows: int = 0, closed: str = ""
     ) -> Timing:
         """Return the phases that a worker reports, clamped to `sent_ns` .. `now_ns`."""
-        start, input_end = message.compute_start_ns, message.input_end_ns
-        output_start, end = message.output_start_ns, message.compute_end_ns
-        if not sent_ns <= start <= input_end <= output_start <= end <= now_ns:
-            start = min(max(start, sent_ns), now_ns)
-            input_end = min(max(input_end, start), now_ns)
+        compute_start, input_end = message.compute_start_ns, message.input_end_ns
+        output_start, compute_end = message.output_start_ns, message.compute_end_ns
+        if not sent_ns <= compute_start <= input_end <= output_start <= compute_end <= now_ns:
+            compute_start = min(max(compute_start, sent_ns), now_ns)
+            input_end = min(max(input_end, compute_start), now_ns)
             output_start = min(max(output_start, input_end), now_ns)
-            end = min(max(end, output_start), now_ns)
-        phases = (input_end - start, output_start - input_end, end - output_start)
+            compute_end = min(max(compute_end, output_start), now_ns)
+        phases = (input_end - compute_start, output_start - input_end, compute_end - output_start)
         # `tuple.__new__` avoids the slower Python-level constructor of a named tuple.
-        return tuple.__new__(cls, (start, *phases, rows, closed, message.spans))
+        return tuple.__new__(cls, (compute_start, *phases, rows, closed, message.spans))
 
 
 class State(StrEnum):
@@ -185,7 +185,7 @@ class Lookup(NamedTuple):
     copies: Sequence[Block]
 
     @property
-    def hit(self) -> bool:
+    def is_hit(self) -> bool:
         """Return whether there is a cached response."""
         return bool(self.response[0])
 

@@ -44,9 +44,9 @@ from shmserve.scheduler.statistics import (
 )
 
 # Stale entries of the order are swept when they outnumber the live requests by this much.
-_STALE_PLACES = 1024
-_UNDECIDED = AT_WORK | {State.QUEUED}
-_IN_ORDER = _UNDECIDED | {State.HELD}
+_MAX_STALE_ENTRIES = 1024
+_UNDECIDED_STATES = AT_WORK | {State.QUEUED}
+_ORDERED_STATES = _UNDECIDED_STATES | {State.HELD}
 _NOT_EXECUTED = Timing(0, 0, 0, 0)
 
 
@@ -59,17 +59,17 @@ class Responses:
 
     _workers: Peers
     _statistics: Statistics
-    _ordered: bool
+    _preserves_order: bool
     cache: ResponseCache | None = None
-    _order: deque[ScheduledRequest] = field(default_factory=deque)
-    live: int = 0
+    _in_order: deque[ScheduledRequest] = field(default_factory=deque)
+    live_requests: int = 0
 
-    def enqueued(self, request: ScheduledRequest) -> None:
+    def register(self, request: ScheduledRequest) -> None:
         """Register a request that must receive a response."""
         request.client.requests[request.id] = request
-        self.live += 1
-        if self._ordered:
-            self._order.append(request)
+        self.live_requests += 1
+        if self._preserves_order:
+            self._in_order.append(request)
 
     def relay(self, request: ScheduledRequest, message: ExecutionResponded) -> None:
         """Send a response that is not the last."""
@@ -85,26 +85,34 @@ class Responses:
     def end(
         self,
         request: ScheduledRequest,
-        last: ExecutionResponded | Reply,
-        so_far: Timing,
+        final_message: ExecutionResponded | Reply,
+        unfinished_timing: Timing,
         now_ns: int,
     ) -> None:
         """Send the end of a decoupled model's request.
 
         As in Triton, an error that the model sent is a response and its request a success; an error
-        that it raised is a failure. If the execution has not returned, its times are `so_far`.
+        that it raised is a failure. If the execution has not returned, its times are
+        `unfinished_timing`.
         """
-        if last.code and (isinstance(last, Reply) or last.failed):
-            reason = Reason.CANCELED if last.code == "CANCELLED" else Reason.BACKEND
-            self._statistics.failed(request.arrived_ns, reason, now_ns)
+        if final_message.code and (isinstance(final_message, Reply) or final_message.failed):
+            reason = Reason.CANCELED if final_message.code == "CANCELLED" else Reason.BACKEND
+            self._statistics.count_failure(request.arrived_ns, reason, now_ns)
         else:
-            self._statistics.succeeded(request, request.timing, now_ns)
+            self._statistics.count_success(request, request.timing, now_ns)
         request.meet(Event.FINISH)
-        timing = request.timing or so_far
+        timing = request.timing or unfinished_timing
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
-        if spans and isinstance(last, ExecutionResponded):
-            spans += last.spans
-        fields = (last.code, last.message, last.schema, last.data, True, *timing[1:4])
+        if spans and isinstance(final_message, ExecutionResponded):
+            spans += final_message.spans
+        fields = (
+            final_message.code,
+            final_message.message,
+            final_message.schema,
+            final_message.data,
+            True,
+            *timing[1:4],
+        )
         request.client.post(Responded(request.id, *fields, spans=spans))
         self._remove(request)
 
@@ -125,8 +133,8 @@ class Responses:
         if request.state is not State.HELD:
             if lookup is not None and lookup.key and self.cache is not None and not code:
                 insert_ns = self.cache.insert(lookup.key, response)
-                self._statistics.missed(lookup.ns, insert_ns, now_ns)
-            if self._ordered:
+                self._statistics.count_miss(lookup.ns, insert_ns, now_ns)
+            if self._preserves_order:
                 request.meet(Event.HOLD)
                 request.outcome = Outcome(code, text, response, timing)
                 return
@@ -134,12 +142,12 @@ class Responses:
             reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
             self.fail(request, code, text, reason, now_ns, timing=timing)
             return
-        if lookup is not None and lookup.hit and self.cache is not None:
+        if lookup is not None and lookup.is_hit and self.cache is not None:
             self.cache.lend(request.client.pid, lookup)
             queued = timing[0] - request.enqueued_ns
-            self._statistics.hit(request.arrived_ns, queued, lookup.ns, now_ns)
+            self._statistics.count_hit(request.arrived_ns, queued, lookup.ns, now_ns)
         else:
-            self._statistics.succeeded(request, timing, now_ns)
+            self._statistics.count_success(request, timing, now_ns)
         request.meet(Event.FINISH)
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
         _, input_ns, infer_ns, output_ns, *_ = timing
@@ -148,8 +156,8 @@ class Responses:
 
     def release(self, now_ns: int) -> None:
         """Send the held outcomes whose turn has come."""
-        order = self._order
-        while order and order[0].state not in _UNDECIDED:
+        order = self._in_order
+        while order and order[0].state not in _UNDECIDED_STATES:
             request = order.popleft()
             if request.state is State.HELD:
                 outcome, request.outcome = request.outcome, None
@@ -161,8 +169,8 @@ class Responses:
 
         They would otherwise accumulate behind a live request that takes long.
         """
-        if len(self._order) > 2 * self.live + _STALE_PLACES:
-            self._order = deque([r for r in self._order if r.state in _IN_ORDER])
+        if len(self._in_order) > 2 * self.live_requests + _MAX_STALE_ENTRIES:
+            self._in_order = deque([r for r in self._in_order if r.state in _ORDERED_STATES])
 
     def _spans(self, request: ScheduledRequest, timing: Timing | None, now_ns: int) -> bytes:
         times = (request.arrived_ns, request.enqueued_ns, timing, now_ns)
@@ -175,15 +183,18 @@ class Responses:
         message: str,
         reason: Reason,
         now_ns: int,
-        early: bool = False,
+        is_early: bool = False,
         timing: Timing | None = None,
     ) -> None:
-        """End a request with an error now. `early`: a worker still has it, and `close` follows."""
-        self._statistics.failed(request.arrived_ns, reason, now_ns)
-        request.meet(Event.FAIL_EARLY if early else Event.FINISH)
+        """End a request with an error now.
+
+        If `is_early`, a worker still has the request, and `close` follows.
+        """
+        self._statistics.count_failure(request.arrived_ns, reason, now_ns)
+        request.meet(Event.FAIL_EARLY if is_early else Event.FINISH)
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
-        request.client.post(Failed(request.id, code, message, 0, early, spans))
-        if not early:
+        request.client.post(Failed(request.id, code, message, 0, is_early, spans))
+        if not is_early:
             self._drop_held(request)
             self._remove(request)
 
@@ -203,7 +214,7 @@ class Responses:
     def abandon(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request whose client has exited; its worker, if any, still returns it."""
         if request.state is not State.FAILED_EARLY:
-            self._statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
+            self._statistics.count_failure(request.arrived_ns, Reason.CANCELED, now_ns)
         request.meet(Event.ABANDON)
         if request.state is State.DONE:
             self._drop_held(request)
@@ -226,7 +237,7 @@ class Responses:
         self.drop_outputs(request, outcome.response[1])
 
     def _remove(self, request: ScheduledRequest) -> None:
-        self.live -= 1
+        self.live_requests -= 1
         request.submit = DONE
         del request.client.requests[request.id]
 

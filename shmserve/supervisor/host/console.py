@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from shmserve.errors import refused
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 
 _MOST_ELEMENTS = 64  # maximum number of elements of the inputs in an example
+_STATUS_WIDTH = 80  # maximum width of a state in the table of models
 
 
 @contextlib.contextmanager
@@ -106,11 +108,13 @@ class StartupReport:
 
 
 def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
-    """Format a table of models and states as Triton prints it."""
+    """Format a table of models and states as Triton prints it, with long states in several rows."""
     rows = [("Model", "Version", "Status")]
     for item in index:
         status = ": ".join(filter(None, (item.get("state", ""), item.get("reason", ""))))
-        rows.append((item["name"], item.get("version", "-"), status or "-"))
+        first, *more = textwrap.wrap(status, _STATUS_WIDTH) or ["-"]
+        rows.append((item["name"], item.get("version", "-"), first))
+        rows += [("", "", line) for line in more]
     flat = [[" ".join(cell.split()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in flat) for i in range(3)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"

@@ -72,7 +72,7 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
         for opened in sockets:
             opened.close()
         named = flag if missing.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
-        reason = f"{missing.strerror}{_port_user(missing, port)}"
+        reason = f"{missing.strerror}{_port_user(missing, port)}{_remedy(missing, named)}"
         raise InvalidArgument(f"{named}: cannot listen on {address}:{port}: {reason}") from None
     return sockets
 
@@ -80,6 +80,14 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
 def _port_user(error: OSError, port: int) -> str:
     users = port_users(port) if error.errno == errno.EADDRINUSE else []
     return f" (by {users[0][1]}, pid {users[0][0]})" if users else ""
+
+
+def _remedy(error: OSError, flag: str) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"; stop the program that listens there, or set another {flag}"
+    if error.errno == errno.EACCES and flag.endswith("-port"):
+        return "; ports below 1024 require root or CAP_NET_BIND_SERVICE"
+    return ""
 
 
 def _bound_to(family: int, socket_address: Any) -> socket.socket:
@@ -138,7 +146,7 @@ def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        reason = error.strerror or str(error)
+        reason = f"{error.strerror or error}{_remedy(error, flag)}"
         raise InvalidArgument(f"{flag}: cannot listen on '{path}': {reason}") from None
     return sock
 

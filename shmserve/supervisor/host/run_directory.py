@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # The last process of a killed server clears the folder within milliseconds.
 _LOCK_PATIENCE_S = 3.0
 _USUAL_PATIENCE_S = 0.5  # short, because a second server can use another folder
+_REMEDY = "; stop that server, replace it with --take-over, or set another --run-dir"
 _LOCK_PAUSE_S = 0.02  # pause between attempts to lock, because flock has no timeout
 # The contents of the lock file of a server's folder, whose files may be deleted.
 _MARK = b"shmserve run directory\n"
@@ -97,7 +98,7 @@ class RunDirectory:
                 fallback = cls(endpoints.sibling_run_directory(usual, secrets.token_hex(4)), group)
             except (InvalidArgument, OSError):
                 fallback = cls(None, group)
-            reason = str(error).removeprefix("--run-dir: ")
+            reason = str(error).removeprefix("--run-dir: ").removesuffix(_REMEDY)
             logger.warning("%s; clients must connect with connect('%s')", reason, fallback.path)
             return fallback
 
@@ -130,7 +131,9 @@ class RunDirectory:
                         return fd
             os.close(fd)
             if time.monotonic() > deadline:
-                raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server")
+                raise InvalidArgument(
+                    f"--run-dir: '{self.path}' is in use by another server{_REMEDY}"
+                )
             time.sleep(_LOCK_PAUSE_S)
 
     def _mark(self, fd: int) -> None:

@@ -11,12 +11,12 @@ def cached(name: str, more: str = "", one: str = "") -> Model:
 
 
 def whole() -> Script:
-    """An ensemble that is cached skips its steps."""
+    """An ensemble with a cached response skips its steps."""
     name = "cached_ensemble"
     ensemble_model = ensemble(name, through(f"{name}_1", "INPUT0", "OUT"))
     models = [recorder(f"{name}_1", one=ADD), Model(name, ensemble_model.config + CACHE)]
-    known = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
-    return Script(name, models, one_by_one(Ask("a", name, 1), Ask("b", name, 1)), known)
+    known_differences = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
+    return Script(name, models, one_by_one(Ask("a", name, 1), Ask("b", name, 1)), known_differences)
 
 
 SCRIPTS = [

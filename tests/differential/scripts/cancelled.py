@@ -1,4 +1,6 @@
-"""Clients that give up: a request that waits, one that executes, in a stream, in an ensemble."""
+"""Clients that cancel a request: a waiting one, an executing one, one in a stream, and one in
+an ensemble.
+"""
 
 from collections.abc import Sequence
 
@@ -23,19 +25,19 @@ LATE = Known("unsettled", "Triton counts it as pending until it looks")
 
 
 def waiting(name: str, scheduler: str, known: Sequence[Known] = ()) -> Script:
-    """Of three that wait the second is given up."""
+    """The second of three waiting requests is cancelled."""
     steps: list[Step] = [Ask(f"r{n}", name, n) for n in range(4)]
     return Script(name, [recorder(name, scheduler)], [*steps, Cancel("r2"), Drain()], known)
 
 
 def executing(name: str, scheduler: str = BATCHER) -> Script:
-    """It goes on; nobody hears of it, and the next one has its turn."""
+    """An executing request is cancelled: it completes without a response, and the next one runs."""
     steps: list[Step] = [Ask("a", name, 1), Cancel("a"), Ask("b", name, 2), Release("a")]
     return Script(name, [recorder(name, scheduler)], [*steps, Drain()], [FAILED])
 
 
 def one_of_a_batch() -> Script:
-    """The others of the batch have their responses."""
+    """One request of a batch is cancelled; the others receive their responses."""
     name = "one_of_a_batch"
     steps: list[Step] = [Ask(f"r{n}", name, n) for n in range(4)]
     steps += [Release("r0"), Elapse(1), Cancel("r2"), Release("r1")]
@@ -49,7 +51,7 @@ def streamed_and_waiting() -> Script:
 
 
 def streamed_and_executing() -> Script:
-    """One that a decoupled model is about to respond to is closed."""
+    """A request of a decoupled model is closed just before a response."""
     name = "streamed_and_executing"
     steps: list[Step] = [Ask("s", name, 2, stream=True), Cancel("s"), Release("s")]
     recording_model = recorder(name, MANY, one=COUNT)
@@ -59,7 +61,7 @@ def streamed_and_executing() -> Script:
 
 
 def between_steps(name: str, first: str, known: Sequence[Known]) -> Script:
-    """An ensemble's request is given up while its first step executes: the second one does not."""
+    """An ensemble's request is cancelled during its first step; the second step does not run."""
     models = [recorder(f"{name}_1", first, one=ADD), recorder(f"{name}_2", first, one=ADD)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     arrivals: list[Step] = [Ask("a", name, 1), Cancel("a"), Release("a"), Ask("b", name, 5)]
@@ -67,14 +69,14 @@ def between_steps(name: str, first: str, known: Sequence[Known]) -> Script:
 
 
 def step_that_waits() -> Script:
-    """It is given up while its first step waits in the queue of that model."""
+    """An ensemble's request is cancelled while its first step waits in the queue of its model."""
     name = "step_that_waits"
     models = [recorder(f"{name}_{n}", BATCHER, one=ADD, max_batch_size=1) for n in (1, 2)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
-    whole = ensemble(name, *steps, size=1)
+    ensemble_model = ensemble(name, *steps, size=1)
     arrivals: list[Step] = [Ask("first", f"{name}_1", 1), Ask("a", name, 2), Cancel("a")]
     arrivals += [Release("first"), Ask("b", name, 5), Drain()]
-    return Script(name, [*models, whole], arrivals, [FAILED, NOT_RUN, LATE])
+    return Script(name, [*models, ensemble_model], arrivals, [FAILED, NOT_RUN, LATE])
 
 
 SCRIPTS = [

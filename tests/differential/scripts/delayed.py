@@ -1,5 +1,6 @@
-"""Schedulers that begin once so many requests wait, by Triton's variables for tests: so batches are
-the same, too, where no policy keeps Triton from forming them before they can run.
+"""Schedulers that start when a number of requests wait, by Triton's test variables.
+
+Batches are then equal even where no policy keeps Triton from forming them early.
 """
 
 from tests.differential.script import Ask, Drain, Group, Script, Step, recorder
@@ -10,14 +11,14 @@ BACKLOGGED = {"TRITONSERVER_DELAY_SCHEDULER": "4", "TRITONSERVER_BACKLOG_DELAY_S
 
 
 def scene(name: str, batching: str, *rows: int, size: int = 8) -> Script:
-    """Requests of so many rows that are all there when the batcher begins."""
+    """Requests with these row counts, which are all queued when the batcher starts."""
     recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
     steps: list[Step] = [Ask(f"r{n}", name, n, rows=count) for n, count in enumerate(rows)]
     return Script(name, [recording_model], [*steps, Drain()])
 
 
 def sequences(name: str, strategy: str) -> Script:
-    """Two sequences of three requests, all there at first."""
+    """Two sequences of three requests, which are all queued at the start."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(1), ask(1, end=True)]
     steps += [ask(2, start=True), ask(2), ask(2, end=True)]
@@ -25,7 +26,7 @@ def sequences(name: str, strategy: str) -> Script:
 
 
 def backlogged(name: str, strategy: str) -> Script:
-    """Two sequences in slots, and two behind them, all there at first."""
+    """Two sequences in slots and two in the backlog, which are all queued at the start."""
     ask = Asking(name)
     steps: list[Step] = [ask(number, start=True) for number in (1, 2, 3, 4)]
     steps += [ask(number, end=True) for number in (1, 2, 3, 4)]

@@ -25,13 +25,13 @@ def model(name: str, batching: str = "", **options: Any) -> Model:
 
 
 def queued(name: str, *rows: int) -> list[Step]:
-    """A request that executes, and behind it requests of so many rows; then all go on."""
+    """Queue requests with these row counts behind an executing one; then release all."""
     waiting = [Ask(f"r{n}", name, n, rows=count) for n, count in enumerate(rows, 1)]
     return [Ask("first", name), *waiting, Drain()]
 
 
 def scene(name: str, batching: str, *rows: int, **options: Any) -> Script:
-    """Requests of so many rows, queued behind one that executes."""
+    """Requests with these row counts, queued behind an executing one."""
     return Script(name, [model(name, batching, **options)], queued(name, *rows))
 
 

@@ -1,4 +1,4 @@
-"""Ensembles: order, pruning, errors, optional tensors, decoupled steps, what is counted."""
+"""Ensembles: order, pruning, errors, optional tensors, decoupled steps, and statistics."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ def ensemble(
 
 
 def through(model: str, given: str, made: str, more: str = "") -> str:
-    """A step from one tensor to another one."""
+    """Return a step from one tensor to another one."""
     inputs = {"INPUT0": given} | ({"MORE": more} if more else {})
     return step(model, inputs, {"OUTPUT0": made})
 
@@ -58,14 +58,14 @@ def one_by_one(*asks: Ask) -> list[Ask | Drain]:
 
 
 def two(name: str, first: str, second: str, *asks: Ask, known: Sequence[Known] = ()) -> Script:
-    """Two models, one after the other, and the ensemble of them, by the name of the script."""
+    """Return two models and the ensemble that runs them in order, named after the script."""
     models = [recorder(f"{name}_1", one=first), recorder(f"{name}_2", one=second)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     return Script(name, [*models, ensemble(name, *steps)], one_by_one(*asks), known)
 
 
 def both_outputs() -> Script:
-    """Of two branches only those are run that somebody asks for."""
+    """Only the branches of requested outputs run."""
     name = "pruned"
     models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
     steps = through(f"{name}_1", "INPUT0", "OUT"), through(f"{name}_2", "INPUT0", "ALSO")
@@ -76,7 +76,7 @@ def both_outputs() -> Script:
 
 
 def diamond() -> Script:
-    """Two branches that meet."""
+    """Two branches that are joined."""
     name = "diamond"
     models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
     models.append(recorder(f"{name}_sum", one=SUM, inputs=[IN, MORE]))
@@ -87,29 +87,31 @@ def diamond() -> Script:
 
 
 def unbatched_step() -> Script:
-    """A step without a batch dimension gets what one with has made."""
+    """A step without a batch dimension reads the output of a step with one."""
     name = "unbatched_step"
     batched = recorder(f"{name}_1", one=ADD, max_batch_size=8, inputs=[tensor("INPUT0", dims=[2])])
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
     plain = recorder(f"{name}_2", one=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
-    whole = ensemble(name, *steps, size=0, **ends)
-    return Script(name, [batched, plain, whole], one_by_one(Ask("a", name, 1, columns=2)))
+    ensemble_model = ensemble(name, *steps, size=0, **ends)
+    return Script(name, [batched, plain, ensemble_model], one_by_one(Ask("a", name, 1, columns=2)))
 
 
 def optional() -> Script:
-    """An input that a request may leave out."""
+    """An optional input."""
     name = "optional_step"
     recording_model = recorder(f"{name}_1", one=GIVEN, inputs=[IN, OPTIONAL])
-    whole = ensemble(name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL])
+    ensemble_model = ensemble(
+        name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
+    )
     more = {"MORE": ("INT32", [1, 1], [5])}
     asks = Ask("with", name, 1, inputs=more), Ask("without", name, 1)
-    return Script(name, [recording_model, whole], one_by_one(*asks))
+    return Script(name, [recording_model, ensemble_model], one_by_one(*asks))
 
 
 def decoupled() -> Script:
-    """A step of many responses, each of which goes on for itself."""
+    """A decoupled step, each of whose responses runs the later steps."""
     name = "decoupled_step"
     models = [recorder(f"{name}_1", MANY, one=COUNT), recorder(f"{name}_2", one=ADD)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")

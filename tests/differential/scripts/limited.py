@@ -14,7 +14,9 @@ from tests.differential.script import (
 
 
 def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -> Model:
-    """A model whose instances need these, each as NAME:COUNT, a global one as NAME:COUNT:global."""
+    """Return a model whose instances need these resources, each NAME:COUNT, or
+    NAME:COUNT:global.
+    """
     needs = []
     for each in resources:
         resource, count, *scope = each.split(":")
@@ -28,14 +30,14 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
 
 
 def taking_turns(name: str, resource: str) -> Script:
-    """Two models of which one can execute."""
+    """Two models of which only one can execute at a time."""
     models = [needing(f"{name}_{n}", resource) for n in (1, 2)]
     steps: list[Step] = [Ask("a", f"{name}_1", 1), Ask("b", f"{name}_2", 2), Release("a")]
     return Script(name, models, [*steps, Release("b"), Drain()])
 
 
 def room_for_two() -> Script:
-    """As many execute as there are resources for."""
+    """As many models execute as there are resources for."""
     name = "room_for_two"
     models = [needing(f"{name}_{n}", "seats:1") for n in (1, 2, 3)]
     steps: list[Step] = [Ask(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
@@ -43,35 +45,39 @@ def room_for_two() -> Script:
 
 
 def own_instances() -> Script:
-    """Two instances of one model that have resources for one."""
+    """Two instances of one model with resources for one."""
     name = "own_instances"
     steps: list[Step] = [Ask(f"r{n}", name, n) for n in (1, 2, 3)]
     return Script(name, [needing(name, "own:1", instances=2)], [*steps, Drain()])
 
 
 def priorities() -> Script:
-    """Who has priority 2 executes half as often as who has 1."""
+    """A model with priority 2 executes half as often as one with priority 1."""
     name = "priorities"
     models = [needing(f"{name}_{n}", "turns:1", priority=n) for n in (1, 2)]
     steps: list[Step] = [Ask("first", f"{name}_1")]
     steps += [Ask(f"a{n}", f"{name}_1", n) for n in range(4)]
     steps += [Ask(f"b{n}", f"{name}_2", n) for n in range(4)]
-    known = [Known("batches.*", "of two that have had as much, who waited for longer is next")]
-    return Script(name, models, [*steps, Drain()], known)
+    known_differences = [
+        Known("batches.*", "of two that have had as much, who waited for longer is next")
+    ]
+    return Script(name, models, [*steps, Drain()], known_differences)
 
 
 def much_and_little() -> Script:
-    """One that needs all of a resource waits, and one behind it needs what there is."""
+    """A model that needs all of a resource waits, and a later one needs the free part."""
     name = "much_and_little"
     models = [needing(f"{name}_{n}", f"room:{n}") for n in (1, 2)]
     models.append(needing(f"{name}_3", "room:1"))
     steps: list[Step] = [Ask(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
-    known = [Known("batches.*", "who needs much holds up nobody who needs what there is")]
-    return Script(name, models, [*steps, Drain()], known)
+    known_differences = [
+        Known("batches.*", "who needs much holds up nobody who needs what there is")
+    ]
+    return Script(name, models, [*steps, Drain()], known_differences)
 
 
 def unlimited() -> Script:
-    """An instance that needs nothing."""
+    """An instance that needs no resource."""
     name = "unlimited"
     models = [needing(f"{name}_1", "some:1"), recorder(f"{name}_2")]
     steps: list[Step] = [Ask("a", f"{name}_1", 1), Ask("b", f"{name}_2", 2), Release("b")]

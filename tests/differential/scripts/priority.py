@@ -34,14 +34,14 @@ FULL = [Known("statistics.*", "who finds the queue full counts in fail, too")]
 def scene(
     name: str, batching: str, *steps: Step, known: list[Known] | None = None, size: int = 1
 ) -> Script:
-    """Steps behind a request that executes; all ask the same model, which has the scene's name."""
+    """Steps after an executing request, all for the model that has the scene's name."""
     recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
     asked = [replace(step, model=name) if isinstance(step, Ask) else step for step in steps]
     return Script(name, [recording_model], [Ask("first", name), *asked, Drain()], known or [])
 
 
 def ask(label: str, priority: int = 0, timeout_us: int = 0) -> Ask:
-    """A request of the scene's model; what it is full of says its level."""
+    """Return a request for the scene's model; the value of its input shows its level."""
     return Ask(label, "", priority, priority=priority, timeout_us=timeout_us)
 
 

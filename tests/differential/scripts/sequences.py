@@ -25,10 +25,10 @@ OLDEST = "oldest { max_candidate_sequences: 4 }"
 def model(
     name: str, strategy: str = DIRECT, *, control: str = "", idle: str = IDLE, **options: Any
 ) -> Model:
-    """A model of sequences with batches of at most 2."""
+    """Return a sequence model with batches of at most 2."""
     config = f"sequence_batching {{ {strategy} {idle} {control or controls()} }}"
-    given: dict[str, Any] = {"max_batch_size": 2, **options}
-    return recorder(name, config, **given)
+    fields: dict[str, Any] = {"max_batch_size": 2, **options}
+    return recorder(name, config, **fields)
 
 
 def scene(name: str, steps: list[Step], strategy: str = DIRECT, **options: Any) -> Script:
@@ -53,7 +53,9 @@ class Asking:
 
 
 def direct_two_instances() -> Script:
-    """Sequences 1 to 6 on 2 instances of 2 slots; 4 ends and 5 takes its slot, then 2 and 6."""
+    """Sequences 1 to 6 on 2 instances with 2 slots each; 4 ends and 5 takes its slot, then 2
+    and 6 follow.
+    """
     name = "direct_two_instances"
     ask = Asking(name)
     steps: list[Step] = [ask(number, start=True) for number in range(1, 7)]
@@ -71,7 +73,7 @@ def direct_one_instance() -> Script:
 
 
 def direct_lone() -> Script:
-    """A lone first request of an instance, whose other slot has never had a sequence: one row."""
+    """A lone first request of an instance whose other slot never had a sequence: one row."""
     name = "direct_lone"
     return scene(name, [Asking(name)(1, start=True), Drain()], instances=2)
 
@@ -91,7 +93,7 @@ def direct_lone_beside_idle() -> Script:
 
 
 def oldest() -> Script:
-    """Sequences A to D as 1 to 4; 5 waits for one of them to end."""
+    """Sequences A to D as 1 to 4; sequence 5 waits until one of them ends."""
     name = "oldest"
     ask = Asking(name)
     steps: list[Step] = [ask(number, start=True) for number in (1, 2, 3, 4)]
@@ -100,15 +102,17 @@ def oldest() -> Script:
 
 
 def whole_and_restarted(name: str, strategy: str) -> Script:
-    """START of a live id ends the sequence before; the new one has the same slot."""
+    """START of a live id ends its old sequence; the new one has the same slot."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(1), ask(1, start=True), ask(1, end=True)]
     return scene(name, [*steps, Drain()], strategy)
 
 
 def restarted_after_its_end(name: str, strategy: str, size: int = 2) -> Script:
-    """START of an id whose END still waits; with batches of 1 where it is chance whether Triton has
-    formed the next batch before the END can join it.
+    """START of an id whose END still waits.
+
+    Batches have one request, because it is random whether Triton forms the next batch before the
+    END joins it.
     """
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(1, end=True), ask(1, start=True), ask(1, end=True)]
@@ -116,7 +120,9 @@ def restarted_after_its_end(name: str, strategy: str, size: int = 2) -> Script:
 
 
 def backlog() -> Script:
-    """Two slots, four sequences: a whole one in the backlog, in the order of arrival."""
+    """Two slots and four sequences; a complete one is in the backlog. The order is that of
+    arrival.
+    """
     name = "backlog"
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True)]
@@ -158,7 +164,7 @@ def refused() -> Script:
 
 
 def of_another_type() -> Script:
-    """A text as the id of a model that takes numbers."""
+    """A string as the sequence id of a model with numeric ids."""
     name = "id_of_another_type"
     steps: list[Step] = [Ask("text", name, sequence="eight", start=True), Drain()]
     return Script(name, [model(name)], steps, [Known("*", "as in later versions of Triton")])
@@ -183,7 +189,7 @@ def of_text() -> Script:
 
 
 def shapes_apart() -> Script:
-    """Requests of two slots with other shapes do not run in one batch."""
+    """Requests of two slots with different shapes run in separate batches."""
     name = "shapes_apart"
     steps: list[Step] = [
         Ask("a", name, 1, sequence=1, start=True),
@@ -201,7 +207,7 @@ def cancelled(name: str, strategy: str) -> Script:
 
 
 def unbatched(name: str, strategy: str) -> Script:
-    """No batch dimension: a slot an instance."""
+    """A model without a batch dimension has one slot per instance."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(1, end=True), Drain()]
     sequence_model = model(name, strategy, max_batch_size=0, inputs=(UNBATCHED,))

@@ -44,7 +44,7 @@ TEXT = [Known("responses.*.error.1", "the text is without file and line")]
 
 
 def streamed(name: str, one: str, *values: int, known: list[Known] | None = None) -> Script:
-    """A decoupled model, asked one request at a time."""
+    """A decoupled model receives one request at a time."""
     steps = [step for value in values for step in (_ask(name, value), Drain())]
     return Script(name, [recorder(name, MANY, one=one)], steps, known or COUNTED)
 
@@ -54,7 +54,7 @@ def _ask(name: str, value: int) -> Ask:
 
 
 def iterative(name: str, strategy: str) -> Script:
-    """Requests without an id, each of which is executed as often as it says."""
+    """Requests without an id, each of which is rescheduled as often as its input sets."""
     config = f"{MANY} sequence_batching {{ iterative_sequence: true {strategy} }}"
     recording_model = recorder(name, config, one=ITERATE, max_batch_size=2)
     return Script(

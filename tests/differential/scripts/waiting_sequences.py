@@ -1,5 +1,5 @@
-"""Sequences that wait: idle ones, delays and slots to be filled, ids that come again in the
-backlog.
+"""Waiting sequences: idle ones, delays and minimum slot utilization, and ids that are reused in
+the backlog.
 """
 
 from tests.differential.script import Ask, Cancel, Drain, Elapse, Group, Known, Script, Step
@@ -11,14 +11,14 @@ ONE = "oldest { max_candidate_sequences: 1 }"
 
 
 def idle(name: str, strategy: str) -> Script:
-    """Who is silent for too long is forgotten, and told to begin again."""
+    """An idle sequence is evicted, and its next request must be a START."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), Drain(), Elapse(1.5), ask(1), ask(1, start=True)]
     return Script(name, [model(name, strategy, idle=SOON)], [*steps, Drain()])
 
 
 def idle_gives_way(name: str, strategy: str) -> Script:
-    """The slot of an idle one is the backlog's."""
+    """The slot of an idle sequence is given to the backlog."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), Drain()]
     sequence_model = model(name, strategy, idle=SOON, max_batch_size=1)
@@ -26,7 +26,7 @@ def idle_gives_way(name: str, strategy: str) -> Script:
 
 
 def utilization() -> Script:
-    """A batch waits until so many slots are ready."""
+    """A batch waits until the minimum share of slots is ready."""
     name = "utilization"
     ask = Asking(name)
     strategy = f"direct {{ {LONG} minimum_slot_utilization: 1 }}"
@@ -35,7 +35,7 @@ def utilization() -> Script:
 
 
 def preferred() -> Script:
-    """The batcher of the oldest strategy has preferred sizes and a delay."""
+    """The oldest strategy has preferred batch sizes and a delay."""
     name = "oldest_preferred"
     ask = Asking(name)
     strategy = f"oldest {{ max_candidate_sequences: 4 preferred_batch_size: [ 2 ] {LONG} }}"
@@ -44,7 +44,7 @@ def preferred() -> Script:
 
 
 def again_in_the_backlog(name: str, strategy: str) -> Script:
-    """An id that begins again while it is in the backlog, ended or not."""
+    """An id is started again while it is in the backlog, ended or not."""
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2, start=True)]
     steps += [ask(2, end=True), ask(2, start=True), ask(2, end=True), ask(1, end=True), Drain()]
@@ -55,15 +55,15 @@ def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
     ask = Asking(name)
     steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2), Cancel("2a"), Elapse(0.3)]
     sequence_model = model(name, strategy, max_batch_size=1)
-    known = [
+    known_differences = [
         Known("responses.2b.error.1", "who is cancelled with another one is told why"),
         Known("unsettled", "Triton looks for cancelled ones in the backlog when it is their turn"),
     ]
-    return Script(name, [sequence_model], [*steps, ask(1, end=True), Drain()], known)
+    return Script(name, [sequence_model], [*steps, ask(1, end=True), Drain()], known_differences)
 
 
 def without_controls() -> Script:
-    """A model that asks for none of the controls."""
+    """A model without control inputs."""
     name = "without_controls"
     sequence_model = model(name, DIRECT, control=" ")
     steps: list[Step] = [Ask("a", name, sequence=1, start=True), Ask("b", name, sequence=1)]

@@ -73,7 +73,7 @@ def crowded(server: Server, name: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", _SOCKETS)
-def test_connections_that_say_nothing(server: Server, name: str) -> None:
+def test_many_silent_connections(server: Server, name: str) -> None:
     before = State.of(server)
     with scene(server) as stage:
         with crowded(server, name):

@@ -47,11 +47,11 @@ def test_the_memory_for_tensors_is_full(serve: Callable[..., Server]) -> None:
         assert f"--arena-byte-size allows {8 << 20}" in huge.error
         inputs = [("INPUT0", "FP32", [len(large)], large.tobytes())]
         outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
-        asked = [
+        pending_calls = [
             stage.pool.send(lambda http: http.infer_binary("identity", inputs, outputs=outputs))
             for _ in range(8)
         ]
-        replies = [answer.result() for answer in asked]
+        replies = [answer.result() for answer in pending_calls]
         assert {reply.status for reply in replies} <= {200, 503}
         assert stage.http.infer_binary("identity", inputs, outputs=outputs).status == 200
         assert_recovers(stage, time.monotonic())

@@ -43,7 +43,7 @@ def small(folder: Path, inodes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("inodes", [4, 5])
-def test_no_room_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
+def test_a_full_run_directory_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
     server = Server([repository], run_dir=folder / "run", prefix=small(folder, inodes))
     try:
         assert server.wait_exit(30) == 1
@@ -54,7 +54,7 @@ def test_no_room_at_the_start(repository: Path, folder: Path, inodes: int) -> No
         server.discard()
 
 
-def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
+def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path) -> None:
     """Other models are served.
 
     The affected model is not ready until there is space again, and its requests do not wait for
@@ -73,13 +73,13 @@ def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
             inputs = [json_input(name, array) for name in ("INPUT0", "INPUT1")]
             assert http.infer("simple", {"inputs": inputs}).status == 200
             floats = np.arange(4, dtype=np.float32)
-            given = {"inputs": [json_input("INPUT0", floats)]}
+            body = {"inputs": [json_input("INPUT0", floats)]}
             for _ in range(2):  # the request that waited, and a later one
-                assert (reply := http.infer("identity", given)).status == 503
+                assert (reply := http.infer("identity", body)).status == 503
                 assert "the model's scheduler ended before it could answer" in reply.error
         namespace = f"--mount=/proc/{server.pid}/ns/mnt"
-        asked = [sys.executable, "-c", _NATIVE, str(server.run_dir)]
-        subprocess.run(["nsenter", namespace, *asked], check=True, timeout=30)
+        command = [sys.executable, "-c", _NATIVE, str(server.run_dir)]
+        subprocess.run(["nsenter", namespace, *command], check=True, timeout=30)
         assert "Traceback" not in server.log()
         for path in full:
             path.unlink()

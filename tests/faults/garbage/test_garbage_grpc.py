@@ -95,7 +95,7 @@ def test_streams(server: Server, name: str) -> None:
         fine(stage)
 
 
-def test_messages_that_do_not_come_whole(server: Server) -> None:
+def test_incomplete_messages(server: Server) -> None:
     """R15: a hundred calls whose messages arrive byte by byte block no other call and leave no
     state.
     """
@@ -193,16 +193,18 @@ def test_requests(server: Server) -> None:
     """Each is rejected with a short message for clients."""
     with scene(server, _GRPC_BYTES) as stage, grpc.insecure_channel(server.grpc_url) as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        others = [channel.unary_unary(SERVICE + name) for name in ("ModelConfig", "NoSuchCall")]
-        others.append(channel.unary_unary("/"))
-        others.append(channel.unary_unary("/" + "x" * 5000))
+        other_methods = [
+            channel.unary_unary(SERVICE + name) for name in ("ModelConfig", "NoSuchCall")
+        ]
+        other_methods.append(channel.unary_unary("/"))
+        other_methods.append(channel.unary_unary("/" + "x" * 5000))
         for data in requests():
             with pytest.raises(grpc.RpcError) as caught:
                 infer(data, timeout=_PATIENCE_S)
             assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
             assert "Traceback" not in caught.value.details()
             assert str(server.run_dir) not in caught.value.details()
-        for call in others:
+        for call in other_methods:
             with pytest.raises(grpc.RpcError):
                 call(_RANDOM.randbytes(1000), timeout=_PATIENCE_S)
         fine(stage)
@@ -231,9 +233,9 @@ def test_metadata(server: Server) -> None:
 def test_deadlines(server: Server, timeout: bytes, status: bytes) -> None:
     """Malformed deadlines are rejected, and very long ones are accepted."""
     call = frame(1, 4, 1, post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout)))
-    asked = frame(0, 1, 1, message(simple_request().SerializeToString()))
+    request_frames = frame(0, 1, 1, message(simple_request().SerializeToString()))
     with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=_PATIENCE_S) as sock:
-        sock.sendall(OPENED + call + asked)
+        sock.sendall(OPENED + call + request_frames)
         answer = b""
         while b"grpc-status" not in answer:
             answer += sock.recv(65536)
@@ -282,17 +284,17 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
         fine(stage)
 
 
-def test_calls_that_are_given_up(server: Server) -> None:
+def test_cancelled_calls(server: Server) -> None:
     """Hundreds of calls and streams are begun and cancelled."""
     with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
         for number in range(300):
-            asked = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
-            asked.cancel()
+            pending = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
+            pending.cancel()
             call.ModelStreamInfer(iter([simple_request()]), timeout=_PATIENCE_S).cancel()
         fine(stage)
 
 
-def test_after_all(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_grpc_garbage(server: Server, beginning: State) -> None:
     """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, 4 * _GRPC_BYTES)
     assert "Traceback" not in server.log()

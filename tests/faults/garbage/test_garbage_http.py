@@ -178,7 +178,7 @@ def test_every_split_of_a_binary_request(server: Server) -> None:
         fine(stage)
 
 
-def test_connections_that_say_nothing(server: Server) -> None:
+def test_many_silent_connections(server: Server) -> None:
     """200 connections send no byte, or one, while other clients are served."""
     with scene(server) as stage:
         silent = [socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)]
@@ -201,7 +201,9 @@ def test_connections_that_say_nothing(server: Server) -> None:
     ],
     ids=["config", "nothing", "infer", "infer nothing"],
 )
-def test_who_reads_no_answer_is_not_read(server: Server, request_bytes: bytes) -> None:
+def test_a_client_that_reads_no_responses_is_not_read_from(
+    server: Server, request_bytes: bytes
+) -> None:
     """A client pipelines requests without reading responses; the server reads a limited number
     of them.
     """
@@ -218,7 +220,7 @@ def test_who_reads_no_answer_is_not_read(server: Server, request_bytes: bytes) -
         fine(stage)
 
 
-def test_a_client_that_sends_slowly_holds_up_nobody(server: Server) -> None:
+def test_a_slow_sender_delays_no_other_client(server: Server) -> None:
     with scene(server) as stage, raw_connection(server.http_port) as connection:
         connection.sendall(head(f"Content-Length: {len(REQUEST)}"))
         for start in range(0, len(REQUEST), 40):
@@ -227,22 +229,24 @@ def test_a_client_that_sends_slowly_holds_up_nobody(server: Server) -> None:
         assert read_reply(connection).status == 200
 
 
-def test_a_large_json_body_holds_up_nobody(serve: Callable[..., Server]) -> None:
+def test_a_large_json_body_delays_no_other_client(serve: Callable[..., Server]) -> None:
     """While 20 MB of JSON are parsed, health checks and small requests are answered."""
     server = serve("--gateways=1")
     values = np.arange(3_000_000, dtype=np.float32)
-    wanted = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
-    body = json.dumps({"inputs": [json_input("INPUT0", values)], "outputs": wanted}).encode()
+    requested_outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    body = json.dumps(
+        {"inputs": [json_input("INPUT0", values)], "outputs": requested_outputs}
+    ).encode()
     longest = []  # the longest wait as a share of all waits, by round
     with scene(server, ARENA_BYTES) as stage, server.http() as another:
         for _ in range(3):  # three rounds, because the machine may pause in some of them
-            asked = stage.pool.infer("identity", body)
+            pending = stage.pool.infer("identity", body)
             waits = []
-            while not asked.done():
+            while not pending.done():
                 began = time.monotonic()
                 assert another.get("/v2/health/live").status == 200
                 waits.append(time.monotonic() - began)
-            assert asked.result().status == 200
+            assert pending.result().status == 200
             longest.append(max(waits) / sum(waits))
         assert min(longest) < 1 / 3  # in one round at least, no wait took most of the time
         fine(stage)

@@ -200,7 +200,7 @@ def ended(link: Dealer) -> bool:
     return not link.connected
 
 
-def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
+def test_model_code_cannot_impersonate_a_server_process(server: Server) -> None:
     """R24: models run foreign code as the server's user.
 
     This code may connect to the server's internal sockets, but is not accepted as a gateway or a
@@ -225,7 +225,7 @@ def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
         assert stage.load.troubles() == []
 
 
-def test_no_zeromq_at_all(server: Server) -> None:
+def test_peers_that_do_not_speak_zeromq(server: Server) -> None:
     """Peers send plain bytes instead of a ZeroMQ greeting, half a greeting, or nothing."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     with scene(server) as stage, contextlib.ExitStack() as stack:

@@ -76,10 +76,15 @@ def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
 
 def no_zeromq(local_client: Guest, stage: Scene) -> None:
     """Send bytes that are no frames, and incomplete frames."""
-    whole = zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % local_client.number) + framed(b"abc")
+    stream_bytes = (
+        zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % local_client.number) + framed(b"abc")
+    )
     with contextlib.ExitStack() as stack:
         for endpoint in local_client.models.values():
-            for text in (os.urandom(5000), *(whole[:cut] for cut in range(0, len(whole), 7))):
+            for text in (
+                os.urandom(5000),
+                *(stream_bytes[:cut] for cut in range(0, len(stream_bytes), 7)),
+            ):
                 plain = stack.enter_context(socket.socket(socket.AF_UNIX))
                 plain.connect(endpoint.removeprefix("ipc://"))
                 with contextlib.suppress(OSError):
@@ -490,7 +495,7 @@ def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> 
         assert stage.load.troubles() == []
 
 
-def test_after_all_local_clients(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_local_clients(server: Server, beginning: State) -> None:
     """All tests together leave no resources behind."""
     assert_is_as_it_was(server, beginning, 0)
     assert "Traceback" not in server.log()

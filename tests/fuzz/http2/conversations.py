@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
-from shmserve.gateway.http2.header_blocks import encode
+from shmserve.gateway.http2.header_blocks import encode_block
 from tests.support.wire.http2 import (
     CONTINUATION,
     DATA,
@@ -57,7 +57,7 @@ _KINDS = dict(
 
 
 def _field(name: bytes, value: bytes) -> bytes:
-    return encode(((name, value),))
+    return encode_block(((name, value),))
 
 
 _STARTS = [
@@ -229,7 +229,7 @@ class Conversation:
         return frame(kind, flags, stream, payload)
 
     def _broken(self, sent: bytes) -> bytes:
-        """A frame with something wrong."""
+        """Return a malformed frame."""
         how, value = self._number() % 8, self._number()
         head, payload = bytearray(sent[:9]), bytearray(sent[9:])
         if how < 2:

@@ -1,5 +1,6 @@
-"""Where the engines differ, and why that is right: both may be, by the RFC, or it is the other's
-choice. What is not in the table is a finding."""
+"""The explained differences between the engines: both are valid by the RFC, or the other
+engine's choice. Any other difference is a finding.
+"""
 
 import re
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from tests.fuzz.http2.sides import Seen
 
 
 class Known(NamedTuple):
-    """A difference that is explained: whose, as `difference` writes it, and why it may be."""
+    """An explained difference: its engine as `difference` writes it, and the explanation."""
 
     whose: str
     said: str
@@ -223,7 +224,7 @@ KNOWN = [
 
 
 def explained(whose: str, said: str) -> Known | None:
-    """The entry of the table for a difference; None: it is a finding."""
+    """Return the entry of the table for a difference; None if it is a finding."""
     for known in KNOWN:
         if known.whose in (whose, "") and re.fullmatch(known.said, said, re.DOTALL):
             return known

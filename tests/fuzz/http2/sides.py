@@ -22,7 +22,7 @@ _ANSWER = b"\x88"
 
 @dataclass
 class Request:
-    """What an engine tells of a stream."""
+    """The state of a stream as an engine reports it."""
 
     fields: list[tuple[bytes, bytes]]
     data: bytes = b""
@@ -31,8 +31,11 @@ class Request:
 
 @dataclass
 class Seen:
-    """What an engine has made of a conversation until now: why the connection is `over`, requests
-    that nobody has ended early, streams that it has reset, and its acknowledgements."""
+    """The result of a conversation so far in an engine.
+
+    It has the reason why the connection is `over`, the open requests, the reset streams, and the
+    acknowledgements.
+    """
 
     over: str = ""
     fresh: int | None = None  # the code of a reset in the last step
@@ -54,7 +57,7 @@ class Seen:
                 self.answers.append((it.kind, it.payload))
 
     def answered(self, stream: int) -> bool:
-        """The server has said all on it; whether the client has, too."""
+        """Record that the server has completed the stream, and whether the client has, too."""
         request = self.requests.pop(stream, None)
         return request is None or request.ended
 
@@ -63,17 +66,17 @@ class Side(Protocol):
     seen: Seen
 
     def take(self, sent: bytes) -> None:
-        """A frame of the client."""
+        """Read a frame of the client."""
 
     def answer(self, stream: int) -> None:
-        """The server answers with nothing but fields; what else the client says is unwanted."""
+        """Respond with header fields alone; further data of the client are unwanted."""
 
     def reset(self, stream: int) -> None:
-        """The server gives a stream up."""
+        """Reset a stream by the server."""
 
 
 class Ours:
-    """The engine of the gateway; it has so many bytes at once."""
+    """The engine of the gateway; it receives this number of bytes at once."""
 
     def __init__(self, step: int = 1 << 20) -> None:
         self._step = step
@@ -83,7 +86,7 @@ class Ours:
         self.decoded: Fields = ()  # the fields of the last header block
         headers = self._engine.http2._headers
         headers._decode = self._decode  # type: ignore[method-assign]
-        headers._read = self._read
+        headers._convert = self._read
         self.seen = Seen()
         self.take(OPENED)
 
@@ -124,17 +127,19 @@ class Ours:
 
     @property
     def in_block(self) -> bool:
-        """Whether the rest of a header block is to come: others have begun to decode it."""
+        """Return whether the rest of a header block is missing; other engines have begun to
+        decode it.
+        """
         return self._engine.http2._block is not None
 
     def is_open(self, stream: int) -> bool:
-        """Whether the server has something to say on it."""
+        """Return whether the server may still respond on the stream."""
         return stream in self._engine.http2.streams
 
     def answer(self, stream: int) -> None:
         at = len(self._engine.sent)
         self._answered.add(stream)
-        self._engine.http2.sending.head(self._engine.stream(stream), _ANSWER, end=True)
+        self._engine.http2.sending.send_head(self._engine.stream(stream), _ANSWER, end=True)
         self._engine.flush()
         self._look(at)
 

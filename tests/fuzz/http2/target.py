@@ -14,20 +14,23 @@ MET: Counter[str] = Counter()
 
 
 def http2(data: bytes) -> None:
-    """A conversation; as others cost more than ours, each has a part of them: `ngh2` half, `h2` one
-    of sixteen, ours with the bytes cut in another way the rest."""
+    """Play a conversation against one of the other engines.
+
+    `ngh2` plays half of them and `h2`, which is slower, one of sixteen. The rest is played with the
+    bytes split in another way.
+    """
     kind, rest = data[:1], data[1:]
-    others: dict[str, Side] = {}
+    other_sides: dict[str, Side] = {}
     number = kind[0] if kind else 0
     if number % 16 == 0:
-        others["h2"] = H2()
+        other_sides["h2"] = H2()
     if number % 2 == 0:
-        others["ngh2"] = Ngh2()
+        other_sides["ngh2"] = Ngh2()
     else:
-        others["cut"] = Ours(1 + number // 16)
+        other_sides["cut"] = Ours(1 + number // 16)
     ours = Ours()
     for step in Conversation(rest).steps():
-        for side in (ours, *others.values()):
+        for side in (ours, *other_sides.values()):
             side.seen.fresh = None
         behind_reset, begun = step.of in ours.early, step.of in ours.seen.requests
         if step.what == "send":
@@ -36,7 +39,7 @@ def http2(data: bytes) -> None:
             _do(ours, step.what, step.stream)
         else:
             continue
-        for name, other in list(others.items()):
+        for name, other in list(other_sides.items()):
             if step.what == "send":
                 other.take(step.sent)
             else:
@@ -54,8 +57,8 @@ def http2(data: bytes) -> None:
                 known = explained(name, said)
                 assert known is not None, f"{name}: {said}"
                 MET[f"{name}: {known.why}"] += 1
-                del others[name]
-        if ours.seen.over or not others:
+                del other_sides[name]
+        if ours.seen.over or not other_sides:
             return
 
 

@@ -1,4 +1,4 @@
-"""Steps of an ensemble on one real device: what is between them stays there."""
+"""Steps of an ensemble on one real device: the tensors between them stay on the device."""
 
 from pathlib import Path
 
@@ -65,17 +65,17 @@ def write_ensemble(repository: Path) -> None:
 
 def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
     assert "50.3 MB per request, 33.6 of them on CUDA devices" in server.log()
-    given = np.random.default_rng(0).random((2, LENGTH), np.float32)
+    values = np.random.default_rng(0).random((2, LENGTH), np.float32)
     with shmserve.client.connect(server.run_dir) as client:
-        client.infer("chain", X=given)
+        client.infer("chain", X=values)
         names = ("two", "three")  # who read, and one who writes, on the device
         kinds = [(name, way) for name in names for way in ("in", "out")]
         before = [copied(server, *kind) for kind in kinds]
-        futures = [client.infer_async("chain", {"X": given + n}) for n in range(20)]
+        futures = [client.infer_async("chain", {"X": values + n}) for n in range(20)]
         for n, future in enumerate(futures):
-            assert np.allclose(future.result()["Y"], ((given + n) * 2 + 1) * 4 + 3)
+            assert np.allclose(future.result()["Y"], ((values + n) * 2 + 1) * 4 + 3)
         for kind, was in zip(kinds, before, strict=True):
             # Once each way, on the device: a batch is gathered, its outputs go where they are read;
             # what the client gets goes to the host first. The first request may be counted late.
             times = 2 if kind == ("three", "out") else 1
-            assert copied(server, *kind) - was <= 21 * times * given.nbytes * 1.01, kind
+            assert copied(server, *kind) - was <= 21 * times * values.nbytes * 1.01, kind

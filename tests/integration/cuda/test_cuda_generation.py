@@ -1,4 +1,6 @@
-"""Text generation on a real device: the texts of transformers, whatever else is generated."""
+"""Text generation on a real device: the texts equal those of transformers, also beside other
+requests.
+"""
 
 import json
 import urllib.request
@@ -86,7 +88,7 @@ def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "halves"])
-def test_texts_are_those_of_transformers(server: Server, expected: list[str], model: str) -> None:
+def test_texts_equal_those_of_transformers(server: Server, expected: list[str], model: str) -> None:
     alone = [text(server, model, prompt) for prompt in PROMPTS[:4]]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         together = list(pool.map(lambda prompt: text(server, model, prompt), PROMPTS))
@@ -100,7 +102,7 @@ def test_weights_of_16_bits_generate(server: Server) -> None:
     assert all(texts)
 
 
-def test_what_was_sampled_with_a_seed_is_sampled_again(server: Server) -> None:
+def test_a_seed_reproduces_the_sampled_text(server: Server) -> None:
     drawn = [
         text(server, "plain", PROMPTS[5], temperature=1.0, top_p=0.9, seed=seed)
         for seed in (7, 7, 8)

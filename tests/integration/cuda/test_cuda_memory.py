@@ -135,7 +135,9 @@ def second_half(shm: Any, region: Any) -> np.ndarray:
 
 
 def copied(server: Server) -> float:
-    """The bytes of inputs: an output is copied to its region, from device to device."""
+    """Return the number of copied input bytes. An output is copied to its region from device to
+    device.
+    """
     return server.metric("shmserve_copied_bytes_total", direction="in")
 
 
@@ -162,7 +164,9 @@ def test_register_and_infer(
         infer(client)
 
 
-def test_what_is_refused(client: triton.InferenceServerClient, shm: Any, region: Any) -> None:
+def test_invalid_cuda_handles_are_refused(
+    client: triton.InferenceServerClient, shm: Any, region: Any
+) -> None:
     handle = shm.get_raw_handle(region)
     invalid = "failed to register shared memory region: invalid args"
     for raw, device, size in (
@@ -186,8 +190,8 @@ def test_the_device_is_checked_by_its_uuid(http: Http, shm: Any, region: Any) ->
         "byte_size": SIZE,
     }
     path = "/v2/cudasharedmemory/region/u/register"
-    wrong = "GPU-00000000-0000-0000-0000-000000000000"
-    reply = http.post(path, {**body, "device_uuid": wrong})
+    wrong_uuid = "GPU-00000000-0000-0000-0000-000000000000"
+    reply = http.post(path, {**body, "device_uuid": wrong_uuid})
     assert (reply.status, "'device_uuid'" in reply.error) == (400, True)
     http.post(path, {**body, "device_uuid": uuid}).ok()
     http.post("/v2/cudasharedmemory/unregister").ok()
@@ -243,7 +247,9 @@ def test_an_exporter_that_is_killed(
     region: Any,
     exporter: Callable[[int], Child],
 ) -> None:
-    """Whatever its region answers then, everybody else is served, if need be by a new worker."""
+    """Whatever the requests with its region return, all other clients are served, possibly by a
+    new worker.
+    """
     child = exporter(SIZE)
     client.register_cuda_shared_memory("theirs", child.handle, 0, SIZE)
     client.register_cuda_shared_memory("mine", shm.get_raw_handle(region), 0, 2 * SIZE)

@@ -193,7 +193,7 @@ def test_a_batch_is_gathered_from_everywhere(
             ]
             server.wait_pending("twice", 4)
         assert (running.result(30)["y"] == batch() * 2).all()
-        results = [asked.result(30) for asked in together]
+        results = [future.result(30) for future in together]
         assert executions(server, "twice") == before + 2
         assert (one["y"].numpy() == batch(1, 1) * 2).all()
         assert (two["y"].numpy() == batch(2, 2) * 2).all()
@@ -204,7 +204,7 @@ def test_a_batch_is_gathered_from_everywhere(
 def test_rows_side_by_side_are_a_batch_as_they_are(
     server: Server, client: shmserve.client.Server
 ) -> None:
-    """They are not gathered: what is copied is the answers, on the device, to their places."""
+    """The inputs are not gathered. Only the outputs are copied, on the device, to their ranges."""
     half = ((2, SIDE), "FP32")
     with client.allocate({"a": half, "b": half, "c": half, "d": half}, device="cuda:0") as region:
         region["a"].fill(batch(4)[:2])
@@ -221,18 +221,18 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
                 for x, y in (("a", "c"), ("b", "d"))
             ]
             server.wait_pending("twice", 2)
-        for asked in (running, *together):
-            asked.result(30)
+        for future in (running, *together):
+            future.result(30)
         result = np.concatenate([region["c"].numpy(), region["d"].numpy()])
         assert (result == batch(4) * 2).all()
         assert copied(server) - before == 2 * alone + 4 * ROW
 
 
 @pytest.mark.parametrize("model", ["twice", "slow", "anywhere", "native"])
-def test_the_answer_comes_after_the_device_is_done(
+def test_the_response_follows_the_end_of_the_devices_work(
     client: shmserve.client.Server, model: str
 ) -> None:
-    """What the model asked of its device has happened, whoever looks, when its answer is here."""
+    """The device's work of the model is visible to every process when the response has arrived."""
     with client.allocate(forms(), device="cuda:0") as region:
         name = "output" if model == "native" else "y"
         for turn in range(3):
@@ -268,13 +268,13 @@ def test_a_model_on_the_cpu(server: Server) -> None:
                 client.register_cuda_shared_memory(name, handle, 0, region._byte_size)
             x = grpc.InferInput("x", [1, SIDE], "FP32")
             x.set_shared_memory("numbers", ROW)
-            given = grpc.InferInput("words", [1, 2], "BYTES")
-            given.set_shared_memory("strings", wire.nbytes)
+            tensor = grpc.InferInput("words", [1, 2], "BYTES")
+            tensor.set_shared_memory("strings", wire.nbytes)
             y = grpc.InferRequestedOutput("y")
             y.set_shared_memory("numbers", ROW, offset=ROW)
             again = grpc.InferRequestedOutput("again")
             again.set_shared_memory("strings", wire.nbytes, offset=wire.nbytes)
-            client.infer("host", [x, given], outputs=[y, again])
+            client.infer("host", [x, tensor], outputs=[y, again])
             client.unregister_cuda_shared_memory()
         result = shm.get_contents_as_numpy(numbers, np.float32, [2, SIDE])
         assert (result[1:] == batch() * 2).all()
@@ -303,7 +303,9 @@ def test_a_full_device_fails_the_request_alone(client: shmserve.client.Server) -
 def test_a_device_that_fails_costs_one_worker(
     server: Server, client: shmserve.client.Server
 ) -> None:
-    """CUDA fails for good in a process whose kernel does what it must not; nobody else notices."""
+    """An invalid access breaks CUDA for good in the process of the kernel. No other client
+    notices.
+    """
     with client.allocate(forms(), device="cuda:0") as region:
         region["x"].fill(batch())
         client.infer("fragile", region)
@@ -336,7 +338,7 @@ def test_a_program_that_is_killed_while_its_request_runs(
 
 
 def test_over_grpc(server: Server) -> None:
-    """Registered over one listener and used over the other."""
+    """A region is registered over one protocol and used over the other."""
     grpc = importlib.import_module("tritonclient.grpc")
     http = importlib.import_module("tritonclient.http")
     shm = importlib.import_module("tritonclient.utils.cuda_shared_memory")

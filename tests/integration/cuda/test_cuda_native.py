@@ -160,7 +160,7 @@ def test_released_in_flight(server: Server, client: shmserve.client.Server) -> N
     assert bool((y == 2).all())
 
 
-def test_a_program_that_is_killed_leaves_no_device_memory(server: Server) -> None:
+def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
         client.infer("twice", x=np.ones((1, SIDE), np.float32))  # what the worker itself takes
     before = used()
@@ -177,7 +177,7 @@ def test_a_program_that_is_killed_leaves_no_device_memory(server: Server) -> Non
 
 
 def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) -> None:
-    wrong: list[int] = []
+    mismatches: list[int] = []
 
     def ask(number: int) -> None:
         with client.allocate(forms(), device="cuda:0") as region:
@@ -185,14 +185,14 @@ def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) 
             for _ in range(5):
                 client.infer("twice", region)
                 if not (region["y"].numpy() == 2 * number).all():
-                    wrong.append(number)
+                    mismatches.append(number)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not mismatches
 
     async def talk() -> None:
         async with aio.connect(server.run_dir) as other:
@@ -229,7 +229,7 @@ def _rss(process: psutil.Process) -> int:
 
 
 def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
-    """Row 21: within RLIMIT_MEMLOCK; a worker that cannot pin says so in its log."""
+    """Row 21: memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
     few = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
     for _ in range(20):
         with client.allocate(few, pin=True) as region:

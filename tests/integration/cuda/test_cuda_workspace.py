@@ -87,8 +87,8 @@ def wrong(server: Server, model: str, count: int) -> list[int]:
 
 def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
     with ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(wrong, server, model, 30) for model in ("small", "large") * 3]
-        assert [future.result() for future in asked] == [[0] * 30] * 6
+        pending_calls = [pool.submit(wrong, server, model, 30) for model in ("small", "large") * 3]
+        assert [future.result() for future in pending_calls] == [[0] * 30] * 6
 
 
 def test_the_process_that_holds_it_dies(server: Server) -> None:

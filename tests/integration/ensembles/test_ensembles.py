@@ -42,26 +42,28 @@ def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, An
 @pytest.mark.parametrize("size", [4, 5000, LARGE])
 def test_two_steps_one_after_the_other(server: Server, size: int) -> None:
     """Section 3.7: small tensors are in messages; large ones are read where they were written."""
-    given = np.arange(2 * size, dtype=np.float32).reshape(2, size)
-    assert (infer(server, "two", IN=given).as_numpy("OUT") == (given + 1) * 2).all()
+    values = np.arange(2 * size, dtype=np.float32).reshape(2, size)
+    assert (infer(server, "two", IN=values).as_numpy("OUT") == (values + 1) * 2).all()
 
 
 def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
     assert "3 tensors of fixed shapes between steps: 7.2 MB per request" in server.log()
-    given = np.arange(LARGE, dtype=np.float32)[None]
+    values = np.arange(LARGE, dtype=np.float32)[None]
     for _ in range(100):  # a leak of 3.6 MB per request would fill the arena
-        assert (infer(server, "three", IN=given).as_numpy("OUT") == given + 3).all()
+        assert (infer(server, "three", IN=values).as_numpy("OUT") == values + 3).all()
 
 
-def test_what_a_step_returns_as_it_was_given_is_not_copied(server: Server) -> None:
+def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) -> None:
     """Readers of both names see the original values, also with concurrent requests."""
 
     client = triton.InferenceServerClient(server.url, concurrency=6)
 
     def ask(numbers: Iterable[int]) -> None:
         arrays = [np.full(LARGE, number, np.float32) for number in numbers]
-        asked = [client.async_infer("passes", inputs(triton, {"IN": array})) for array in arrays]
-        for given, response in zip(arrays, asked, strict=True):
+        pending_calls = [
+            client.async_infer("passes", inputs(triton, {"IN": array})) for array in arrays
+        ]
+        for given, response in zip(arrays, pending_calls, strict=True):
             result = response.get_result()
             assert all((result.as_numpy(name) == given + 1).all() for name in ("OUT", "a"))
 
@@ -85,10 +87,10 @@ def test_a_nested_ensemble(server: Server) -> None:
 
 def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
     """Section 3.7: pruning."""
-    given = [json_input("IN", floats(1))]
-    wanted = {"inputs": given, "outputs": [{"name": "GOOD"}]}
-    assert http.infer("pruned", wanted).tensors()["GOOD"].tolist() == [2]
-    assert http.infer("pruned", {"inputs": given}).status == 500
+    tensors = [json_input("IN", floats(1))]
+    requested_outputs = {"inputs": tensors, "outputs": [{"name": "GOOD"}]}
+    assert http.infer("pruned", requested_outputs).tensors()["GOOD"].tolist() == [2]
+    assert http.infer("pruned", {"inputs": tensors}).status == 500
 
 
 def test_batch_dimensions_are_added_and_taken_away(server: Server) -> None:
@@ -139,8 +141,8 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
     """Schedulers do not read memory that a client may truncate."""
     with SharedObject(4096) as shared_object, server.http() as http:
         http.register("condition", shared_object.key, 4096).ok()
-        given = [json_input("IN", floats(1)), shm_input("RUN", "BOOL", [1], "condition", 1)]
-        refused = http.infer("asked", {"inputs": given})
+        tensors = [json_input("IN", floats(1)), shm_input("RUN", "BOOL", [1], "condition", 1)]
+        refused = http.infer("asked", {"inputs": tensors})
         assert (refused.status, refused.error) == (
             400,
             "in ensemble 'asked', 'RUN' is a condition, which must be sent in the request, not "
@@ -168,7 +170,7 @@ def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
 # --- forwarded fields -------------------------------------------------------------------------
 
 
-def test_what_a_request_says_is_forwarded_to_every_step(server: Server) -> None:
+def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     """Section 3.7: id, correlation id, flags, timeout, custom parameters."""
     request = {
         "id": "mine",
@@ -202,8 +204,8 @@ def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None
     assert stream(server, "counts_then", IN=floats(0)) == []
 
 
-def test_a_stream_meets_what_there_is_one_of(server: Server) -> None:
-    """A step reads a decoupled tensor and one that exists once per request.
+def test_a_step_joins_a_stream_with_a_single_tensor(server: Server) -> None:
+    """A step reads a decoupled tensor and a tensor that exists once per request.
 
     Triton rejects such a graph.
     """
@@ -223,26 +225,26 @@ def test_many_large_responses(server: Server, model: str) -> None:
 def test_through_shared_memory(server: Server) -> None:
     """Inputs and outputs in a client's region are read and written by the steps' workers."""
     size = LARGE * 4
-    given = np.arange(LARGE, dtype=np.float32)
+    values = np.arange(LARGE, dtype=np.float32)
     with SharedObject(2 * size) as shared_object, server.http() as http:
-        shared_object.write(given, 0)
+        shared_object.write(values, 0)
         http.register("both", shared_object.key, 2 * size).ok()
         request = {
             "inputs": [shm_input("IN", "FP32", [1, LARGE], "both", size)],
             "outputs": [{"name": "OUT", "parameters": in_region("both", size, size)}],
         }
-        for model, result in (("two", (given + 1) * 2), ("three", given + 3)):
+        for model, result in (("two", (values + 1) * 2), ("three", values + 3)):
             http.infer(model, request).ok()
             assert (shared_object.read(np.float32, LARGE, size) == result).all()
         http.unregister("both").ok()
 
 
 def test_a_local_client(server: Server) -> None:
-    given = np.arange(LARGE, dtype=np.float32)[None]
+    values = np.arange(LARGE, dtype=np.float32)[None]
     with shmserve.client.connect(server.run_dir) as session:
         for _ in range(3):
-            assert (session.infer("two", {"IN": given})["OUT"] == (given + 1) * 2).all()
-            assert (session.infer("outer", {"IN": given[:, :3]})["OUT"] == [[2, 4, 6]]).all()
+            assert (session.infer("two", {"IN": values})["OUT"] == (values + 1) * 2).all()
+            assert (session.infer("outer", {"IN": values[:, :3]})["OUT"] == [[2, 4, 6]]).all()
 
 
 # --- statistics -------------------------------------------------------------------------------

@@ -62,11 +62,11 @@ class Asking:
 
     def _by_http(self, model: str) -> None:
         values = np.arange(20_000, dtype=np.float32)
-        given = [("X", "FP32", [values.size], values.tobytes())]
-        wanted = [{"name": "Y", "parameters": {"binary_data": True}}]
+        tensors = [("X", "FP32", [values.size], values.tobytes())]
+        requested_outputs = [{"name": "Y", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
             while not self._over.is_set():
-                reply = http.infer_binary(model, given, outputs=wanted)
+                reply = http.infer_binary(model, tensors, outputs=requested_outputs)
                 if reply.status != 200:
                     self.wrong.append(f"{model}: {reply.status} {reply.error}")
                 elif (reply.tensors()["Y"] != values + 1).any():
@@ -96,9 +96,9 @@ def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: P
         assert schedulers(server) == ["ensemble first", "scheduler alone"]
         with Asking(server, "a", "c") as asking, server.http() as http:
             for name in ("first", "second", "third"):
-                given = [("IN", "FP32", [1], np.float32(1).tobytes())]
-                wanted = [{"name": "OUT", "parameters": {"binary_data": True}}]
-                reply = http.infer_binary(name, given, outputs=wanted)
+                tensors = [("IN", "FP32", [1], np.float32(1).tobytes())]
+                requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
+                reply = http.infer_binary(name, tensors, outputs=requested_outputs)
                 assert reply.tensors()["OUT"].tolist() == [3.0]
             until("steps are asked directly", lambda: asking.right > 20, PATIENCE_S)
         assert asking.wrong == []
@@ -128,8 +128,8 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not
             server.load("second")
             all_shared = ["ensemble first", "scheduler alone"]
             until("c moves", lambda: schedulers(server) == all_shared, PATIENCE_S)  # noqa: B023
-            seen = asking.right
-            until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)  # noqa: B023
+            right_before = asking.right
+            until("all are asked", lambda: asking.right > right_before + 50, PATIENCE_S)  # noqa: B023
             server.unload("second")
             until("c moves", lambda: len(schedulers(server)) == 3, PATIENCE_S)
             server.unload("first")
@@ -144,8 +144,8 @@ def test_components_that_an_ensemble_connects_become_one(server: Server) -> None
     with Asking(server, "a", "c", "d") as asking:
         server.load("second")
         until("all are in one", lambda: len(schedulers(server)) == 1, PATIENCE_S)
-        seen = asking.right
-        until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)
+        right_before = asking.right
+        until("all are asked", lambda: asking.right > right_before + 50, PATIENCE_S)
     assert asking.wrong == []
 
 
@@ -159,6 +159,6 @@ def test_a_step_is_reloaded_beside_its_ensemble(
             code.write_text(code.read_text() + f"\n# {number}\n")
             server.load("a")
             assert schedulers(server) == ["ensemble first"]
-        seen = asking.right
-        until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)
+        right_before = asking.right
+        until("all are asked", lambda: asking.right > right_before + 50, PATIENCE_S)
     assert asking.wrong == []

@@ -49,7 +49,7 @@ def ask(http: Http, model: str) -> Any:
     return http.infer(model, {"inputs": [json_input("IN", np.array([1], np.float32))]})
 
 
-def test_its_models_are_loaded_with_it_and_unloaded_with_them(http: Http) -> None:
+def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> None:
     """Section 1.8: loading an ensemble loads its step models.
 
     Unloading a step model unloads the ensemble, and loading the model again restores it.
@@ -102,7 +102,7 @@ def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
     assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
 
 
-def test_what_cannot_be_loaded(http: Http, repository: Path) -> None:
+def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
     add_ensemble(repository, "lacks", [xy("nosuch", "IN", "OUT")])
     add_ensemble(repository, "one", [step("two", {"IN": "IN"}, {"OUT": "OUT"})])
     add_ensemble(repository, "two", [step("one", {"IN": "IN"}, {"OUT": "OUT"})])
@@ -140,22 +140,22 @@ def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
         file.write_text(f"{WAITING}\n{file.read_text()}")
     add_ensemble(tmp_path, "steps", [xy("slow", "IN", "m"), xy("add", "m", "OUT")])
     add_ensemble(tmp_path, "calls", [xy("calling", "IN", "m"), xy("add", "m", "OUT")])
-    asked = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}
+    request = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}
 
     def answer(model: str) -> float:
-        given, quantised, _ = asked[model]
+        given, quantised, _ = request[model]
         with started.http(timeout_s=30) as http:
             body = {"inputs": [json_input(given, np.array([1], np.float32))]}
             return float(http.infer(model, body).ok().tensors()[quantised][0])
 
-    with running(tmp_path) as started, ThreadPoolExecutor(len(asked)) as people:
+    with running(tmp_path) as started, ThreadPoolExecutor(len(request)) as people:
         with holding(started.gate):
-            answers = {model: people.submit(answer, model) for model in asked}
+            answers = {model: people.submit(answer, model) for model in request}
             for name in ("slow", "calling", "caller"):
                 until(name, partial(started.metric, "shmserve_instances", model=name, state="busy"))
             started.process.send_signal(signal.SIGTERM)
             until("nobody is let in", lambda: refuses(started.http_port))
         assert {model: future.result() for model, future in answers.items()} == {
-            model: expected for model, (_, _, expected) in asked.items()
+            model: expected for model, (_, _, expected) in request.items()
         }
         assert started.wait_exit(20) == 0

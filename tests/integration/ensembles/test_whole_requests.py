@@ -119,7 +119,7 @@ def _gated(repository: Path) -> None:
         ("then_other", [7, 1]),
     ],
 )
-def test_what_a_step_says_of_its_sequence_holds_behind_it(
+def test_sequence_parameters_of_a_step_hold_for_later_steps(
     server: Server, model: str, told: list[Any]
 ) -> None:
     """Section 3.7: the `sequence_*` parameters of a step's response override the request's
@@ -134,7 +134,7 @@ def test_what_a_step_says_of_its_sequence_holds_behind_it(
     }
 
 
-def test_what_a_step_says_of_its_sequence_is_nothing_to_those_beside_it(server: Server) -> None:
+def test_sequence_parameters_of_a_step_do_not_reach_parallel_steps(server: Server) -> None:
     said, parameters = ask_sequence(server, "beside")
     assert said == [7, 1]
     assert parameters["sequence_id"] == 99
@@ -185,7 +185,7 @@ def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) 
     assert values(after.result()) == [2]
 
 
-def test_a_client_that_leaves_cancels_the_step_under_way(server: Server) -> None:
+def test_a_disconnecting_client_cancels_the_running_step(server: Server) -> None:
     """The step's model detects the cancellation, and no later step runs."""
     with hanging_up(server, "watched", floats(1)) as leave:
         server.wait_log("it runs")

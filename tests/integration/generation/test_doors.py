@@ -38,19 +38,19 @@ COUNT = 12
 def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> list[int]:
     """Return the tokens that a model generates, by the native client's iterator."""
     settings = {"max_tokens": COUNT, "temperature": 0, "stream": True, **parameters}
-    given = {
+    fields = {
         "text_input": np.array([prompt.encode()], np.object_),
         "sampling_parameters": np.array([json.dumps(settings).encode()], np.object_),
     }
     with native.connect(run_dir=server.run_dir) as client:
-        responses = list(client.stream(model, given, outputs=["token_ids"]))
+        responses = list(client.stream(model, fields, outputs=["token_ids"]))
     return [int(token) for response in responses for token in response["token_ids"]]
 
 
 @pytest.mark.parametrize(
     ("model", "modes"), [("tiny", []), ("tight", ["swap"]), ("crowded", ["swap", "recompute"])]
 )
-def test_side_by_side_the_tokens_are_those_of_transformers(
+def test_concurrent_tokens_equal_those_of_transformers(
     generative: Server, greedy: Greedy, model: str, modes: list[str]
 ) -> None:
     # All prompts together need more blocks than the model "crowded" has, even with those on the
@@ -107,7 +107,7 @@ ENDLESS: dict[str, Any] = {"model": "tight", "prompt": "a", "max_tokens": 70, "s
 
 
 @pytest.mark.parametrize("crime", [too_long, closed, vanished, killed])
-def test_what_others_do_changes_no_tokens(
+def test_other_clients_faults_change_no_tokens(
     generative: Server, greedy: Greedy, crime: Callable[[Server], None]
 ) -> None:
     count = 4 * COUNT
@@ -129,49 +129,49 @@ def test_what_others_do_changes_no_tokens(
 
 
 def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
-    whole = client.completions.create(**asked)
+    request: Any = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+    unary = client.completions.create(**request)
     events = list(
-        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        client.completions.create(**request, stream=True, stream_options={"include_usage": True})
     )
-    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
-    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert "".join(event.choices[0].text for event in events[:-1]) == unary.choices[0].text
+    assert events[-2].choices[0].finish_reason == unary.choices[0].finish_reason == "length"
     assert events[-1].choices == []
-    assert events[-1].usage == whole.usage
-    assert whole.usage is not None and whole.usage.completion_tokens == 24
+    assert events[-1].usage == unary.usage
+    assert unary.usage is not None and unary.usage.completion_tokens == 24
 
 
 def test_a_chat_has_roles_and_ends(client: openai.OpenAI) -> None:
-    asked: Any = {
+    request: Any = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hello"}],
         "max_tokens": 8,
         "seed": 5,
     }
-    whole = client.chat.completions.create(**asked)
-    assert whole.choices[0].message.role == "assistant"
-    events = list(client.chat.completions.create(**asked, stream=True))
+    unary = client.chat.completions.create(**request)
+    assert unary.choices[0].message.role == "assistant"
+    events = list(client.chat.completions.create(**request, stream=True))
     assert events[0].choices[0].delta.role == "assistant"
     text = "".join(event.choices[0].delta.content or "" for event in events)
-    assert text == whole.choices[0].message.content
-    assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert text == unary.choices[0].message.content
+    assert events[-1].choices[0].finish_reason == unary.choices[0].finish_reason
 
 
-def test_prompts_are_told_side_by_side(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
-    whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
+def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> None:
+    request: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
+    unary = client.completions.create(**request, extra_body={"ignore_eos": True})
     texts = {0: "", 1: ""}
     records: list[int] = []
-    for event in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
+    for event in client.completions.create(**request, stream=True, extra_body={"ignore_eos": True}):
         texts[event.choices[0].index] += event.choices[0].text
         records.append(event.choices[0].index)
-    assert [*texts.values()] == [choice.text for choice in whole.choices]
+    assert [*texts.values()] == [choice.text for choice in unary.choices]
     assert records != sorted(records)
 
 
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
-    first, second = (client.completions.create(**asked) for _ in range(2))
+    request: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
+    first, second = (client.completions.create(**request) for _ in range(2))
     assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
     assert [each.text for each in first.choices] == [each.text for each in second.choices]
     assert first.choices[0].text != first.choices[1].text
@@ -200,14 +200,12 @@ def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
 
 
 def test_generate_and_its_stream(generative: Server, greedy: Greedy) -> None:
-    given = {"text_input": PROMPTS[1], "max_tokens": COUNT, "temperature": 0}
+    body = {"text_input": PROMPTS[1], "max_tokens": COUNT, "temperature": 0}
     with generative.http() as http:
-        whole = http.post("/v2/models/tiny/generate", given).ok().json()
-        bare = http.post(
-            "/v2/models/tiny/generate", {**given, "exclude_input_in_output": True}
-        ).ok()
-        events = http.post("/v2/models/tiny/generate_stream", {**given, "stream": True}).ok()
-    assert whole["text_output"] == PROMPTS[1] + bare.json()["text_output"]
+        unary = http.post("/v2/models/tiny/generate", body).ok().json()
+        bare = http.post("/v2/models/tiny/generate", {**body, "exclude_input_in_output": True}).ok()
+        events = http.post("/v2/models/tiny/generate_stream", {**body, "stream": True}).ok()
+    assert unary["text_output"] == PROMPTS[1] + bare.json()["text_output"]
     lines = events.body.decode().split("\n\n")
     pieces = [json.loads(line.removeprefix("data: "))["text_output"] for line in lines if line]
     assert "".join(pieces) == bare.json()["text_output"]
@@ -265,7 +263,7 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("prompt", [*PROMPTS, "", "  two spaces"])
-def test_texts_and_tokens_are_those_of_transformers(
+def test_tokenize_and_detokenize_equal_transformers(
     generative: Server, tokenizer: Any, prompt: str, special: bool
 ) -> None:
     body = {"model": "gpt-tiny", "prompt": prompt, "add_special_tokens": special}
@@ -308,7 +306,7 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
         ("/detokenize", {"model": "tiny", "tokens": [1 << 40]}, 400, "tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_converted(
+def test_requests_that_cannot_be_converted_are_refused(
     generative: Server, path: str, body: Any, status: int, param: str | None
 ) -> None:
     with generative.http() as http:
@@ -389,22 +387,22 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CONSTRAINED)
 def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: str) -> None:
-    asked: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
+    request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
     messages: Any = [{"role": "user", "content": "Hi"}]
-    text = client.completions.create(prompt="a", **asked).choices[0].text
-    said = client.chat.completions.create(messages=messages, **asked).choices[0].message.content
+    text = client.completions.create(prompt="a", **request).choices[0].text
+    said = client.chat.completions.create(messages=messages, **request).choices[0].message.content
     assert {text, said} <= {"yes", "no"}
 
 
 def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 6, "seed": 3, "logprobs": 0}
+    request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 6, "seed": 3, "logprobs": 0}
 
     def likelihood(choice: Any) -> float:
         values = choice.logprobs.token_logprobs
         return sum(values) / len(values)
 
-    every = client.completions.create(**asked, n=9)
-    best = client.completions.create(**asked, n=2, best_of=9)
+    every = client.completions.create(**request, n=9)
+    best = client.completions.create(**request, n=2, best_of=9)
     ranked = sorted(every.choices, key=likelihood, reverse=True)
     assert [each.text for each in best.choices] == [each.text for each in ranked[:2]]
     assert [each.index for each in best.choices] == [0, 1]
@@ -418,14 +416,14 @@ def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
 
 
 def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
-    text = client.completions.create(**asked).choices[0].text
+    request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
+    text = client.completions.create(**request).choices[0].text
     word = next(character for character in text[3:] if character.isascii())
-    other = client.completions.create(**asked, extra_body={"bad_words": [word]}).choices[0].text
+    other = client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
     assert word in text and word not in other
 
 
-def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
+def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
     body = {"model": "narrow", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
 
     def ask(_: int) -> tuple[int, str | None]:

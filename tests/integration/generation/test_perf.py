@@ -23,7 +23,7 @@ def test_tokens_are_counted_and_timed(generative: Server, tmp_path: Path, route:
     assert 0 < point["first"]["p50"] < point["latency"]["max"]
 
 
-def test_bodies_are_those_of_a_file(
+def test_request_bodies_are_read_from_a_file(
     generative: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a b", "temperature": -7}\n')

@@ -53,10 +53,10 @@ def test_a_completion_with_its_prompt(
     most: int,
     top: int,
 ) -> None:
-    asked: Any = {"model": "tiny", "prompt": tokens if by_tokens else PROMPT, "temperature": 0}
-    asked |= {"echo": True, "logprobs": top, "max_tokens": most, "n": 2}
-    asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
-    response: Any = client.completions.create(**asked, stream=stream)
+    request: Any = {"model": "tiny", "prompt": tokens if by_tokens else PROMPT, "temperature": 0}
+    request |= {"echo": True, "logprobs": top, "max_tokens": most, "n": 2}
+    request["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    response: Any = client.completions.create(**request, stream=stream)
     events: Any = response if stream else [response]
     choices = [choice for event in events for choice in event.choices]
     for index in (0, 1):
@@ -72,9 +72,9 @@ def test_a_completion_with_its_prompt(
         assert parts[-1].finish_reason == "length"
         assert {len(values) for values in told.values()} == {len(ids)}
         assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-        wanted = scores(ids)
+        expected = scores(ids)
         for memory_range, token in enumerate(ids[1:], 1):
-            mine, row = told["token_logprobs"][memory_range], wanted[memory_range - 1]
+            mine, row = told["token_logprobs"][memory_range], expected[memory_range - 1]
             likeliest = told["top_logprobs"][memory_range]
             assert mine == pytest.approx(row[token].item(), abs=1e-4)
             assert mine in likeliest.values() and top <= len(likeliest) <= top + 1
@@ -109,23 +109,27 @@ def test_an_evaluation_finds_what_transformers_finds(
 
 
 def test_a_chat_with_the_scores_of_its_prompt(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "é"}], "max_tokens": 4}
+    request: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "é"}],
+        "max_tokens": 4,
+    }
     more: Any = {"prompt_logprobs": 1, "return_token_ids": True, "ignore_eos": True}
-    whole = client.chat.completions.create(**asked, seed=1, extra_body=more).model_dump()
-    assert whole["choices"][0]["logprobs"] is None
-    prompt, scored = whole["prompt_token_ids"], whole["prompt_logprobs"]
-    assert len(scored) == len(prompt) == whole["usage"]["prompt_tokens"] and scored[0] is None
+    unary = client.chat.completions.create(**request, seed=1, extra_body=more).model_dump()
+    assert unary["choices"][0]["logprobs"] is None
+    prompt, scored = unary["prompt_token_ids"], unary["prompt_logprobs"]
+    assert len(scored) == len(prompt) == unary["usage"]["prompt_tokens"] and scored[0] is None
     for token, each in zip(prompt[1:], scored[1:], strict=True):
         assert {"logprob", "rank", "decoded_token"} == each[str(token)].keys()
-    assert len(whole["choices"][0]["token_ids"]) == 4
-    events = client.chat.completions.create(**asked, seed=1, stream=True, extra_body=more)
+    assert len(unary["choices"][0]["token_ids"]) == 4
+    events = client.chat.completions.create(**request, seed=1, stream=True, extra_body=more)
     chunks = [each.model_dump() for each in events]
     assert chunks[0]["prompt_token_ids"] == prompt and chunks[0]["prompt_logprobs"] == scored
     streamed = [token for each in chunks for token in each["choices"][0]["token_ids"]]
-    assert streamed == whole["choices"][0]["token_ids"]
+    assert streamed == unary["choices"][0]["token_ids"]
 
 
-def test_bytes_of_a_chat_are_those_of_its_text(client: openai.OpenAI) -> None:
+def test_the_bytes_of_a_chat_equal_its_text(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=40, seed=2,
         logprobs=True, top_logprobs=2, extra_body={"ignore_eos": True},
@@ -159,7 +163,7 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
     parameters: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
     with generative.http() as http:
         body = {"text_input": PROMPT, **parameters}
-        whole = http.post("/v2/models/tiny/generate", body).ok().json()
+        unary = http.post("/v2/models/tiny/generate", body).ok().json()
     text = grpc.InferInput("text_input", [1], "BYTES")
     text.set_data_from_numpy(np.array([PROMPT.encode()], np.object_))
     settings = grpc.InferInput("sampling_parameters", [1], "BYTES")
@@ -172,13 +176,13 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
         result = simple_queue.get(timeout=30)
         client.stop_stream()
     assert result.as_numpy("prompt_token_ids").tolist() == tokens
-    assert whole["text_output"].startswith(PROMPT)
-    wanted = scores(tokens)
-    for given in (whole.get("logprobs"), result.as_numpy("logprobs")[0]):
+    assert unary["text_output"].startswith(PROMPT)
+    expected = scores(tokens)
+    for given in (unary.get("logprobs"), result.as_numpy("logprobs")[0]):
         if given is None:
             continue
         content = json.loads(given)["content"]
         assert [entry["token_id"] for entry in content[: len(tokens)]] == tokens
         for memory_range, entry in enumerate(content[1 : len(tokens)], 1):
-            mine = wanted[memory_range - 1, tokens[memory_range]].item()
+            mine = expected[memory_range - 1, tokens[memory_range]].item()
             assert entry["logprob"] == pytest.approx(mine, abs=1e-4)

@@ -55,22 +55,22 @@ def running_now(server: Server) -> float:
 @pytest.mark.parametrize("samples", [1, 3])
 def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
     """Includes clients without a response yet, and clients that connect meanwhile."""
-    wanted = streamed(server, samples=samples)
-    assert all(wanted.values())
+    expected = streamed(server, samples=samples)
+    assert all(expected.values())
     with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(whole, server, samples) for _ in range(3)]
+        other_futures = [pool.submit(whole, server, samples) for _ in range(3)]
         until("they run", lambda: running_now(server) >= 3, within_s=10)
-        assert streamed(server, "worker tiny", samples) == wanted
-        for other in others:
-            assert other.result() == [*wanted.values()]
+        assert streamed(server, "worker tiny", samples) == expected
+        for other in other_futures:
+            assert other.result() == [*expected.values()]
 
 
 def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
     """Return the log probabilities of each sample; the worker is killed once a part has arrived."""
     logprobs: dict[int, list[Any]] = {0: [], 1: []}
-    asked = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
+    request = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
     with client_of(server) as client:
-        answer = client.completions.create(**asked)
+        answer = client.completions.create(**request)
         for memory_range, chunk in enumerate(answer if more.get("stream") else [answer]):
             for choice in chunk.choices:
                 told = choice.logprobs
@@ -82,18 +82,18 @@ def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[An
 
 
 def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
-    wanted = scored(server)
-    assert [len(each) for each in wanted.values()] == [127, 127]
+    expected = scored(server)
+    assert [len(each) for each in expected.values()] == [127, 127]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(scored, server)
         until("it runs", lambda: running_now(server) >= 1, within_s=10)
         answers = [scored(server, kill=True, stream=True), other.result()]
     for samples in answers:
         for index, tokens in samples.items():
-            assert [each[0] for each in tokens] == [each[0] for each in wanted[index]]
-            assert [each[3] for each in tokens] == [each[3] for each in wanted[index]]
+            assert [each[0] for each in tokens] == [each[0] for each in expected[index]]
+            assert [each[3] for each in tokens] == [each[3] for each in expected[index]]
             for (_, mine, top, _), (_, value, likeliest, _) in zip(
-                tokens[1:], wanted[index][1:], strict=True
+                tokens[1:], expected[index][1:], strict=True
             ):
                 assert mine == pytest.approx(value, abs=1e-4)
                 assert top.keys() == likeliest.keys()
@@ -110,7 +110,7 @@ def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server)
 
 def test_a_killed_scheduler_ends_a_stream_that_has_begun(server: Server) -> None:
     """Later requests are complete."""
-    wanted = streamed(server)
+    expected = streamed(server)
     with pytest.raises(openai.APIError, match="was lost after the request's first response"):
         streamed(server, "scheduler tiny")
-    assert streamed(server) == wanted
+    assert streamed(server) == expected

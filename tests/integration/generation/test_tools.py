@@ -143,7 +143,7 @@ def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server)
     assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
 
-def test_reasoning_comes_before_a_grammar(client: openai.OpenAI) -> None:
+def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
     for more in ({}, {"tools": TOOLS}):
         body = asked("thinks", response_format=form, max_tokens=60, **more)
@@ -154,9 +154,9 @@ def test_reasoning_comes_before_a_grammar(client: openai.OpenAI) -> None:
 
 
 def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(**asked("opened"))
-    assert whole.choices[0].message.to_dict()["reasoning_content"] == "hm"
-    assert whole.choices[0].message.content == "yes"
+    unary = client.chat.completions.create(**asked("opened"))
+    assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
+    assert unary.choices[0].message.content == "yes"
     assert streamed(client, asked("opened")) == ["yes", "hm", "", "stop"]
     hidden = client.chat.completions.create(
         **asked("opened"), extra_body={"include_reasoning": False}

@@ -53,7 +53,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def post(port: int, path: str, body: dict[str, Any]) -> str:
-    """The body of a response with status 200."""
+    """Return the body of a response with status 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
@@ -68,7 +68,7 @@ def complete(port: int, prompt: str = "the", **more: Any) -> str:
 
 
 def text_of(port: int, chat: bool, prompt: str, kind: dict[str, Any]) -> tuple[str, str]:
-    """The text and the finish reason of a request."""
+    """Return the text and the finish reason of a request."""
     body = {"model": "tiny", "max_tokens": 40, **kind}
     messages = [{"role": "user", "content": prompt}]
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -162,7 +162,7 @@ def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[i
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=["whole", "stream", "sampled"])
-def test_texts_are_those_of_vllm_s_server(
+def test_texts_equal_those_of_vllms_server(
     server: Server, peer: int, kind: dict[str, Any], chat: bool
 ) -> None:
     for prompt in PROMPTS:
@@ -171,9 +171,9 @@ def test_texts_are_those_of_vllm_s_server(
 
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, peer: int) -> None:
-    asked: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
+    request: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
     mine, theirs = (
-        json.loads(complete(port, **asked))["choices"][0] for port in (server.http_port, peer)
+        json.loads(complete(port, **request))["choices"][0] for port in (server.http_port, peer)
     )
     assert mine["text"] == theirs["text"]
     for name in ("tokens", "text_offset"):
@@ -206,8 +206,8 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, peer: int, choice:
 
 def test_200_concurrent_requests(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
-        asked = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
-        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **asked), range(200)))
+        request = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+        found = list(pool.map(lambda n: complete(server.http_port, f"{n}", **request), range(200)))
     assert all(body.count('"finish_reason":"length"') == 1 for body in found)
 
 
@@ -242,13 +242,13 @@ def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[
 
 
 def generated(server: Server) -> float:
-    """The number of tokens that the engine has generated until now."""
+    """Return the number of tokens that the engine has generated so far."""
     time.sleep(FRESH_S)
     return sum(gauge(server, "vllm:generation_tokens_total{"))
 
 
 def aborted(server: Server, before: float, most: int) -> bool:
-    """Whether the engine has stopped before it had generated `most` tokens more."""
+    """Return whether the engine stops before it has generated `most` further tokens."""
     time.sleep(FRESH_S)
     running = "vllm:num_requests_running{"
     until("nothing runs", lambda: gauge(server, running) == [0.0], 10.0)
@@ -256,22 +256,22 @@ def aborted(server: Server, before: float, most: int) -> bool:
 
 
 def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
-    asked: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
+    request: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
     plain, mine = (
-        json.loads(complete(server.http_port, **asked, **more))["choices"][0]["text"]
+        json.loads(complete(server.http_port, **request, **more))["choices"][0]["text"]
         for more in ({}, {"lora_name": "french"})
     )
-    theirs = json.loads(complete(peer, **asked, model="french"))["choices"][0]["text"]
+    theirs = json.loads(complete(peer, **request, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain
     status, found = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
     assert "there is no adapter 'x'" in found["error"]["message"]
-    given = {"text_input": "the", "exclude_input_in_output": True}
-    sampled = json.dumps({"lora_name": "french", **asked})
+    body = {"text_input": "the", "exclude_input_in_output": True}
+    sampled = json.dumps({"lora_name": "french", **request})
     status, found = posted(
-        server.http_port, "/v2/models/tiny/generate", {**given, "sampling_parameters": sampled}
+        server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
     assert (status, found["text_output"]) == (200, mine)
 
@@ -309,7 +309,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
     assert any(each["reasoning"] and each["content"] for each in found[0])
 
 
-def test_tokens_are_those_of_vllm_s_server(server: Server, peer: int) -> None:
+def test_tokens_equal_those_of_vllms_server(server: Server, peer: int) -> None:
     messages = [{"role": "user", "content": "naïve 東京"}]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {"prompt": "the quick 東京", "return_token_strs": True}),
@@ -386,7 +386,7 @@ def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
 
 
 def shared_memory(server: Server) -> set[str]:
-    """The objects of Python's multiprocessing that the server's processes use."""
+    """Return the objects of Python's multiprocessing that the server's processes use."""
     found = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -404,9 +404,9 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
         if word in " ".join(child.cmdline())
     )
     before = shared_memory(server)
-    asked = {**LONG, "stream": True, "n": 64}
+    request = {**LONG, "stream": True, "n": 64}
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
-    connection.request("POST", "/v1/completions", json.dumps(asked))
+    connection.request("POST", "/v1/completions", json.dumps(request))
     response = connection.getresponse()
     assert response.read(100)  # the engine generates
     os.kill(process.pid, signal.SIGKILL)
@@ -417,7 +417,7 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
     until("its objects are removed", lambda: not any(map(os.path.exists, before)), 10.0)
 
 
-def test_an_ended_server_leaves_nothing(server: Server) -> None:
+def test_a_stopped_server_leaks_nothing(server: Server) -> None:
     """The last test, because the others need the server."""
     before = shared_memory(server)
     assert before

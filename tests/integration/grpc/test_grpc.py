@@ -67,13 +67,13 @@ def test_the_configuration_is_the_one_of_http(
     client: triton.InferenceServerClient, server: Server
 ) -> None:
     with server.http() as http:
-        shown = http.get("/v2/models/simple/config").ok().json()
+        reply = http.get("/v2/models/simple/config").ok().json()
     config = client.get_model_config("simple", as_json=True)["config"]
-    assert config["name"] == shown["name"] == "simple"
-    assert config["max_batch_size"] == shown["max_batch_size"]
+    assert config["name"] == reply["name"] == "simple"
+    assert config["max_batch_size"] == reply["max_batch_size"]
     assert config["input"] == [
         {"name": t["name"], "data_type": t["data_type"], "dims": list(map(str, t["dims"]))}
-        for t in shown["input"]
+        for t in reply["input"]
     ]
 
 
@@ -89,8 +89,8 @@ def test_an_inference(client: triton.InferenceServerClient) -> None:
 
 
 def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -> None:
-    wanted = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
-    for outputs in (wanted, wanted[:1], wanted[::-1]):
+    requested_outputs = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
+    for outputs in (requested_outputs, requested_outputs[:1], requested_outputs[::-1]):
         result = client.infer("simple", simple_inputs(), outputs=outputs)
         assert {o.name for o in result.get_response().outputs} == {o.name() for o in outputs}
         assert (result.as_numpy("OUTPUT1") == A - B).all()
@@ -99,8 +99,8 @@ def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -
 def test_asyncio(server: Server) -> None:
     async def ask() -> list[triton.InferResult]:
         async with triton_aio.InferenceServerClient(server.grpc_url) as client:
-            asked = [client.infer("simple", simple_inputs()) for _ in range(20)]
-            return await asyncio.gather(*asked)
+            pending_calls = [client.infer("simple", simple_inputs()) for _ in range(20)]
+            return await asyncio.gather(*pending_calls)
 
     assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(ask()))
 
@@ -116,7 +116,9 @@ def test_callbacks(client: triton.InferenceServerClient) -> None:
 
 
 async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
-    """The rest wait at the client; none is refused, however fast one comes after the other."""
+    """The further calls wait at the client; none is refused, however fast calls follow each
+    other.
+    """
     async with grpc.aio.insecure_channel(server.grpc_url) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
@@ -204,7 +206,7 @@ def test_typed_contents_of_every_datatype(server: Server) -> None:
             assert array is not None and raw == array.tobytes(), output.datatype
 
 
-def test_what_the_model_sees(client: triton.InferenceServerClient) -> None:
+def test_the_model_receives_all_parts_of_a_request(client: triton.InferenceServerClient) -> None:
     tensor = triton.InferInput("INPUT0", [1], "INT32")
     tensor.set_data_from_numpy(np.zeros(1, np.int32))
     result = client.infer(

@@ -80,9 +80,9 @@ def row(values: np.ndarray = VALUES) -> list[Any]:
 def from_region(name: str) -> tuple[list[Any], list[Any]]:
     tensor = triton.InferInput("INPUT0", [VALUES.size], "FP32")
     tensor.set_shared_memory(name, SIZE)
-    wanted = triton.InferRequestedOutput("OUTPUT0")
-    wanted.set_shared_memory(name, SIZE, SIZE)
-    return [tensor], [wanted]
+    requested_outputs = triton.InferRequestedOutput("OUTPUT0")
+    requested_outputs.set_shared_memory(name, SIZE, SIZE)
+    return [tensor], [requested_outputs]
 
 
 def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = None) -> None:
@@ -91,7 +91,7 @@ def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = Non
 
 
 def refused(action: Callable[[], object]) -> tuple[str, str]:
-    """The code and the text that a call is refused with."""
+    """Return the code and the text of a refused call."""
     with pytest.raises(InferenceServerException) as caught:
         action()
     return caught.value.status(), caught.value.message()
@@ -120,7 +120,7 @@ def test_sizes(client: triton.InferenceServerClient) -> None:
         assert (output == values).all()
 
 
-def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
+def test_errors_have_grpc_codes_and_texts(client: triton.InferenceServerClient) -> None:
     code, text = refused(lambda: client.infer("nobody", row()))
     assert code == "StatusCode.NOT_FOUND"
     assert "'nobody' is not found" in text
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
     assert refused(lambda: client.infer("identity", [tensor]))[0] == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_what_others_ask(client: triton.InferenceServerClient) -> None:
+def test_all_metadata_calls_work(client: triton.InferenceServerClient) -> None:
     assert client.is_server_ready()
     assert client.is_model_ready("identity")
     assert client.get_server_metadata().name == "triton"
@@ -167,7 +167,7 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
     assert results == ["0", "1", "2", "4", "5", "6", "7"]
 
 
-def test_an_overlap_in_a_stream_says_whose_it_is(
+def test_an_overlap_in_a_stream_names_its_request(
     server: Server, client: triton.InferenceServerClient
 ) -> None:
     """Also where the same request was understood before."""
@@ -198,7 +198,7 @@ def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerCl
 def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
     client: triton.InferenceServerClient, http: Http
 ) -> None:
-    """R6: usable over the other listener in the next call, and gone in the next."""
+    """R6: a region is usable over the other listener in the next call, and removed there, too."""
     with SharedObject(2 * SIZE) as shared_object:
         shared_object.write(VALUES)
         for _ in range(5):
@@ -237,7 +237,7 @@ def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
 
 @needs_users
 def test_users(server: Server, client: triton.InferenceServerClient) -> None:
-    """R5: over gRPC on loopback a user has what is its own, and nothing else."""
+    """R5: over gRPC on loopback a user sees and uses only its own regions."""
     with contextlib.ExitStack() as stack:
         alice, bob = (
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
@@ -271,7 +271,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path, start: Start) -> Server:
-    """A server that listens for everybody who has a token."""
+    """Start a server on all addresses that admits clients with a token."""
     repositories.add(folder / "models", "identity")
     tokens = folder / "tokens"
     tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n")
@@ -296,7 +296,7 @@ def bearer(token: str, **more: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerClient) -> None:
-    """R18: every API but health is closed to whoever shows no token."""
+    """R18: without a token every API except health is refused."""
     assert stranger.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
         for ask in (
@@ -311,8 +311,8 @@ def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerCl
             assert "token" in text
 
 
-def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
-    """It is refused before its requests are here: they can be of 2 GB, and as many as it likes."""
+def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) -> None:
+    """The connection is refused before its requests are read, which may have 2 GB each."""
     never = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -389,8 +389,9 @@ def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServer
 def test_other_hosts_have_no_regions(
     guarded: Server, stranger: triton.InferenceServerClient
 ) -> None:
-    """R3: over a listener that other hosts reach there are none, even for who has them over
-    HTTP."""
+    """R3: a listener for other hosts has no regions, not even for a client that has some over
+    HTTP.
+    """
     headers = bearer(TOKEN)
     with SharedObject(2 * SIZE) as shared_object, guarded.http() as http:
         code, text = refused(
@@ -409,7 +410,7 @@ def test_other_hosts_have_no_regions(
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
 
 
-def test_no_regions_for_anybody(tmp_path: Path) -> None:
+def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
     """`--allow-client-shm=false` closes loopback too."""
     repositories.add(tmp_path / "models", "identity")
     with (

@@ -1,4 +1,4 @@
-"""What is wrong with a request over gRPC, case by case: the status and Triton's words for it."""
+"""Invalid requests over gRPC, case by case: the status and Triton's text."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:
 
 
 def of_input(**given: tuple[str, object]) -> Callable[[Any], None]:
-    """The first input, with parameters instead of data."""
+    """Return a request whose first input has parameters instead of data."""
 
     def change(request: Any) -> None:
         del request.raw_input_contents[0]
@@ -376,11 +376,13 @@ def test_a_long_text_is_cut_to_what_clients_take(call: Any, name: str) -> None:
     """They refuse some statuses of more than 8 KB, and all of more than 16."""
     request = simple_request()
     request.outputs.add(name=name)
-    whole = f"unexpected inference output '{name}' for model 'simple'"
+    message = f"unexpected inference output '{name}' for model 'simple'"
     for _ in range(8):
         status, text = refusal(call.ModelInfer, request)
         assert status == BAD
-        assert text == whole if len(name) == 6000 else whole.startswith(text.removesuffix("..."))
+        assert (
+            text == message if len(name) == 6000 else message.startswith(text.removesuffix("..."))
+        )
 
 
 def test_bytes_that_are_no_request(server: Server) -> None:

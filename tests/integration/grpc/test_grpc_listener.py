@@ -74,7 +74,7 @@ def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:
 
 
 def ask(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
-    """A right answer, or the error."""
+    """Return a correct response, or the error."""
     url = server.grpc_url
     with (
         grpc.secure_channel(url, channel_credentials)
@@ -135,7 +135,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
@@ -154,8 +154,10 @@ def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
 )
 def test_compressed_responses(mutual: Server, keys: Path, takes: bytes, compressed: bool) -> None:
-    """Only for a client that takes them, as far from all do; counted as they come, since no client
-    library tells."""
+    """Responses are compressed only for a client that accepts it.
+
+    The sizes on the wire are compared, because no client library reports them.
+    """
     array = np.zeros((1, 10_000), np.int32)
     request = request_of("gated", array, "INT32")
     mutual.gate.close()
@@ -209,7 +211,9 @@ def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
 
 
 def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
-    """Said at the start; gRPC itself would say it in each gateway that takes over from the last."""
+    """The error is reported at the start; otherwise gRPC would report it in each replaced
+    gateway.
+    """
     cert, key = f"{keys}/server.pem", f"{keys}/client.key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
     run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
@@ -229,7 +233,7 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
 
 
 def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
-    """Of a curve that OpenSSL knows and clients do not: said at the start, too."""
+    """Keys on a curve that OpenSSL supports and clients do not are refused at the start, too."""
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:secp256k1", "-nodes", "-subj", "/CN=x")
     certificates.openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
     cert, key = tmp_path / "cert", tmp_path / "key"
@@ -243,8 +247,10 @@ def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
-    """The next gateway reads them again. When they are no good it says so in one line, and serves
-    as soon as they are."""
+    """The next gateway reads the files again.
+
+    If they are invalid, it logs one line, and serves as soon as they are valid.
+    """
     cert, key = tmp_path / "cert", tmp_path / "key"
 
     def install(name: str) -> None:
@@ -291,7 +297,8 @@ def test_a_port_that_is_taken(models: Path) -> None:
     assert run.returncode == 2
     assert re.fullmatch(
         rf"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use "
-        rf"\(by .*, pid {os.getpid()}\)\n",
+        rf"\(by .*, pid {os.getpid()}\); stop the program that listens there, or set another "
+        r"--grpc-port\n",
         run.stderr,
     )
 
@@ -323,7 +330,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         health = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=30)
         assert next(health) == b"\x08\x01"
         array = np.full((1, 4), 7, np.int32)
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         wait = threading.Event()
 
         def requests() -> Iterator[Any]:
@@ -360,7 +367,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         wait.set()
         assert next(idle).error_message == f"[request id: late] {text}"
         visit.release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 
@@ -409,7 +416,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
     ):
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         array = np.full((1, 4), 7, np.int32)
-        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        pending = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         visit = server.gate.next()
         idle.sendall(OPENED)
         idle.recv(65536)
@@ -418,7 +425,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
             pass
         until("nobody is let in", lambda: refuses(server.grpc_port))
         visit.release()
-        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0
 
 

@@ -76,10 +76,10 @@ def test_an_error_is_a_response(server: Server) -> None:
 
 
 def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
-    """It says whose it is and that no more will come, as Triton's does."""
+    """The error names the request and is its final response, as in Triton."""
     with stub(server) as call:
-        asked = [crime("error", "a"), crime("ok", "b")]
-        failed, right = call.ModelStreamInfer(iter(asked), timeout=30)
+        requests = [crime("error", "a"), crime("ok", "b")]
+        failed, right = call.ModelStreamInfer(iter(requests), timeout=30)
     for response, request_id in ((failed.infer_response, "a"), (right.infer_response, "b")):
         assert (response.id, response.model_name) == (request_id, "crimes")
         assert response.parameters["triton_final_response"].bool_param
@@ -100,8 +100,8 @@ def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
 
 def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> None:
     with stub(server) as call:
-        asked = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
-        stream = call.ModelStreamInfer(iter(asked), timeout=30, metadata=STRICT)
+        requests = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
+        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
         assert next(stream).infer_response.id == "a"
         with pytest.raises(grpc.RpcError) as caught:
             next(stream)

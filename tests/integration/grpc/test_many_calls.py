@@ -1,5 +1,6 @@
-"""Much over gRPC: calls on one connection, connections, messages in a stream, large messages; what
-comes with calls; and the services beside Triton's.
+"""Large numbers over gRPC: calls on a connection, connections, stream messages, and large messages.
+
+Metadata and the services beside Triton's are tested here, too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -56,8 +58,8 @@ def test_ten_thousand_calls_on_a_connection(plain: Way) -> None:
     ):
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for _ in range(CALLS // TOGETHER):
-            asked = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
-            assert all(is_answer(call.result()) for call in asked)
+            pending_calls = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
+            assert all(is_answer(call.result()) for call in pending_calls)
         assert proxy.connections == 1
 
 
@@ -68,8 +70,8 @@ async def test_a_thousand_connections(plain: Way) -> None:
         (gateway,) = plain.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
         assert len(connections) >= CONNECTIONS
-        asked = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
-        assert all(map(is_answer, await asyncio.gather(*asked)))
+        pending_calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
+        assert all(map(is_answer, await asyncio.gather(*pending_calls)))
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
 
@@ -130,7 +132,7 @@ def test_large_messages(plain: Way, size: int, encoding: str | None) -> None:
     ],
 )
 def test_deadlines(plain: Way, timeout: bytes, status: bytes) -> None:
-    """Those over, those far away, those that are none."""
+    """Expired deadlines, very long ones, and requests without a deadline."""
     head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
     with socket.create_connection(("127.0.0.1", plain.server.grpc_port), timeout=20) as sock:
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
@@ -162,7 +164,7 @@ def test_the_text_of_an_error(plain: Way, name: str) -> None:
 
 
 def test_metadata(plain: Way) -> None:
-    """Text is a model's parameter, where that is asked for; bytes are for nobody here."""
+    """Text metadata is a parameter of the model if configured; binary metadata is ignored."""
     sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
     request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
     with plain.channel() as channel:
@@ -174,6 +176,24 @@ def test_metadata(plain: Way) -> None:
     assert {name: parameters[name] for name in parameters if name != "sequence_id"} == {
         "some-text": "words, and more"
     }
+
+
+@pytest.mark.parametrize("size", [17_000, 60_000])
+def test_metadata_that_is_too_large_fails_only_its_call(plain: Way, size: int) -> None:
+    with plain.channel() as channel:
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
+        requests: SimpleQueue[bytes | None] = SimpleQueue()
+        requests.put(RAW)
+        answers = stream(iter(requests.get, None), timeout=30)
+        next(answers)
+        with pytest.raises(grpc.RpcError) as caught:
+            infer(RAW, timeout=20, metadata=[("large", "x" * size)])
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        requests.put(RAW)
+        next(answers)
+        requests.put(None)
+        assert list(answers) == []
 
 
 def binary_metadata() -> list[tuple[str, bytes]]:
@@ -206,7 +226,7 @@ def reflect(plain: Way, version: str, *questions: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 def test_reflection(plain: Way, version: str) -> None:
-    asked: list[dict[str, Any]] = [
+    pending_calls: list[dict[str, Any]] = [
         {"list_services": "", "host": "here"},
         {"file_containing_symbol": "inference.GRPCInferenceService"},
         {"file_containing_symbol": "inference.ModelInferRequest.InferInputTensor"},
@@ -219,9 +239,9 @@ def test_reflection(plain: Way, version: str) -> None:
         {"file_containing_extension": {"containing_type": "x", "extension_number": 1}},
         {},
     ]
-    answers = reflect(plain, version, *asked)
+    answers = reflect(plain, version, *pending_calls)
     assert [answer.original_request for answer in answers] == [
-        reflection_pb2.ServerReflectionRequest(**question) for question in asked
+        reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
     listed, *described, by_name, health, unknown, no_file, numbers, extension, empty = answers
     assert listed.valid_host == "here"

@@ -68,10 +68,10 @@ def test_unknown_coding(http: Http) -> None:
 
 
 @pytest.mark.parametrize("coding", PACK)
-def test_what_is_not_compressed_is_an_error(http: Http, coding: str) -> None:
+def test_a_body_that_is_not_compressed_as_declared_is_an_error(http: Http, coding: str) -> None:
     assert http.infer("identity", REQUEST, {"Content-Encoding": coding}).status == 400
-    whole = PACK[coding](json.dumps(REQUEST).encode())
-    assert http.infer("identity", whole[:-9], {"Content-Encoding": coding}).status == 400
+    packed = PACK[coding](json.dumps(REQUEST).encode())
+    assert http.infer("identity", packed[:-9], {"Content-Encoding": coding}).status == 400
     assert http.infer("identity", b"", {"Content-Encoding": coding}).status == 400
 
 

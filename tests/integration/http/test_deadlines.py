@@ -1,6 +1,4 @@
-"""Requests that nobody waits for any more: deadlines from arrival to reply, and clients that hang
-up.
-"""
+"""Requests that no client waits for: expired deadlines, and clients that disconnect."""
 
 import json
 import time
@@ -100,7 +98,9 @@ def hang_up_after(server: Server, model: str, value: int) -> Generator[None]:
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_client_that_leaves_the_queue(server: Server, pool: RequestPool, model: str) -> None:
+def test_a_client_disconnects_while_its_request_is_queued(
+    server: Server, pool: RequestPool, model: str
+) -> None:
     first = pool.number(model, 1)
     visit = server.gate.next()
     leaving = hang_up_after(server, model, 2)
@@ -122,7 +122,7 @@ def test_a_client_that_leaves_the_queue(server: Server, pool: RequestPool, model
     )
 
 
-def test_a_client_that_leaves_while_executing(server: Server, pool: RequestPool) -> None:
+def test_a_client_disconnects_while_its_request_executes(server: Server, pool: RequestPool) -> None:
     leaving = hang_up_after(server, "batching", 1)
     next(leaving)
     visit = server.gate.next()

@@ -105,9 +105,15 @@ def test_a_model_describes_itself(http: Http) -> None:
         ("/metrics", "Not Found"),
     ],
 )
-def test_what_is_not_there(http: Http, path: str, error: str) -> None:
+def test_unknown_paths_are_not_found(http: Http, path: str, error: str) -> None:
     reply = http.get(path)
     assert (reply.status, reply.error) == (404, error)
+
+
+def test_an_unknown_path_of_openai_names_the_list_of_routes(http: Http) -> None:
+    reply = http.get("/v1/nothing")
+    assert reply.status == 404
+    assert "Not Found (GET /docs lists the routes)" in reply.error
 
 
 def test_statistics_of_what_is_not_there(http: Http) -> None:

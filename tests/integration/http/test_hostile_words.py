@@ -60,8 +60,9 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(autouse=True)
 def log_stays_ours(server: Server) -> Iterator[None]:
-    """R23: each line that a test adds to the log is one of the server's, printable and not too
-    long."""
+    """R23: each line that a test adds to the log has the server's format, is printable and not
+    too long.
+    """
     before = len(server.log())
     yield
     with server.http() as http:
@@ -101,7 +102,9 @@ def test_in_the_json_of_a_request(http: Http, word: str) -> None:
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("request_id", ["error", "exception"])
-def test_in_what_a_model_says_and_raises(http: Http, word: str, request_id: str) -> None:
+def test_hostile_text_in_outputs_and_errors_of_a_model(
+    http: Http, word: str, request_id: str
+) -> None:
     tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [1], "data": [word]}
     refused = http.infer("shouter", {"id": request_id, "inputs": [tensor]})
     assert refused.status == 500
@@ -109,7 +112,9 @@ def test_in_what_a_model_says_and_raises(http: Http, word: str, request_id: str)
 
 @pytest.mark.parametrize("request_id", ["error", "exception"])
 def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
-    """The model says half a character; it is shown as Python writes it, and ends no worker."""
+    """The model writes half a character to stderr. The log shows it escaped, and no worker
+    exits.
+    """
     request = pb.ModelInferRequest(model_name="shouter", id=request_id)
     request.inputs.add(name="INPUT0", datatype="BYTES", shape=[1])
     request.raw_input_contents.append(b"\3\0\0\0a\xffb")

@@ -127,7 +127,7 @@ def test_a_batch(http: Http) -> None:
     assert (http.infer("simple", request).tensors()["OUTPUT0"] == 2 * first).all()
 
 
-def test_what_the_model_sees(http: Http) -> None:
+def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     parameters = {
         "word": "w",
         "number": 7,

@@ -1,4 +1,4 @@
-"""Doors and who may come through them: a unix socket, addresses that other hosts reach, tokens and
+"""Listeners and their access rules: a Unix socket, addresses for other hosts, tokens and
 restricted APIs.
 """
 
@@ -24,7 +24,7 @@ ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path) -> Iterator[Server]:
-    """A server that listens for everybody who has a token."""
+    """Start a server on all addresses that admits clients with a token."""
     repository = folder / "models"
     repositories.add(repository, "identity")
     tokens = folder / "tokens"
@@ -62,7 +62,7 @@ def bearer(token: str, **more: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:
-    """R18: every API but health is closed to whoever shows no token."""
+    """R18: without a token every API except health is refused."""
     assert http.get("/v2/health/ready").status == 200
     for headers in ({}, bearer("0123456789abcdef-wrong"), {"Authorization": f"Basic {TOKEN}"}):
         for reply in (
@@ -109,8 +109,12 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
 
 def test_restricted_apis_are_tritons(http: Http) -> None:
     expected = "This API is restricted, expecting header 'admin-key'"
-    wrong = [bearer(TOKEN), bearer(TOKEN, **{"admin-key": "let"}), bearer(TOKEN, other="let-me")]
-    for headers in wrong:
+    wrong_headers = [
+        bearer(TOKEN),
+        bearer(TOKEN, **{"admin-key": "let"}),
+        bearer(TOKEN, other="let-me"),
+    ]
+    for headers in wrong_headers:
         for reply in (
             http.post("/v2/repository/index", None, headers),
             http.get("/v2/repository/index", headers),
@@ -131,7 +135,7 @@ def test_metrics_have_a_scope_of_their_own(guarded: Server) -> None:
         assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER)).ok().body
 
 
-def test_shared_memory_is_off_where_other_hosts_come_in(http: Http) -> None:
+def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
     """R5: register and unregister answer with Triton's text; there is nothing to see or to use."""
     headers = bearer(TOKEN)
     text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to"
@@ -162,7 +166,7 @@ def test_the_unix_socket_is_for_the_server_and_its_group(guarded: Server, folder
 
 
 @needs_users
-def test_a_friend_needs_a_token_and_a_stranger_gets_nowhere(folder: Path, guarded: Server) -> None:
+def test_the_unix_socket_admits_the_group_with_a_token(folder: Path, guarded: Server) -> None:
     path = folder / "socket"
 
     def ask(headers: dict[str, str]) -> Reply:
@@ -206,8 +210,8 @@ def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], said: str)
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_insecure_and_no_port_at_all(folder: Path, tmp_path: Path) -> None:
-    """R3, R4: nothing listens but what was configured; and a socket that was left is taken over."""
+def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
+    """R3, R4: only configured listeners exist; a socket left by a killed server is replaced."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"
     with socket.socket(socket.AF_UNIX) as left:

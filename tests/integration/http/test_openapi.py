@@ -1,5 +1,7 @@
-"""The description of the HTTP API is true: what a running server answers to requests made of it,
-its errors too, is what it says; and the page that shows it needs nothing else."""
+"""The OpenAPI description is true: a running server's responses, errors included, match it.
+
+Requests are generated from the description. The page that shows it is tested, too.
+"""
 
 import json
 import re
@@ -100,7 +102,7 @@ def test_a_server_serves_it_and_a_page_that_shows_it(asked: Server) -> None:
     assert not re.search(r"https?://|src=|<link|@import|url\(", page)
 
 
-def test_the_root_links_the_pages_and_the_log_ends_with_them_and_a_command(asked: Server) -> None:
+def test_the_root_page_and_the_log_link_the_other_pages(asked: Server) -> None:
     with asked.http() as http:
         page = http.get("/").ok().body.decode()
     links = re.findall('href="([^"]+)"', page)

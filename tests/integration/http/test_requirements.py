@@ -1,5 +1,5 @@
-"""Requirements on a server for clients nobody trusts, at a real server over both listeners, where
-no other test holds them.
+"""Requirements for a server with untrusted clients, tested over both listeners where no other
+test covers them.
 """
 
 import base64
@@ -73,13 +73,13 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
         if connection.laddr
     }
     assert str(folder / "socket") in names
-    others = names - {str(folder / "socket")}
-    assert others
-    assert all(name.startswith(f"{server.run_dir}/") for name in others), others
+    other_names = names - {str(folder / "socket")}
+    assert other_names
+    assert all(name.startswith(f"{server.run_dir}/") for name in other_names), other_names
     assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
 
 
-def test_what_is_listened_to_was_asked_for(server: Server) -> None:
+def test_only_configured_listeners_exist(server: Server) -> None:
     """R3, R4: on loopback alone, too."""
     listening = {
         (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
@@ -117,9 +117,10 @@ HEADERS = {
 }
 
 
-def test_headers_are_parameters_and_nothing_else(http: Http, call: Any) -> None:
-    """R16: one that matches the pattern and is named like what has a meaning is refused; what does
-    not match is nothing."""
+def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> None:
+    """R16: a header that matches the pattern becomes a parameter. A reserved parameter name is
+    refused, and other headers are ignored.
+    """
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
     body = {**ASKED, "parameters": {"mine": 1}}
@@ -167,10 +168,10 @@ OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 
 
 @pytest.mark.parametrize("name", NAMES + OTHERS)
-def test_a_models_name_leads_nowhere_else(
+def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
-    """R17: whatever a name is, spelled however: only a folder of the repository is a model."""
+    """R17: any model name, in any encoding, names only a folder of the repository."""
     before = server.titles()
     spelled = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}

@@ -138,7 +138,7 @@ def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) 
     os.close(fd)
 
 
-def test_what_cannot_be_attached(server: Server, shared: SharedMemory) -> None:
+def test_unsuitable_objects_cannot_be_attached(server: Server, shared: SharedMemory) -> None:
     with open(__file__) as file, open(f"/dev/shm/{shared.name}", "rb") as reader:
         for given, kind, text in (
             ("nosuch", shmserve.client.NotFound, "no shared memory 'nosuch' in /dev/shm"),
@@ -297,7 +297,7 @@ def regions_of(server: LocalServer) -> int:
 
 
 def test_killed_processes_leave_nothing(server: Server, hosted: LocalServer) -> None:
-    """Neither the maker of memory nor one that uses it, in /dev/shm or in the server."""
+    """Killing the creator or a user of memory leaks nothing in /dev/shm or in the server."""
     before, listed = regions_of(hosted), set(os.listdir("/dev/shm"))
     command = [sys.executable, "-c", MAKER, str(hosted.run_dir)]
     with subprocess.Popen(
@@ -321,7 +321,7 @@ def test_killed_processes_leave_nothing(server: Server, hosted: LocalServer) -> 
     assert left <= listed
 
 
-def test_the_example_draws_what_the_camera_sees() -> None:
+def test_the_example_draws_the_frames_of_the_camera() -> None:
     command = [sys.executable, str(ROOT / "examples" / "camera.py"), "--frames=5"]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert drawn.returncode == 0 and not drawn.stderr, drawn.stderr

@@ -98,8 +98,8 @@ def test_whole_batches(server: Server) -> None:
 
 
 def test_texts(http: Http) -> None:
-    given = {"name": "words", "datatype": "BYTES", "shape": [1, 3], "data": ["", "a", "four"]}
-    assert http.infer("sizes", {"inputs": [given]}).tensors()["output"].tolist() == [[0, 1, 4]]
+    tensor = {"name": "words", "datatype": "BYTES", "shape": [1, 3], "data": ["", "a", "four"]}
+    assert http.infer("sizes", {"inputs": [tensor]}).tensors()["output"].tolist() == [[0, 1, 4]]
 
 
 def test_the_example(http: Http) -> None:
@@ -127,9 +127,7 @@ def test_a_result_of_the_wrong_shape_is_the_models_error(server: Server, http: H
     assert server.answers("/v2/health/ready")
 
 
-def test_a_class_says_how_many_it_is_and_the_command_line_how_it_is_set(
-    http: Http, server: Server
-) -> None:
+def test_a_class_and_the_command_line_set_the_instance_count(http: Http, server: Server) -> None:
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
     assert (
         http.infer("several", {"inputs": [json_input("x", x)]}).tensors()["output"] == x + 2.5

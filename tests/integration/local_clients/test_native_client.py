@@ -1,4 +1,4 @@
-"""shmserve.client against a real server: what goes in, what comes out, and where it lies."""
+"""shmserve.client with a real server: inputs, outputs, and the memory that contains them."""
 
 import asyncio
 import concurrent.futures
@@ -71,9 +71,9 @@ def test_the_same_form_with_other_numbers(client) -> None:
 def test_only_the_outputs_that_are_asked_for(client) -> None:
     for outputs in (["OUTPUT1"], {"OUTPUT1"}, (name for name in ["OUTPUT1"])):
         assert list(client.infer("simple", INPUT0=A, INPUT1=B, outputs=outputs)) == ["OUTPUT1"]
-    for wrong in ("OUTPUT1", 1):
+    for wrong_value in ("OUTPUT1", 1):
         with pytest.raises(shmserve.client.InvalidArgument, match="outputs must be names"):
-            client.infer("simple", INPUT0=A, INPUT1=B, outputs=wrong)
+            client.infer("simple", INPUT0=A, INPUT1=B, outputs=wrong_value)
 
 
 def test_strings_in_and_out(client) -> None:
@@ -88,8 +88,8 @@ def test_request_id_and_parameters_arrive(client) -> None:
     signature = client._session.connection().models.resolve("echo_request", "").signature
     (spec,) = signature.inputs.values()
     value = np.zeros([abs(dim) for dim in spec.dims], dtype_of(spec.datatype))
-    given = {spec.name: value[None] if signature.max_batch_size else value}
-    result = client.infer("echo_request", given, request_id="7", parameters={"colour": "red"})
+    arrays = {spec.name: value[None] if signature.max_batch_size else value}
+    result = client.infer("echo_request", arrays, request_id="7", parameters={"colour": "red"})
     seen_request = json.loads(result["OUTPUT0"].flat[0])
     assert seen_request["id"] == "7" and seen_request["parameters"] == {"colour": "red"}
     assert result.parameters == {"answered": True}
@@ -307,9 +307,9 @@ def test_a_signal_handler_cannot_use_the_client_while_its_thread_waits(client) -
 
 
 def test_many_in_flight_in_order(client) -> None:
-    given = [{"INPUT0": frames(seed=seed)} for seed in range(40)]
-    answers = client.map("rows", given, in_flight=8)
-    for inputs, result in zip(given, answers, strict=True):
+    arrays = [{"INPUT0": frames(seed=seed)} for seed in range(40)]
+    answers = client.map("rows", arrays, in_flight=8)
+    for inputs, result in zip(arrays, answers, strict=True):
         assert (result["OUTPUT0"] == inputs["INPUT0"]).all()
     small = ({"INPUT0": A * n, "INPUT1": B} for n in range(100))
     for n, result in enumerate(client.map("simple", small)):
@@ -332,8 +332,10 @@ def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
     assert len(client._session.connection()._timeouts._heap) < 1500
 
 
-def test_what_is_over_keeps_no_memory(client) -> None:
-    """Also where nobody collects garbage: no cycle refers to results, errors or regions."""
+def test_finished_calls_keep_no_memory(client) -> None:
+    """Holds without garbage collection, too: no reference cycle contains results, errors or
+    regions.
+    """
     x = frames()
     gc.collect()
     gc.disable()
@@ -365,23 +367,23 @@ def test_what_is_over_keeps_no_memory(client) -> None:
 
 
 def test_from_many_threads(client) -> None:
-    wrong: list[object] = []
+    mismatches: list[object] = []
 
     def ask(seed: int) -> None:
         x = frames(seed=seed)
         answers = (client.infer("rows", INPUT0=x)["OUTPUT0"] for _ in range(10))
-        wrong.extend(seed for y in answers if not (y == x).all())
+        mismatches.extend(seed for y in answers if not (y == x).all())
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not mismatches
 
 
 def test_more_threads_than_a_scheduler_takes_links(client) -> None:
-    """All at once, so that none can have the link of one that is over."""
+    """All threads submit at once, so that no thread can reuse the link of an exited one."""
     count = 24
     all_have_asked = threading.Barrier(count)
     answers: list[float] = []
@@ -425,15 +427,15 @@ def test_more_at_once_than_a_frame_may_have(client, rows: Server) -> None:
 def test_a_link_that_the_server_ends(client) -> None:
     connection = client._session.connection()
     endpoint = connection.models.resolve("identity", "").endpoint
-    others = [Dealer(endpoint, f"{connection.identity}.other{n}") for n in range(16)]
+    other_dealers = [Dealer(endpoint, f"{connection.identity}.other{n}") for n in range(16)]
     x = np.ones(4, np.float32)
     request = submit((TensorRef("INPUT0", "FP32", (4,), x.tobytes()),))
-    for other in others:
+    for other in other_dealers:
         other.send(request)
         assert isinstance(answer(other), Finished)
     with pytest.raises(shmserve.client.Unavailable, match="closed the connection twice"):
         client.infer("identity", INPUT0=x, timeout=20)
-    for other in others:
+    for other in other_dealers:
         other.close()
     assert (client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
 
@@ -475,12 +477,12 @@ def test_a_stream_of_one_response(client) -> None:
 
 async def test_asyncio(rows: Server) -> None:
     async with aio.connect(rows.run_dir) as server:
-        given = [frames(seed=seed) for seed in range(20)]
-        results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in given))
-        assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, given, strict=True))
+        arrays = [frames(seed=seed) for seed in range(20)]
+        results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in arrays))
+        assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, arrays, strict=True))
         assert ("rows", "1") in await server.models()
         with await server.allocate({"INPUT0": ((1, ROW), "FP32")}) as region:
-            region["INPUT0"][:] = given[0]
+            region["INPUT0"][:] = arrays[0]
             assert (await server.infer("rows", region))["OUTPUT0"].shape == (1, ROW)
         async for result in server.stream("simple", INPUT0=A, INPUT1=B):
             assert (result["OUTPUT0"] == A + B).all()
@@ -488,7 +490,7 @@ async def test_asyncio(rows: Server) -> None:
             await server.infer("nobody", INPUT0=A)
 
 
-def test_a_client_of_another_event_loop_says_so(rows: Server) -> None:
+def test_a_client_of_another_event_loop_is_refused(rows: Server) -> None:
     server = asyncio.run(_connected(rows))
     for _ in range(2):
         with pytest.raises(shmserve.client.InvalidArgument, match="another event loop"):
@@ -502,7 +504,7 @@ async def _connected(rows: Server) -> aio.Server:
     return server
 
 
-def test_a_closed_client_says_so(rows: Server) -> None:
+def test_calls_of_a_closed_client_are_refused(rows: Server) -> None:
     client = shmserve.client.connect(rows.run_dir)
     y = client.infer("rows", INPUT0=frames())["OUTPUT0"]
     client.close()

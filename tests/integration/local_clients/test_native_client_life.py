@@ -76,7 +76,7 @@ def test_a_timeout_cancels_the_request(gated: Server, client: shmserve.client.Se
     assert gated.gate.is_idle()
 
 
-def test_a_future_ends_in_time_though_nobody_answers(
+def test_a_future_times_out_without_a_response(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     scheduler = gated.find_one("scheduler simple")
@@ -117,7 +117,9 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 
 def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
-    """A thread's requests go by the connection that is there, and what needs one more says so."""
+    """A thread's requests use the open connection. A call that needs a new descriptor raises an
+    error.
+    """
     run = run_python("-c", _WITHOUT_DESCRIPTORS, gated.run_dir)
     assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
 
@@ -137,7 +139,7 @@ def test_a_cancelled_future_is_cancelled_at_the_server(
         waiting.result()
 
 
-def test_who_waits_for_many_futures_hears_of_a_cancelled_one(
+def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     blocker = client.infer_async("gated", _value(client, 1))
@@ -152,10 +154,8 @@ def test_who_waits_for_many_futures_hears_of_a_cancelled_one(
     assert blocker.result(20)
 
 
-def test_what_a_thread_leaves_on_its_way_keeps_its_memory(
-    gated: Server, client: shmserve.client.Server
-) -> None:
-    """Also when other threads come, who ask the same of the server."""
+def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.client.Server) -> None:
+    """Holds also when other threads send the same requests."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
     first: list[Any] = []
@@ -237,7 +237,7 @@ sys.stdin.read()
 
 
 def _shared(process: psutil.Process) -> int:
-    """How many clients' memories a process has mapped, or holds."""
+    """Return the number of clients' memories that a process maps or holds."""
     held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
     for name in os.listdir(f"/proc/{process.pid}/fd"):
         try:
@@ -247,7 +247,7 @@ def _shared(process: psutil.Process) -> int:
     return held
 
 
-def test_a_killed_client_leaves_nothing(gated: Server, client: shmserve.client.Server) -> None:
+def test_a_killed_client_leaks_nothing(gated: Server, client: shmserve.client.Server) -> None:
     command = [sys.executable, "-c", CRASHING, str(gated.run_dir)]
     program = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -300,7 +300,7 @@ def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> N
             child.kill()
 
 
-def test_a_forked_child_leaves_its_parents_connection_alone(
+def test_a_forked_child_does_not_use_its_parents_connection(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     x = np.ones((1, ROW), np.float32)
@@ -352,7 +352,7 @@ def test_every_future_ends_when_the_client_does(gated: Server) -> None:
             assert future.result(20)
 
 
-def test_a_client_that_nobody_closes(gated: Server) -> None:
+def test_a_client_that_is_never_closed(gated: Server) -> None:
     x = np.ones((1, ROW), np.float32)
 
     async def talk() -> np.ndarray:
@@ -386,7 +386,9 @@ def test_a_client_that_nobody_closes(gated: Server) -> None:
 def test_memory_is_taken_back_though_the_connection_is_interrupted(
     client: shmserve.client.Server,
 ) -> None:
-    """The connection's own thread takes it back, and waits for nobody who holds the lock."""
+    """The connection's own thread takes it back without waiting for a lock that the interrupted
+    thread holds.
+    """
     memories = client._session.memories
     region = client.allocate({"INPUT0": ((ROW,), "FP32")})
     with client._session.connection()._lock:
@@ -424,9 +426,7 @@ def test_a_callback_may_close_the_client(gated: Server) -> None:
 
 
 @pytest.mark.parametrize("ends", ["the client", "the server"])
-def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
-    gated: Server, ends: str
-) -> None:
+def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) -> None:
     """Threads see the schedulers' links end before, or though, the connection's own thread sees
     that of the listener."""
     client = shmserve.client.connect(gated.run_dir)
@@ -495,13 +495,13 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
     ],
     ids=["infer", "map", "stream"],
 )
-def test_a_callback_for_which_no_channel_is_left_is_refused_and_waits_for_nothing(
+def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     gated: Server,
     client: shmserve.client.Server,
     monkeypatch: pytest.MonkeyPatch,
     ask: Callable[[shmserve.client.Server], Any],
 ) -> None:
-    """It would wait for its own thread, which is the one that reads the responses."""
+    """The call would wait for its own thread, which is the one that reads the responses."""
     monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 1)
     ask(client)  # takes the only channel
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
@@ -557,7 +557,7 @@ def test_a_scheduler_that_is_killed_costs_no_answer(
     until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
 
-def test_what_may_have_been_written_over_its_own_input_does_not_run_again(
+def test_a_request_with_output_over_its_input_is_not_retried(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     with client.allocate({"INPUT0": ((1, 4), "INT32")}) as region:
@@ -572,7 +572,9 @@ def test_what_may_have_been_written_over_its_own_input_does_not_run_again(
         until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
 
-def test_a_reload_under_load_fails_nobody(gated: Server, client: shmserve.client.Server) -> None:
+def test_a_reload_under_load_fails_no_request(
+    gated: Server, client: shmserve.client.Server
+) -> None:
     over = threading.Event()
     asked = 0
 

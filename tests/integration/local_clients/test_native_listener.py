@@ -1,5 +1,6 @@
-"""Who may be a local client, and what local clients cannot do: the sockets behind shmserve.client,
-by hand."""
+"""Access rules of local clients, and limits on them: the sockets behind shmserve.client, used
+by hand.
+"""
 
 import contextlib
 import os
@@ -101,7 +102,7 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
         assert "has not shared" in answer(link).message
 
 
-def test_places_are_as_the_page_says(local_client: Guest) -> None:
+def test_memory_ranges_are_encoded_as_documented(local_client: Guest) -> None:
     """Put together by hand from `PROTOCOL.md`, as another language does."""
     link = local_client.link("identity")
     with memfd() as fd:
@@ -175,7 +176,7 @@ def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
         bytes((0x92, frames.VERSION)) + b"x" * 100_000,
     ],
 )
-def test_what_a_local_client_may_not_say_ends_its_connection(server: Server, data: bytes) -> None:
+def test_a_forbidden_message_ends_the_local_connection(server: Server, data: bytes) -> None:
     with contextlib.closing(Guest(server)) as local_client:
         local_client.listener.send(data)
         with contextlib.suppress(ConnectionResetError):
@@ -185,7 +186,7 @@ def test_what_a_local_client_may_not_say_ends_its_connection(server: Server, dat
         assert ("simple", "1") in client.models()
 
 
-def test_descriptors_that_nobody_asked_for_are_closed(local_client: Guest, server: Server) -> None:
+def test_unexpected_descriptors_are_closed(local_client: Guest, server: Server) -> None:
     supervisor = Path(f"/proc/{server.pid}/fd")
     before = len(list(supervisor.iterdir()))
     with memfd() as fd:
@@ -252,8 +253,8 @@ def client_in_c(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-def test_a_client_is_told_that_a_server_has_let_it_go() -> None:
-    """As one of another version does."""
+def test_a_client_is_notified_of_its_eviction() -> None:
+    """A server of another version closes the connection in the same way."""
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
         (run_dir / "guests").mkdir()
@@ -272,8 +273,8 @@ def test_a_client_is_told_that_a_server_has_let_it_go() -> None:
             shmserve.client.connect(run_dir)
 
 
-def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:
-    """It says so, and it asked the version that is the latest."""
+def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None:
+    """The client reports the loss, and it had asked for the latest version."""
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
         (run_dir / "guests").mkdir()

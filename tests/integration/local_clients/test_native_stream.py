@@ -99,7 +99,7 @@ def values(responses: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [0, 1, FIRST_CREDIT, 10 * FIRST_CREDIT + 1])
-def test_every_response_comes_in_order(client: shmserve.client.Server, count: int) -> None:
+def test_responses_arrive_in_order(client: shmserve.client.Server, count: int) -> None:
     responses = list(client.stream("repeat", **repeat(count)))
     assert values(responses) == [7 + n for n in range(count)]
     assert [int(response["IDX"][0]) for response in responses] == [*range(count)]
@@ -132,14 +132,14 @@ def test_a_decoupled_model_takes_streams_only(client: shmserve.client.Server) ->
 def test_large_responses_are_copied_out_of_the_workers_memory(
     client: shmserve.client.Server,
 ) -> None:
-    """More of them than the credit in bytes; each is the program's own."""
+    """The responses have more bytes than the credit; each array belongs to the program."""
     steps = [b"%d" % n for n in range(12)]
     size = np.array([1 << 18], np.int32)  # 1 MiB each
     responses = list(client.stream("steps", STEPS=steps, SIZE=size))
     assert [set(response["OUT"].tolist()) for response in responses] == [{n} for n in range(12)]
 
 
-def test_an_error_between_responses_does_not_end_them(client: shmserve.client.Server) -> None:
+def test_an_error_between_responses_does_not_end_the_stream(client: shmserve.client.Server) -> None:
     stream = client.stream("steps", STEPS=[b"1", b"error no second one", b"3"])
     assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.ShmserveError, match="no second one"):
@@ -147,7 +147,7 @@ def test_an_error_between_responses_does_not_end_them(client: shmserve.client.Se
     assert values(stream) == [3]
 
 
-def test_what_is_wrong_is_said_at_once(client: shmserve.client.Server) -> None:
+def test_wrong_stream_requests_are_refused_at_once(client: shmserve.client.Server) -> None:
     with pytest.raises(shmserve.client.NotFound):
         client.stream("nobody", X=[1])
     with pytest.raises(shmserve.client.InvalidArgument, match="unexpected inference input 'X'"):
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_said_at_once(client: shmserve.client.Server) -> None:
     ("step", "says"),
     [(b"raise no third", "ValueError: no third"), (b"return", "without a final response")],
 )
-def test_a_thread_of_the_model_that_ends_between_responses_ends_them(
+def test_an_exiting_model_thread_ends_its_stream(
     client: shmserve.client.Server, step: bytes, says: str
 ) -> None:
     stream = client.stream("steps", STEPS=[b"1", b"2", step, b"4"], timeout=10)
@@ -168,7 +168,9 @@ def test_a_thread_of_the_model_that_ends_between_responses_ends_them(
     assert list(stream) == []
 
 
-def test_a_worker_that_dies_between_responses_ends_them(client: shmserve.client.Server) -> None:
+def test_a_worker_that_exits_between_responses_ends_its_stream(
+    client: shmserve.client.Server,
+) -> None:
     stream = client.stream("steps", STEPS=[b"1", b"die"])
     assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.ShmserveError, match="before this request's last response"):
@@ -180,10 +182,10 @@ def test_a_worker_that_dies_between_responses_ends_them(client: shmserve.client.
 # --- in a region
 
 
-def test_responses_in_a_region_come_one_by_one(
+def test_responses_in_a_region_arrive_one_by_one(
     client: shmserve.client.Server, tmp_path: Path
 ) -> None:
-    """What is read stays until the next is asked for."""
+    """A response stays readable until the next one is requested."""
     note = tmp_path / "second"
     with client.allocate({"OUT": ((4,), "INT32")}) as region:
         steps = [b"1", b"2", b"note " + os.fsencode(note), b"3"]
@@ -235,7 +237,9 @@ LEAVES: dict[str, Callable[[list[Any]], None]] = {
 
 
 @pytest.mark.parametrize("how", LEAVES)
-def test_who_leaves_cancels(client: shmserve.client.Server, tmp_path: Path, how: str) -> None:
+def test_closing_a_stream_cancels_its_request(
+    client: shmserve.client.Server, tmp_path: Path, how: str
+) -> None:
     held = [client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")])]
     assert values([next(held[0])]) == [1]
     stream = held[0]
@@ -248,7 +252,9 @@ def test_who_leaves_cancels(client: shmserve.client.Server, tmp_path: Path, how:
         assert list(held[0]) == []
 
 
-def test_who_takes_too_long_is_cancelled(client: shmserve.client.Server, tmp_path: Path) -> None:
+def test_a_stream_past_its_timeout_is_cancelled(
+    client: shmserve.client.Server, tmp_path: Path
+) -> None:
     stream = client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")], timeout=0.2)
     assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.TimedOut):
@@ -280,7 +286,7 @@ next(stream)
     until("the model sees it", (tmp_path / "seen").exists)
 
 
-def test_who_does_not_read_stops_only_its_own(
+def test_a_reader_that_stops_reading_stops_only_its_own_stream(
     client: shmserve.client.Server, tmp_path: Path
 ) -> None:
     note = tmp_path / "sent"
@@ -316,10 +322,12 @@ def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Serve
     assert failures == []
 
 
-def test_who_releases_nothing_leaves_memory_to_others(
+def test_a_client_that_releases_nothing_takes_no_memory_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that takes every response and gives none back is refused more, and nobody else."""
+    """A client that receives every response and releases none is refused more memory; other
+    clients are not.
+    """
     repository = tmp_path / "models"
     repositories.write(repository, "steps", CONFIG, MODEL)
     size = np.array([1 << 18], np.int32)  # a MiB a response
@@ -371,7 +379,9 @@ def test_asyncio(served: Server) -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "with", "collected", "cancelled", "timeout"])
-async def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how: str) -> None:
+async def test_closing_a_stream_in_asyncio_cancels_its_request(
+    served: Server, tmp_path: Path, how: str
+) -> None:
     async with aio.connect(served.run_dir) as client:
         steps = [b"1", left(tmp_path / "seen")]
         stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)

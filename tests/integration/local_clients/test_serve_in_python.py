@@ -31,6 +31,10 @@ class Double:
         return x * 2
 
 
+class ApplicationError(ShmserveError):
+    """An error of the program, which the server's failures must not be reported as."""
+
+
 class Broken(Double):
     def load(self, context: object) -> None:
         raise RuntimeError("the weights are gone")
@@ -134,8 +138,8 @@ def test_a_class_in_a_repository_needs_no_configuration_and_takes_a_file(
     photo = tmp_path / "photo.jpg"
     photo.write_bytes(b"\xff\xd8\xff\0" * 25)
     server = serve_model(tmp_path / "models")
-    given = f"--run-dir={server.run_dir}", "infer", "lengths", f"--input=image=@{photo}"
-    command = [sys.executable, "-m", "shmserve", "client", *given]
+    arguments = f"--run-dir={server.run_dir}", "infer", "lengths", f"--input=image=@{photo}"
+    command = [sys.executable, "-m", "shmserve", "client", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["outputs"][0]["data"] == [[100]]
 
@@ -197,7 +201,7 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
             other.statistics()
 
 
-def test_inputs_with_the_names_of_options_are_given_as_a_mapping(serve_model) -> None:
+def test_inputs_named_like_options_are_passed_as_a_mapping(serve_model) -> None:
     class Add:
         def predict(
             self, timeout: FP32[np.ndarray, 4], version: FP32[np.ndarray, 4]

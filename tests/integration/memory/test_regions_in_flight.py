@@ -57,21 +57,21 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
     """Every gateway lists it, and new requests may use it until the last request ends."""
     with SharedObject(8192) as shared_object, request_pool(server) as pool, server.http() as http:
         http.register("draining", shared_object.key, 8192).ok()
-        shown = http.regions("draining").ok().json()
-        asked = pool.infer("gated", gated(1, "draining", 0))
+        reply = http.regions("draining").ok().json()
+        pending = pool.infer("gated", gated(1, "draining", 0))
         visit = server.gate.next()
         http.unregister(name).ok()
         for _ in range(8):  # new connections reach different gateways
             with server.http() as other:
-                assert other.regions("draining").ok().json() == shown
-                assert other.regions().ok().json() == shown
+                assert other.regions("draining").ok().json() == reply
+                assert other.regions().ok().json() == reply
         later = pool.infer("gated", gated(2, "draining", 64))
         server.wait_pending("gated", 1)
         http.unregister().ok()  # a second unregistration has no effect
         visit.release()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
         visit = server.gate.next()
-        assert http.regions("draining").ok().json() == shown
+        assert http.regions("draining").ok().json() == reply
         assert http.infer("identity", shared("draining")).status == 200
         visit.release()
         assert later.result().status == 200
@@ -96,10 +96,10 @@ def test_unregister_drains_under_load(server: Server) -> None:
 
         with server.http() as http:
             http.register("busy", shared_object.key, 8192).ok()
-            asked = [pool.send(ask_until_refused) for _ in range(2)]
+            pending_calls = [pool.send(ask_until_refused) for _ in range(2)]
             until("they ask", lambda: server.metric("nv_inference_count", model="identity") > 20)
             http.unregister("busy").ok()
-            for answer in asked:
+            for answer in pending_calls:
                 assert answer.result().status == 404
             until("it is not listed", lambda: http.regions().json() == [])
             http.register("busy", other.key, 8192).ok()
@@ -114,12 +114,12 @@ def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
     """
     with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
         http.register("held", shared_object.key, 4096).ok()
-        asked = pool.infer("gated", gated(1, "held", 0))
+        pending = pool.infer("gated", gated(1, "held", 0))
         visit = server.gate.next()
         http.unregister("held").ok()
         assert holders(server, shared_object.name)
         visit.release()
-        assert asked.result().status == 200
+        assert pending.result().status == 200
         until("nobody holds it", lambda: not holders(server, shared_object.name))
 
 

@@ -169,8 +169,8 @@ def test_outside_of_a_region(
     error: str,
 ) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
-    given = shm_input("INPUT0", "FP32", [size // 4], region_name, size, offset)
-    reply = http.infer("identity", {"inputs": [given]})
+    tensor = shm_input("INPUT0", "FP32", [size // 4], region_name, size, offset)
+    reply = http.infer("identity", {"inputs": [tensor]})
     assert error in reply.error
     assert reply.status == status
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region_name, size, offset)}]

@@ -154,7 +154,7 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
 
 
 @needs_users
-def test_nobody_holds_what_is_anothers_while_its_body_comes(server: Server, http: Http) -> None:
+def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http: Http) -> None:
     """The server checks the regions of a request before it waits for a large body.
 
     Otherwise a client could keep other users' regions in use for any time.
@@ -199,7 +199,7 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
 
 
 @needs_users
-def test_who_runs_the_server_sees_all_on_the_unix_socket(server: Server, folder: Path) -> None:
+def test_the_servers_user_sees_all_regions_on_the_unix_socket(server: Server, folder: Path) -> None:
     """Row 23: over TCP, every user, including the server's, sees only its own regions."""
     alice = User(server, folder, "unix", ALICE)
     with alice.object() as hers:
@@ -215,7 +215,9 @@ def maps(worker: psutil.Process) -> str:
 
 
 @needs_users
-def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, http: Http) -> None:
+def test_memory_that_others_can_truncate_is_never_mapped(
+    server: Server, folder: Path, http: Http
+) -> None:
     """R9: memory of untrusted users is read and written by system calls; memory of the server's
     user is mapped.
     """
@@ -250,7 +252,7 @@ def chaos(made: SharedObject, size: int, stop: threading.Event) -> None:
 
 
 @needs_users
-def test_truncation_of_an_untrusted_region_kills_nobody(server: Server, folder: Path) -> None:
+def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folder: Path) -> None:
     """R9: during 200 requests, the client truncates, extends and punches the object.
 
     Requests fail or succeed, and no process exits.
@@ -288,7 +290,7 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
     """R9: a trusted client that truncates its object kills a worker, and possibly the worker of
     the retry. Both are replaced, and the region is unregistered as the cause.
     """
-    others = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
+    other_pids = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
     size = 64 * 1024
     with SharedObject(2 * size) as shared_object:
         http.register("cut", shared_object.key, 2 * size).ok()
@@ -309,7 +311,7 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
         if 404 in statuses:
             assert "region 'cut' was truncated while a worker used it" in server.log()
         http.unregister("cut").ok()
-    assert others <= {process.pid for process in server.tree()}
+    assert other_pids <= {process.pid for process in server.tree()}
     until("the worker is back", lambda: server.answers("/v2/health/ready"))
     request = {"inputs": [json_input("INPUT0", VALUES)]}
     assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
@@ -363,12 +365,12 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
             http.register(f"r{number}", shared_object.key, SIZE).ok()
         before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
         body = json.dumps({"key": shared_object.key, "byte_size": SIZE}).encode()
-        asked = [
+        pending_calls = [
             b"POST /v2/systemsharedmemory/region/s%d/register HTTP/1.1\r\nHost: localhost\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (number, len(body), body)
             for number in range(10_000)
         ]
-        answers = Counter(in_one_go(server.http_port, asked))
+        answers = Counter(in_one_go(server.http_port, pending_calls))
         ((status, text),) = answers
         assert (status, answers[status, text]) == (400, 10_000)
         assert f"at most {MOST} shared memory regions can be registered".encode() in text
@@ -461,13 +463,13 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     """R1: no process of a server that starts, serves and stops unpickles anything."""
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     repositories.add(tmp_path / "models", "identity")
-    seen = tmp_path / "seen"
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PICKLED": str(seen)}
+    seen_file = tmp_path / "seen"
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PICKLED": str(seen_file)}
     with running(tmp_path / "models", environment=environment) as server, server.http() as http:
         request = {"inputs": [json_input("INPUT0", VALUES)]}
         assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
         http.get("/v2/models/stats").ok()
     # The supervisor and both zygotes. Their forked processes have the same audit hook.
-    lines = seen.read_text().splitlines()
+    lines = seen_file.read_text().splitlines()
     assert lines == ["hook"] * len(lines)
     assert len(lines) >= 3

@@ -62,7 +62,7 @@ def test_without_a_batching_block_one_request_is_one_execution(
     assert held.batches(3) == [[1], [2], [3]]
 
 
-def test_what_waits_is_run_together_in_order(queue: Callable[[str], Queue]) -> None:
+def test_waiting_requests_run_together_in_order(queue: Callable[[str], Queue]) -> None:
     held = queue("eager")
     for value in range(1, 12):
         held.add(value)

@@ -202,7 +202,7 @@ def test_an_ordinary_model_s_one_response(http: Http, model: str) -> None:
     assert ran(http, model, code, "only") == ["only"]
 
 
-def test_once_all_have_come_it_can_be_iterated_again(http: Http) -> None:
+def test_an_exhausted_iterator_starts_again(http: Http) -> None:
     code = """
 iterator = call().exec(decoupled=True)
 first = [shown(each) for each in iterator]
@@ -218,7 +218,7 @@ seen.extend(map(shown, iterator))
 
 
 @pytest.mark.parametrize("model", ITERATE)
-def test_an_iterator_goes_on_where_it_stopped(http: Http, model: str) -> None:
+def test_an_interrupted_iterator_continues(http: Http, model: str) -> None:
     code = f"""
 {ITERATOR[model]}
 for rounds in range(2):
@@ -251,7 +251,7 @@ def test_errors_before_the_first_response(http: Http, call: str, error: str) -> 
 
 
 @pytest.mark.parametrize("how", ["iterator.cancel()", "del iterator\ngc.collect()"])
-def test_who_lets_go_of_the_iterator_cancels(http: Http, tmp_path: Path, how: str) -> None:
+def test_dropping_the_iterator_cancels_the_call(http: Http, tmp_path: Path, how: str) -> None:
     path = tmp_path / "left"
     code = f"""
 iterator = call().exec(decoupled=True)
@@ -307,19 +307,19 @@ class Model:
         (("a", "ignore", *"b" * 100, "final"), ["a", *"b" * 100]),
     ],
 )
-def test_a_cancelled_model_hears_of_it_and_what_it_still_sends_comes(
+def test_a_cancelled_model_is_notified_and_its_later_responses_arrive(
     http: Http, model: str, when: str, steps: tuple[str, ...], seen: list[str]
 ) -> None:
     assert ran(http, model, ITERATOR[model] + CANCELS[when], *steps) == seen
 
 
 @pytest.mark.parametrize("model", ITERATE)
-def test_what_has_ended_cannot_be_cancelled(http: Http, model: str) -> None:
+def test_a_finished_call_cannot_be_cancelled(http: Http, model: str) -> None:
     assert ran(http, model, ITERATOR[model] + CANCELS["after"], "a", "b") == ["a", "b", "empty"]
 
 
 @pytest.mark.parametrize("called", ["generator", "asynchronous", "ensemble"])
-def test_who_calls_sees_that_it_was_cancelled(http: Http, called: str) -> None:
+def test_the_caller_receives_the_cancellation(http: Http, called: str) -> None:
     code = f"""
 iterator = call({called!r}, outputs=()).exec(decoupled=True)
 seen.append(shown(next(iterator)))
@@ -360,7 +360,7 @@ for iterator in iterators:
     assert ran(http, "async_caller", code, *"abc", "final") == ["abc"] * 10
 
 
-def test_memory_is_given_back(http: Http) -> None:
+def test_memory_of_many_responses_is_released(http: Http) -> None:
     """Many large responses, some of which are never read, leave no memory allocated."""
     code = f"""
 big = np.array(["x" * {1 << 20}], np.object_)

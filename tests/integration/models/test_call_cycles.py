@@ -112,8 +112,8 @@ def cycles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ask(http: Http, model: str, value: int = 0) -> Reply:
-    given = {"inputs": [json_input("X", np.array([value], np.int32))]}
-    return http.infer(model, given, {"Accept": "text/event-stream"} if "stream" in model else {})
+    body = {"inputs": [json_input("X", np.array([value], np.int32))]}
+    return http.infer(model, body, {"Accept": "text/event-stream"} if "stream" in model else {})
 
 
 @pytest.mark.parametrize(

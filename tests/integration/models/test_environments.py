@@ -109,7 +109,9 @@ def test_an_archive_is_unpacked_once_and_removed(
         until("the copy is removed", lambda: not any(each.is_dir() for each in copies.iterdir()))
 
 
-def test_what_is_missing_is_said_with_the_remedy(repository: Path, tmp_path: Path) -> None:
+def test_a_missing_environment_is_reported_with_the_remedy(
+    repository: Path, tmp_path: Path
+) -> None:
     (tmp_path / "void").mkdir()
     add(repository, "empty", tmp_path / "void")
     add(repository, "nowhere", "nowhere/env.tar.gz")

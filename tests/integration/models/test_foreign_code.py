@@ -29,8 +29,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def intrude(server: Server, http: Http) -> dict[str, Any]:
     plan = {"run_dir": str(server.run_dir), "pids": [process.pid for process in server.tree()]}
-    given = {"name": "PLAN", "datatype": "BYTES", "shape": [1], "data": [json.dumps(plan)]}
-    reply = http.infer("intruder", {"inputs": [given]}).ok()
+    tensor = {"name": "PLAN", "datatype": "BYTES", "shape": [1], "data": [json.dumps(plan)]}
+    reply = http.infer("intruder", {"inputs": [tensor]}).ok()
     report: dict[str, Any] = json.loads(reply.tensors()["REPORT"][0])
     return report
 

@@ -232,7 +232,7 @@ def number(value: float, *shape: int) -> Any:
 
 
 @pytest.mark.parametrize("model", ["zero", "candidates", "unbatched"])
-def test_3_5_a_state_goes_from_request_to_request(
+def test_3_5_a_state_is_passed_from_request_to_request(
     client: shmserve.client.Server, model: str
 ) -> None:
     """Each sequence has its own state, which begins at zero, and again at zero after a START."""
@@ -317,12 +317,12 @@ def test_3_5_the_same_buffer_for_input_and_output(client: shmserve.client.Server
 
 
 def say(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) -> Any:
-    given = {"INPUT": np.array([[word]], object)}
-    result = client.infer(model, given, sequence="w", **flags)  # type: ignore[arg-type]
+    arrays = {"INPUT": np.array([[word]], object)}
+    result = client.infer(model, arrays, sequence="w", **flags)  # type: ignore[arg-type]
     return result["OUTPUT"][0, 0]
 
 
-def test_3_5_strings_and_what_is_not_given_back_stays(client: shmserve.client.Server) -> None:
+def test_3_5_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
     """Python models may have states, too, unlike in Triton."""
     begun = say(client, "words", b"a", start=True)
     replies = [begun, *(say(client, "words", word) for word in (b"b", b"keep"))]
@@ -372,8 +372,8 @@ def test_check_runs_a_sequence_of_one_request(tmp_path: Path) -> None:
 def test_a_file_that_is_too_short_is_a_load_error(explicit: tuple[Server, Path]) -> None:
     server, repository = explicit
     initial = INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
-    given = SUM.format(dims="dims: [ 1 ]", how=initial) + "]"
-    folder = add(repository, "short", IN_PLACE, given, rows=1)
+    state_text = SUM.format(dims="dims: [ 1 ]", how=initial) + "]"
+    folder = add(repository, "short", IN_PLACE, state_text, rows=1)
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "start").write_bytes(b"ab")
     with server.http() as http:

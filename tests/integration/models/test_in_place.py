@@ -84,7 +84,7 @@ def add_simple(repository: Path) -> Path:
     return folder
 
 
-def test_who_removes_instances_is_answered_when_they_are_finalized(
+def test_a_removal_of_instances_is_answered_after_their_finalize(
     explicit: Explicit, tmp_path: Path
 ) -> None:
     """Holds for a reload in place and for an unload."""
@@ -148,7 +148,7 @@ def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
 
 
 @pytest.mark.parametrize("change", ["code", "config", "nothing"])
-def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: str) -> None:
+def test_other_changes_start_another_deployment(explicit: Explicit, change: str) -> None:
     """A changed file of the model, another changed field, or no change at all replaces all
     processes.
     """
@@ -170,7 +170,7 @@ def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: 
 
 
 @pytest.mark.parametrize("limiter", ["off", "execution_count"])
-def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limiter: str) -> None:
+def test_a_load_without_changed_instances_restarts_nothing(repository: Path, limiter: str) -> None:
     """An equivalent configuration changes nothing.
 
     Another count adds or removes just the difference.

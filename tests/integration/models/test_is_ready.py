@@ -58,7 +58,7 @@ SAID = """
 
 
 @pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
-def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
+def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> None:
     for name, code in (("moody", MODEL + form + SAID), ("asker", MODEL)):
         repositories.write(repository, name, repositories.identity_config(name, "INT32", [1]), code)
     state = repository / "moody" / "state"
@@ -75,8 +75,8 @@ def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
             reply = http.get("/v2/models/moody/ready")
             assert (reply.status == 200) == bool(ready)
             assert client.is_model_ready("moody") == bool(ready)
-            given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-            answer = http.infer("asker", given).ok().json()
+            body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+            answer = http.infer("asker", body).ok().json()
             assert answer["outputs"][0]["data"] == [ready]
         assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()
         assert "KeyError: 'none'" in server.log()
@@ -85,7 +85,7 @@ def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_native_model_says_so_too(
+def test_a_native_model_reports_whether_it_is_ready(
     explicit: tuple[Server, Path], form: str, streams: bool
 ) -> None:
     server, repository = explicit
@@ -126,10 +126,10 @@ def test_one_that_takes_long_is_joined_and_holds_up_nothing(
         with ThreadPoolExecutor() as pool:
             first = pool.submit(http.get, ready)
             until("it is asked", called.exists)
-            given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+            body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
             began = time.monotonic()
             with server.http() as third:
-                third.infer("slow", given).ok()
+                third.infer("slow", body).ok()
             assert time.monotonic() - began < 3, "it executes meanwhile"
             assert first.result().status == 400
             other.sendall(f"GET {ready} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())

@@ -27,19 +27,19 @@ def test_load_against_unload(explicit: Explicit) -> None:
     repositories.add(repository, "constant")
 
     def orders(number: int) -> list[tuple[str, int, str]]:
-        heard = []
+        outcomes = []
         with server.http() as http:
             for turn in range(ROUNDS):
                 for verb in ("load", "unload")[:: 1 if (number + turn) % 2 else -1]:
                     reply = http.post(f"/v2/repository/models/constant/{verb}")
                     text = "" if reply.status == 200 else reply.error
-                    heard.append((verb, reply.status, text))
-        return heard
+                    outcomes.append((verb, reply.status, text))
+        return outcomes
 
     with ThreadPoolExecutor(THREADS) as threads:
-        heard = [outcome for some in threads.map(orders, range(THREADS)) for outcome in some]
-    assert len(heard) == 2 * THREADS * ROUNDS
-    failed = [(verb, text) for verb, status, text in heard if status != 200]
+        outcomes = [outcome for some in threads.map(orders, range(THREADS)) for outcome in some]
+    assert len(outcomes) == 2 * THREADS * ROUNDS
+    failed = [(verb, text) for verb, status, text in outcomes if status != 200]
     assert {verb for verb, _ in failed} <= {"load"}
     assert not [text for _, text in failed if not TEXTS.fullmatch(text)]
     with server.http() as http:

@@ -75,7 +75,7 @@ def test_tritons_stream_client(server: Server) -> None:
     assert responses == {"a": [1, 2, 3, None], "b": [1, 2, 3, None]}
 
 
-def test_a_thousand_responses_come_in_order(server: Server) -> None:
+def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -135,7 +135,7 @@ def test_infer_as_lines(http: Http) -> None:
     assert [len(line["outputs"]) for line in lines] == [1, 1]
 
 
-def test_who_leaves_an_event_stream_cancels(server: Server) -> None:
+def test_closing_an_event_stream_cancels_its_request(server: Server) -> None:
     with server.http() as http:
         connection = http._connection
         body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))
@@ -201,9 +201,9 @@ def test_classification(server: Server, client_module: Any) -> None:
         infer_requested_output = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
         for _ in range(3):  # the schemas of the later requests are cached
             result = client.infer("scores", [tensor], outputs=[infer_requested_output])
-            shown = result.as_numpy("OUTPUT0")
-            assert shown.shape == (2, 2)
-            assert shown.ravel().tolist() == BEST
+            output = result.as_numpy("OUTPUT0")
+            assert output.shape == (2, 2)
+            assert output.ravel().tolist() == BEST
         plain = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )

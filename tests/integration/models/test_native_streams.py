@@ -90,7 +90,7 @@ def test_the_example_over_grpc(served: tuple[Server, Path]) -> None:
 
 
 @pytest.mark.parametrize("model", ["plain", "asynchronous"])
-def test_who_leaves_closes_it(
+def test_closing_a_stream_closes_the_models_generator(
     served: tuple[Server, Path], client: shmserve.client.Server, model: str
 ) -> None:
     note = served[1] / model / "1" / "closed"

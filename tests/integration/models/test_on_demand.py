@@ -101,7 +101,7 @@ def grpc_input() -> list[triton_grpc.InferInput]:
     return [infer_input]
 
 
-def test_what_is_not_loaded_is_ready(server: Server) -> None:
+def test_an_unloaded_model_on_demand_is_ready(server: Server) -> None:
     """The server and the unloaded model are ready, and the index says so.
 
     Readiness checks load nothing.
@@ -176,8 +176,8 @@ def test_programs_on_this_host_have_it_loaded(server: Server) -> None:
 
 
 def test_a_model_that_a_model_calls_is_loaded_for_the_call(http: Http) -> None:
-    given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-    assert http.infer("calls", given).tensors()["OUTPUT0"] == [1]
+    body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+    assert http.infer("calls", body).tensors()["OUTPUT0"] == [1]
     assert states(http)["called"] == "READY"
 
 
@@ -187,7 +187,7 @@ def test_its_metadata_and_configuration_load_it(http: Http) -> None:
     assert states(http)["metadata"] == "READY"
 
 
-def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) -> None:
+def test_requests_during_a_load_wait_for_it(server: Server) -> None:
     """A request whose own timeout expires fails, and the load continues."""
     late = {**SLOW, "parameters": {"deadline_us": 200_000}}
     with server.http() as http, ThreadPoolExecutor(4) as threads:
@@ -234,7 +234,7 @@ def test_a_load_that_fails_is_the_answer_and_is_tried_again(
     assert answer(http, "broken") == 1
 
 
-def test_what_an_operator_unloads_stays_away(http: Http) -> None:
+def test_a_model_that_an_operator_unloads_stays_unloaded(http: Http) -> None:
     assert answer(http, "told") == 1
     http.unload("told").ok()
     assert http.infer("told", ASK).status == 404
@@ -244,7 +244,7 @@ def test_what_an_operator_unloads_stays_away(http: Http) -> None:
     assert answer(http, "told") == 1
 
 
-def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
+def test_idle_models_are_unloaded_and_loaded_again(tmp_path: Path) -> None:
     """The limit is a flag of the server or a parameter of the model.
 
     Explicitly loaded models remain.
@@ -259,15 +259,15 @@ def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
         for _ in range(2):
             assert answer(http, "goes") == answer(http, "stays") == 1
             until("it is unloaded", lambda: states(http)["goes"] == ON_DEMAND)
-        wanted = {"goes": ON_DEMAND, "stays": "READY", "kept": "READY", "first": "READY"}
-        assert states(http) == wanted
+        expected = {"goes": ON_DEMAND, "stays": "READY", "kept": "READY", "first": "READY"}
+        assert states(http) == expected
         assert loads(server, "goes") == 2 and loads(server, "stays") == 1
 
 
 ADD = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
-def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -> None:
+def test_an_ensemble_is_loaded_with_its_steps_and_unloaded_before_them(tmp_path: Path) -> None:
     """Its steps remain loaded with it. A request for a step does not load the ensemble."""
     repository = tmp_path / "models"
     for name in ("add", "other"):
@@ -277,10 +277,10 @@ def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -
     asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
     flags = ("--load-on-demand", "--idle-unload-secs=2")
     with running(repository, *flags) as server, server.http() as http:
-        given = {"inputs": [json_input("IN", np.array([1], np.float32))]}
+        body = {"inputs": [json_input("IN", np.array([1], np.float32))]}
         for _ in range(2):
             assert states(http) == asleep
-            assert http.infer("both", given).tensors()["OUT"] == [3]
+            assert http.infer("both", body).tensors()["OUT"] == [3]
             assert states(http) == dict.fromkeys(asleep, "READY")
             until("all have left", lambda: states(http) == asleep)
         alone = {"inputs": [json_input("X", np.array([1], np.float32))]}
@@ -288,7 +288,7 @@ def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -
         assert states(http) == {**asleep, "add": "READY"}
 
 
-def test_openais_interface_has_them_loaded(tmp_path: Path) -> None:
+def test_openai_routes_load_models_on_demand(tmp_path: Path) -> None:
     """Every route loads the model. The list contains all models, loaded or not."""
     for name in ("completes", "chats", "shown"):
         write_folder(tmp_path / name / "1")
@@ -311,7 +311,7 @@ HEAVY = """\
     def execute("""
 
 
-def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_models_are_unloaded_for_a_new_one(tmp_path: Path) -> None:
     """Of models with at least 64 MB each, two fit into 200 MB."""
     names = ["a", "b", "c", "d"]
     for name in names:
@@ -330,7 +330,7 @@ def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path) -> 
         assert loads(server, "c") == 2 and loads(server, "a") == 3
 
 
-def test_polling_has_what_comes_on_demand_and_reloads_what_is_loaded(tmp_path: Path) -> None:
+def test_polling_registers_new_models_and_reloads_loaded_ones(tmp_path: Path) -> None:
     repositories.add_as(tmp_path, "there", "constant")
     flags = ("--load-on-demand", "--model-control-mode=poll", "--repository-poll-secs=1")
     with running(tmp_path, *flags) as server, server.http() as http:

@@ -40,10 +40,10 @@ def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
 
 def ask(server: Server, sequence: int, start: bool = False, end: bool = False) -> Reply:
     """Send the value 1 over a new connection."""
-    given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+    parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
     tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
     with server.http() as http:
-        return http.infer("sums", {"inputs": [tensor], "parameters": given})
+        return http.infer("sums", {"inputs": [tensor], "parameters": parameters})
 
 
 def total(reply: Reply) -> int:
@@ -94,7 +94,7 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
         until("it has ended", lambda: not server.find("worker sums"))
 
 
-def test_another_server_takes_over(tmp_path: Path) -> None:
+def test_a_successor_server_takes_over(tmp_path: Path) -> None:
     """The successor accepts no clients before the old sequences have ended.
 
     One server is always ready.

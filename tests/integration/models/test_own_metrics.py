@@ -105,8 +105,8 @@ def http(metered: Server) -> Iterator[Http]:
 
 def meter(http: Http, amount: float, model: str = "metering") -> float:
     """Count an amount; return the total that the instance has counted."""
-    given = json_input("AMOUNT", np.array([amount], np.float64))
-    return float(http.infer(model, {"inputs": [given]}).tensors()["TOTAL"][0])
+    tensor = json_input("AMOUNT", np.array([amount], np.float64))
+    return float(http.infer(model, {"inputs": [tensor]}).tensors()["TOTAL"][0])
 
 
 def test_instances_and_models_are_one(metered: Server, http: Http) -> None:
@@ -142,17 +142,17 @@ def test_the_text(metered: Server) -> None:
     assert amount.startswith('metering_amounts{by="other",unit="a \\"b\\"\\\\\\n"} ')
 
 
-def test_a_thread_of_the_model_changes_them(metered: Server) -> None:
+def test_a_thread_of_the_model_changes_its_metrics(metered: Server) -> None:
     until("the gauge is shown", lambda: metered.metric("ticks", **{"from": "thread"}) == 1000)
 
 
 def test_a_model_sees_on_the_page_what_it_has_just_done(metered: Server, http: Http) -> None:
-    given = json_input("INPUT0", np.array([metered.metrics_port], np.int32))
+    tensor = json_input("INPUT0", np.array([metered.metrics_port], np.int32))
     for _ in range(2):
-        http.infer("looking", {"inputs": [given]}).ok()
+        http.infer("looking", {"inputs": [tensor]}).ok()
 
 
-def test_what_a_dead_instance_counted_stays(metered: Server, http: Http) -> None:
+def test_the_counts_of_a_dead_instance_stay(metered: Server, http: Http) -> None:
     meter(http, 3)
     before = metered.metric("metering_amounts", by="metering")
     (worker,) = metered.find("worker metering.1")

@@ -61,8 +61,8 @@ TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
 
 @pytest.fixture(scope="module")
 def server(models: Path, host: Callable[[Path], Server]) -> Server:
-    """Start a server of models with levels and strategies, and one that calls another with a
-    priority.
+    """Start a server of models with priority levels and strategies, and a model that calls
+    another one with a priority.
     """
     path = repositories.add_as(models, "levels", "gated", LEVELS) / "config.pbtxt"
     path.write_text(path.read_text().replace("max_batch_size: 8", "max_batch_size: 1"))
@@ -77,7 +77,7 @@ def number(value: int) -> np.ndarray:
     return np.full((1, 1), value, np.int32)
 
 
-def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) -> None:
+def test_priorities_are_accepted_over_every_protocol(server: Server, pool: RequestPool) -> None:
     """Rule 3.2.1: over HTTP, gRPC, from a local client, and from a model."""
 
     def over_grpc() -> None:
@@ -97,9 +97,9 @@ def test_a_priority_comes_in_over_every_door(server: Server, pool: RequestPool) 
     queue = Queue(server, pool, "levels")
     queue.add(5, priority=5)
     queue.add(4)  # without a priority: the default is level 4
-    asked = [queue.call(function) for function in (over_grpc, natively, from_a_model)]
+    pending_calls = [queue.call(function) for function in (over_grpc, natively, from_a_model)]
     assert queue.batches(5) == [[1], [2], [3], [4], [5]]
-    for function in asked:
+    for function in pending_calls:
         function.result()
 
 
@@ -126,7 +126,7 @@ def test_a_late_request_of_a_level_that_delays_runs_last(server: Server, pool: R
 
 
 @pytest.mark.parametrize("model", ["prefer_latency", "adaptive"])
-def test_strategies_that_wait_for_nothing_run_what_is_there(
+def test_strategies_without_delay_run_waiting_requests_at_once(
     server: Server, pool: RequestPool, model: str
 ) -> None:
     """The configured delay of these models is half a minute."""

@@ -21,9 +21,9 @@ Explicit = tuple[Server, Path]
 
 def call(target: str) -> dict:
     """Return a request for the models that call others."""
-    given = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
+    tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
     first, second = np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32)
-    return {"inputs": [given, json_input("INPUT0", first), json_input("INPUT1", second)]}
+    return {"inputs": [tensor, json_input("INPUT0", first), json_input("INPUT1", second)]}
 
 
 def test_a_model_calls_another(http: Http) -> None:
@@ -83,7 +83,7 @@ class TritonPythonModel:
 """
 
 
-def test_initialize_that_fails_says_why(explicit: Explicit) -> None:
+def test_a_failing_initialize_reports_its_reason(explicit: Explicit) -> None:
     """One or both of two instances report the failure before the load fails."""
     server, repository = explicit
     two = "instance_group { kind: KIND_CPU count: 2 }"
@@ -228,7 +228,7 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_says_what_is_no_unicode(explicit: Explicit) -> None:
+def test_an_error_message_that_is_not_unicode(explicit: Explicit) -> None:
     server, repository = explicit
     config = repositories.identity_config("speaker", "INT32", [1])
     repositories.write(repository, "speaker", config, SPEAKER)
@@ -236,8 +236,8 @@ def test_a_model_that_says_what_is_no_unicode(explicit: Explicit) -> None:
         http.load("speaker").ok()
 
         def ask(way: str) -> Reply:
-            given = json_input("INPUT0", np.zeros(1, np.int32))
-            return http.infer("speaker", {"id": way, "inputs": [given]})
+            tensor = json_input("INPUT0", np.zeros(1, np.int32))
+            return http.infer("speaker", {"id": way, "inputs": [tensor]})
 
         for way in ("raise", "error"):
             assert ask(way).error.endswith("n\\udce4me")
@@ -278,8 +278,8 @@ def test_a_model_that_calls_itself(explicit: Explicit) -> None:
     repositories.write(repository, "countdown", config, COUNTDOWN)
 
     def ask(number: int) -> Reply:
-        given = json_input("INPUT0", np.array([number], np.int32))
-        return http.infer("countdown", {"inputs": [given]})
+        tensor = json_input("INPUT0", np.array([number], np.int32))
+        return http.infer("countdown", {"inputs": [tensor]})
 
     with server.http() as http:
         http.load("countdown").ok()
@@ -322,11 +322,11 @@ def test_an_output_that_is_not_made_is_no_old_answer(explicit: Explicit) -> None
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
         memory_range = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
         for value, listed in ((sevens, 1), (absent, 0)):
-            given = {
+            fields = {
                 "inputs": [json_input("INPUT0", value)],
                 "outputs": [{"name": "OUTPUT0", "parameters": memory_range}],
             }
-            answer = http.infer("partial", given).ok().json()
+            answer = http.infer("partial", fields).ok().json()
             assert len(answer["outputs"]) == listed
             assert (np.frombuffer(region.path.read_bytes(), np.int32) == value).all()
         http.post("/v2/systemsharedmemory/region/partial/unregister").ok()

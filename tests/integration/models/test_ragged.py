@@ -126,7 +126,7 @@ def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None
     assert [answer["Y"][0, 2] for answer in answers] == [3, 5, 3]
 
 
-def test_without_ragged_batches_shapes_part_them(server: Server) -> None:
+def test_without_ragged_batches_requests_of_other_shapes_are_separated(server: Server) -> None:
     """3.1 rule 2: an input with a -1 dimension must have the first request's shape."""
     answers = ask_all(server, "equal", of(2, 4, 1))
     assert [answer["Y"][0, 1] for answer in answers] == [1, 1, 1]

@@ -222,7 +222,7 @@ def test_a_named_configuration(tmp_path: Path) -> None:
         assert "no effect" not in server.log()
 
 
-def test_the_index_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
+def test_the_index_reports_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
@@ -397,7 +397,7 @@ def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_a_request_that_is_wrong_says_nothing_of_the_model(explicit: Explicit) -> None:
+def test_an_invalid_load_request_does_not_change_the_model(explicit: Explicit) -> None:
     """Invalid content of a load request does not change the state of an existing model, nor of
     one that was removed.
     """
@@ -530,7 +530,7 @@ def test_a_reload_loses_no_request(explicit: Explicit) -> None:
 
 
 @pytest.mark.parametrize("between", [0, 2])
-def test_what_an_old_generation_finishes_is_counted(explicit: Explicit, between: int) -> None:
+def test_requests_of_an_old_generation_are_counted(explicit: Explicit, between: int) -> None:
     """Holds for any number of generations that ended in between without completing requests."""
     server, repository = explicit
     repositories.add(repository, "gated")
@@ -597,7 +597,7 @@ def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: Explicit) -> None:
+def test_configuration_errors_have_tritons_text(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "constant", config="instance_group { kind: KIND_GPU }\n")
     with server.http() as http:
@@ -648,7 +648,7 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explic
         assert old.result().status == 200
 
 
-def test_unload_lets_what_runs_finish(explicit: Explicit) -> None:
+def test_unload_waits_for_running_requests(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "gated")
     with request_pool(server) as pool, server.http() as http:
@@ -687,7 +687,7 @@ def test_unload_while_a_worker_starts_again(explicit: Explicit) -> None:
     assert "Traceback" not in server.log()[before:]
 
 
-def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
+def test_a_failed_load_reports_the_exception_of_initialize(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "constant")
     fails = """\
@@ -773,7 +773,7 @@ def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Pat
         until("it is loaded at last", lambda: http.get("/v2/health/ready").status == 200, 10)
 
 
-def test_a_model_that_comes_to_stand_in_two_repositories(
+def test_a_model_that_appears_in_two_repositories(
     tmp_path: Path, polling: tuple[Server, Path, Path]
 ) -> None:
     """Polling unloads the ambiguous model without making the server unready, and loads it when
@@ -802,7 +802,7 @@ def test_a_model_that_comes_to_stand_in_two_repositories(
         assert answer(http, "twice") == 2
 
 
-def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(
+def test_removing_a_broken_model_leaves_the_server_ready(
     tmp_path: Path, polling: tuple[Server, Path, Path]
 ) -> None:
     server, repository, _ = polling

@@ -45,7 +45,7 @@ def over_grpc(config: str) -> pb.RepositoryModelLoadRequest:
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["insecure", "tokens"])
-def test_who_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
+def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
     """If other hosts can connect without a token: no client.
 
     With tokens: clients with the scope.

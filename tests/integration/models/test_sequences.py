@@ -141,10 +141,10 @@ def ask(
     shape: tuple[int, ...] = (1, 1),
 ) -> Any:
     """Return the status and the sum, or the error text."""
-    given = {"sequence_id": sequence, "sequence_start": bool(flags & 1)}
-    given["sequence_end"] = bool(flags & 2)
+    parameters = {"sequence_id": sequence, "sequence_start": bool(flags & 1)}
+    parameters["sequence_end"] = bool(flags & 2)
     tensor = json_input("INPUT0", np.full(shape, value, np.int32))
-    reply = http.infer(model, {"inputs": [tensor], "parameters": given})
+    reply = http.infer(model, {"inputs": [tensor], "parameters": parameters})
     answer = reply.json()
     return reply.status, answer["outputs"][0]["data"][0] if reply.status == 200 else answer["error"]
 
@@ -240,9 +240,9 @@ def test_the_native_client(server: Server) -> None:
                 client.infer("plain", INPUT0=one, sequence=sequence)
         with pytest.raises(shmserve.client.InvalidArgument, match="non-zero or non-empty"):
             client.infer("plain", INPUT0=one, start=True)
-        for wrong in (-1, 1 << 64, "x" * 129, 1.5):
+        for wrong_value in (-1, 1 << 64, "x" * 129, 1.5):
             with pytest.raises(shmserve.client.InvalidArgument, match="sequence must be"):
-                client.infer("plain", INPUT0=one, sequence=wrong)  # type: ignore[arg-type]
+                client.infer("plain", INPUT0=one, sequence=wrong_value)  # type: ignore[arg-type]
 
 
 def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
@@ -296,8 +296,8 @@ def test_the_shells_client(server: Server, sequence: str) -> None:
     urls.append(f"--run-dir={server.run_dir}")
     sums = []
     for url, flags in zip(urls, (["--start"], [], ["--end"]), strict=True):
-        given = ["--input=INPUT0=[2]", f"--sequence={sequence}", *flags]
-        done = run_command("client", "infer", "plain", url, *given)
+        arguments = ["--input=INPUT0=[2]", f"--sequence={sequence}", *flags]
+        done = run_command("client", "infer", "plain", url, *arguments)
         assert done.returncode == 0, done.stderr
         sums.append(json.loads(done.stdout)["outputs"][0]["data"])
     assert sums == [[[2]], [[4]], [[6]]]

@@ -43,10 +43,10 @@ def asking(pool: RequestPool, model: str) -> Ask:
     """Return a function that sends a request of a sequence with the value 1."""
 
     def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
-        given: dict[str, Any] = {"sequence_id": sequence}
-        given |= {"sequence_start": start, "sequence_end": end}
+        parameters: dict[str, Any] = {"sequence_id": sequence}
+        parameters |= {"sequence_start": start, "sequence_end": end}
         tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
-        return pool.infer(model, {"inputs": [tensor], "parameters": given})
+        return pool.infer(model, {"inputs": [tensor], "parameters": parameters})
 
     return ask
 
@@ -123,12 +123,10 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
 
 
 def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
-    """A lone first request runs at once, the instance is then idle, and the next of slot 0 and the
-    first of slot 1 run as one batch when they come together.
+    """A lone first request runs at once.
 
-    What is START [1, 0] and READY [1, 0] in Triton's documentation is START [1] and READY [1] here
-    and in a real Triton: behind the highest slot with a request there is no row, whether the slots
-    there have never had a sequence (as here) or have an idle one (as below).
+    Then the instance is idle, and the next request of slot 0 and the first of slot 1 run as one
+    batch.
     """
     ask, gate = asking(pool, "single"), server.gate
     lone = ask(1, start=True)

@@ -1,5 +1,6 @@
-"""`shmserve perf` against a real server: every door, shared memory, open loops, sequences, and what
-it says when something is wrong."""
+"""`shmserve perf` with a real server: all protocols, shared memory, open loops, sequences, and
+error messages.
+"""
 
 import json
 import re
@@ -148,9 +149,9 @@ def test_an_interrupt_prints_what_was_measured(
         until("the load has begun", lambda: successes(asked) > before + 100, within_s=30)
         time.sleep(0.8)  # the second case ends its warm-up and some windows
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    assert "concurrency 4: interrupted after" in shown and "concurrency 5" not in shown
+    assert "concurrency 4: interrupted after" in output and "concurrency 5" not in output
     (point,) = json.loads(path.read_text())["points"]
     assert point["interrupted"] and point["requests"] > 10 and not point["errors"]
 
@@ -203,7 +204,7 @@ def test_an_open_loop_sends_at_its_rate(perf: Perf, arrivals: str) -> None:
 
 
 @pytest.mark.parametrize("door", ["http", "grpc", "native"])
-def test_errors_are_counted_and_told(
+def test_errors_are_counted_and_reported(
     perf: Perf, door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.json"
@@ -251,7 +252,7 @@ def test_a_report_is_written_drawn_and_compared(
         ),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_an_error_is_one_line(
     asked: Server,
     capsys: pytest.CaptureFixture[str],
     door: str,
@@ -270,7 +271,7 @@ def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     assert "refused" in capsys.readouterr().err
 
 
-def test_tls_and_a_server_that_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = certificates.make(tmp_path)
     repository = tmp_path / "models"
     repository.mkdir()
@@ -285,8 +286,8 @@ def test_tls_and_a_server_that_goes(tmp_path: Path, capsys: pytest.CaptureFixtur
         # It goes in the middle of a load.
         stopping = threading.Timer(1.0, server.stop)
         stopping.start()
-        asked = ["perf", "identity", f"--url={server.url}", *large[:-1]]
-        assert main([*asked, "--window=60", "--patience=5"]) == 1
+        command = ["perf", "identity", f"--url={server.url}", *large[:-1]]
+        assert main([*command, "--window=60", "--patience=5"]) == 1
         stopping.join()
         # It depends on the moment which of them meets it.
         assert re.search("cannot be reached|no response|failed", capsys.readouterr().err)

@@ -55,7 +55,7 @@ def in_force(server: Server) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("door", ["http", "native"])
-def test_it_recommends_what_loads_and_leaves_the_model_as_it_was(
+def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     asked: Server, tmp_path: Path, door: str
 ) -> None:
     before = in_force(asked)
@@ -70,7 +70,7 @@ def test_it_recommends_what_loads_and_leaves_the_model_as_it_was(
     assert ET.parse(tmp_path / "tried.svg").getroot().tag.endswith("svg")
 
 
-def test_an_interrupt_prints_what_was_tried_and_leaves_the_model_as_it_was(
+def test_an_interrupted_tune_prints_its_results_and_restores_the_model(
     asked: Server, tmp_path: Path
 ) -> None:
     before = in_force(asked)
@@ -86,13 +86,13 @@ def test_an_interrupt_prints_what_was_tried_and_leaves_the_model_as_it_was(
         assert process.stderr.readline().startswith("1. ")
         assert process.stderr.readline().startswith("2. ")  # the first run is recorded
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
-    assert "# interrupted after" in shown and "max_batch_size: 8" in shown
+    assert "# interrupted after" in output and "max_batch_size: 8" in output
     assert in_force(asked) == before
 
 
-def test_it_leaves_what_it_recommends_where_it_is_to(
+def test_tune_writes_its_recommendation_to_the_given_file(
     asked: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     override = {**in_force(asked), "max_batch_size": 4, "dynamic_batching": {}}
@@ -120,7 +120,7 @@ def test_it_leaves_what_it_recommends_where_it_is_to(
         (("--p99=3", "--openai=chat"), "--openai: the settings of generative models"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_errors_of_tune_are_reported(
     flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", "slow", *flags]) == 2

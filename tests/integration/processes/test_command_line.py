@@ -151,7 +151,7 @@ def test_check(repository: Path) -> None:
     assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
 
 
-def test_check_tells_of_an_ensemble_without_a_version_beside_its_steps(repository: Path) -> None:
+def test_check_reports_an_ensemble_without_a_version_folder(repository: Path) -> None:
     repositories.add(repository, "identity")
     (repository / "both").mkdir()
     (repository / "both" / "config.pbtxt").write_text(
@@ -180,13 +180,13 @@ def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
     )
     completed = run_command("check", str(repository))
     assert completed.returncode == 2
-    first, *others = completed.stdout.splitlines()
+    first, *other_lines = completed.stdout.splitlines()
     assert first.split(maxsplit=1) == [
         "wrong",
         "FAILED  failed to load 'wrong', failed to poll from model repository: wrong/config.pbtxt:"
         '9:1: max_batch: no such field; did you mean "max_batch_size"?',
     ]
-    assert [line.strip() for line in others] == [
+    assert [line.strip() for line in other_lines] == [
         "wrong/config.pbtxt:4:14: input[0].dims[1]: model input 'A' dimension must be integer >= "
         "1, or -1 to indicate a variable-size dimension for wrong",
         "wrong/config.pbtxt:7:3: output[0].name: model output must specify 'name' for wrong",
@@ -296,7 +296,7 @@ def test_check_loads_models_of_a_gpu_on_the_cpu(repository: Path) -> None:
     assert report["summary"] == {"ok": 1, "refused": 0, "differs": 0, "FAILED": 0}
 
 
-def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
+def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> None:
     repositories.add(repository, "simple")
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])
     completed = run_command("check", str(repository))
@@ -373,8 +373,8 @@ def test_client_infer_that_is_refused(every_door: dict[str, str], door: str) -> 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
     """Run `shmserve client`; return its status and its output on stdout and stderr."""
     status = client.run(arguments)
-    shown = capsys.readouterr()
-    return status, [json.loads(line) for line in shown.out.splitlines()], shown.err
+    captured = capsys.readouterr()
+    return status, [json.loads(line) for line in captured.out.splitlines()], captured.err
 
 
 def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

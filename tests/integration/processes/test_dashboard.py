@@ -61,14 +61,14 @@ def test_it_needs_the_token_of_metrics(guarded: Server) -> None:
                 403,
                 "this token has no access to the metrics API",
             )
-        given = {"Authorization": f"Bearer {TOKEN}"}
-        shown = http.get("/", given).ok()
-        assert shown.headers["Content-Type"] == "text/html; charset=utf-8"
-        assert "default-src 'none'" in shown.headers["Content-Security-Policy"]
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        reply = http.get("/", headers).ok()
+        assert reply.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
         # Without a token, the same page asks for one. It contains no data of the server.
-        assert http.get("/").body == shown.body
-        assert http.get("/live", {**given, "Sec-Fetch-Site": "cross-site"}).status == 403
-    with Feed(guarded.metrics_port, given) as feed:
+        assert http.get("/").body == reply.body
+        assert http.get("/live", {**headers, "Sec-Fetch-Site": "cross-site"}).status == 403
+    with Feed(guarded.metrics_port, headers) as feed:
         assert feed.response.headers["Content-Type"].startswith("text/event-stream")
         assert set(feed.next()["models"]) == {"identity/1"}
 
@@ -78,28 +78,28 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
         first = feed.next()
         until("all are asked", lambda: all(answered(server, name) > 8 for name in watched.FEW))
     with Feed(server.metrics_port) as feed:
-        whole = feed.next()
+        report = feed.next()
     assert first["models"]["broken/1"]["state"] == "UNAVAILABLE"
     assert "there is no such weight" in first["models"]["broken/1"]["because"]
     for name in watched.FEW:
-        row = whole["models"][f"{name}/1"]
+        row = report["models"][f"{name}/1"]
         assert row["success"] == answered(server, name), name
         assert row["fail"] == server.metric("nv_inference_request_failure", model=name), name
         assert row["execution_count"] == server.metric("nv_inference_exec_count", model=name)
         for reason, count in row["closed"].items():
             closed = server.metric("shmserve_batches_closed", model=name, reason=reason)
             assert closed == count, name
-    assert whole["models"]["pipeline/1"]["steps"] == ["half", "half"]
-    cached = whole["models"]["cached/1"]
+    assert report["models"]["pipeline/1"]["steps"] == ["half", "half"]
+    cached = report["models"]["cached/1"]
     assert cached["cache_hit"] and cached["cache"]["bytes"] == server.metric("shmserve_cache_bytes")
     open_sequences = server.metric("shmserve_open_sequences", model="sums")
-    assert whole["models"]["sums/1"]["sequences"] == open_sequences
+    assert report["models"]["sums/1"]["sequences"] == open_sequences
     resident = server.samples("shmserve_process_resident_bytes")
-    assert whole["server"]["processes"] == len(resident)
+    assert report["server"]["processes"] == len(resident)
     # Shared pages count once (PSS), so the total is less than the sum of all resident sizes.
     used = sum(psutil.Process(process.pid).memory_full_info().pss for process in server.tree())
-    assert whole["server"]["pss_bytes"] == pytest.approx(used, rel=0.3)
-    assert whole["server"]["pss_bytes"] < 0.8 * sum(size for _, size in resident)
+    assert report["server"]["pss_bytes"] == pytest.approx(used, rel=0.3)
+    assert report["server"]["pss_bytes"] < 0.8 * sum(size for _, size in resident)
     assert server.metric("shmserve_model_failed", model="broken") == 1
     failed = server.samples("shmserve_model_failed")
     assert server.metric("shmserve_models", state="failed") == len(failed)
@@ -110,7 +110,7 @@ def answered(server: Server, model: str) -> float:
     return server.metric("nv_inference_request_success", model=model)
 
 
-def test_a_worker_that_dies_is_told(server: Server) -> None:
+def test_the_dashboard_reports_a_dead_worker(server: Server) -> None:
     with Feed(server.metrics_port) as feed:
         feed.next()
         worker = server.find_one("worker half")
@@ -143,11 +143,13 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
             "document.querySelector('#rows button').textContent === 'broken'",
         )
     page.run("show('simple/1', true)")
-    wanted = int(answered(server, "simple"))
-    page.wait("the last ones are counted", f"models.get('simple/1').success === {wanted}")
-    shown = page.run("document.getElementById('bars').innerText")
-    assert re.search(rf"answered\s+{wanted if wanted < 1e5 else ''}", shown)
-    assert "Why batches closed" in shown or not page.run("models.get('simple/1').recent.rate")
+    expected = int(answered(server, "simple"))
+    page.wait("the last ones are counted", f"models.get('simple/1').success === {expected}")
+    text_on_page = page.run("document.getElementById('bars').innerText")
+    assert re.search(rf"answered\s+{expected if expected < 1e5 else ''}", text_on_page)
+    assert "Why batches closed" in text_on_page or not page.run(
+        "models.get('simple/1').recent.rate"
+    )
     assert page.run("document.activeElement.id") == "detail-name"
     page.key("Escape")
     assert page.run("document.getElementById('detail').hidden")
@@ -200,7 +202,7 @@ def has_history(server: Server, version: str) -> bool:
 
 
 @needs_chromium
-def test_what_hurts_comes_first_on_a_phone(server: Server, page: Page) -> None:
+def test_the_list_of_problems_comes_first_on_a_phone(server: Server, page: Page) -> None:
     server.find_one("worker half").kill()
     until("it is back", lambda: server.find("worker half"))
     page.size(390, 844, phone=True)
@@ -371,7 +373,7 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
 
 
 @needs_chromium
-def test_a_page_that_nobody_sees_asks_nothing(server: Server, page: Page) -> None:
+def test_a_hidden_page_sends_no_requests(server: Server, page: Page) -> None:
     gateway = server.find_one("gateway")
     until("nobody watches", lambda: gateway.num_threads() == 1)
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")

@@ -171,7 +171,7 @@ def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> 
     server.wait_ready()
 
 
-def test_counters_come_again_and_again(server: Server, events: EventReader) -> None:
+def test_counters_are_published_repeatedly(server: Server, events: EventReader) -> None:
     def counters() -> dict[str, int]:
         *_, counted = heard(events, lambda event: isinstance(event, m.ModelCounted))
         assert (counted.name, counted.version) == ("simple", "1")
@@ -189,7 +189,7 @@ def test_counters_come_again_and_again(server: Server, events: EventReader) -> N
     assert after["pending"] == after["executing"] == 0
 
 
-def test_what_is_and_what_happens_are_printed(server: Server) -> None:
+def test_states_and_events_are_printed(server: Server) -> None:
     listed = run_command("events", f"--run-dir={server.run_dir}")
     assert listed.returncode == 0 and not listed.stderr
     for text in (" server: ready\n", " model simple version 1: READY\n", "scheduler simple: runs"):
@@ -199,9 +199,9 @@ def test_what_is_and_what_happens_are_printed(server: Server) -> None:
             pass
         with server.http() as http:
             assert http.load("none").status >= 400
-        while (shown := json.loads(line()))["event"] != "LoadRefused":
+        while (event := json.loads(line()))["event"] != "LoadRefused":
             pass
-        assert shown["name"] == "none" and "no such model" in shown["reason"]
+        assert event["name"] == "none" and "no such model" in event["reason"]
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
 
@@ -232,7 +232,7 @@ def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
     assert [process.pid for process in server.tree() if uses(process.pid)] == [server.pid]
 
 
-def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
+def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
     """A stopped subscriber receives the missed events later, as far as its queue holds them."""
     with (
         SharedObject(4096) as shared_object,
@@ -251,7 +251,7 @@ def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
         assert lines[-1].endswith(" region first: unregistered\n")
 
 
-def test_a_listener_that_loses_events_is_told_how_many(server: Server) -> None:
+def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:
     """If the queue overflows, the received events and the reported losses add up to all events."""
     pairs, name = 1200, "n" * 250
     read = lost = 0

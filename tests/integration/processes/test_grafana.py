@@ -243,8 +243,8 @@ def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
         tests.append(rule_test({**HEALTHY, **changed}, silent_at))
         if fires_at:
             tests.append(rule_test({**HEALTHY, **changed}, fires_at, name))
-    given = {"rule_files": ["alerts.yaml"], "evaluation_interval": "30s", "tests": tests}
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(given))
+    rules = {"rule_files": ["alerts.yaml"], "evaluation_interval": "30s", "tests": tests}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(rules))
     for verb in (["check", "rules", "alerts.yaml"], ["test", "rules", "tests.yaml"]):
         done = subprocess.run([PROMTOOL, *verb], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -263,7 +263,7 @@ def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
     assert not [line for line in lines if not line.startswith("nv_")]
 
 
-def test_what_is_named_is_there(server: Server) -> None:
+def test_every_named_metric_exists(server: Server) -> None:
     """This test also runs without Prometheus."""
     with watched.asked(server, generative=True):
         until("text is made", lambda: server.metric("shmserve_llm_tokens_generated", model="tiny"))

@@ -85,8 +85,8 @@ class Reader:
         self.printed = done.stdout
 
     def compare(self, block: Block) -> None:
-        wanted = ".*?".join(map(re.escape, block.text.rstrip().split("...")))
-        assert re.search(wanted + r"\s*\Z", self.printed, re.DOTALL), self.printed
+        pattern = ".*?".join(map(re.escape, block.text.rstrip().split("...")))
+        assert re.search(pattern + r"\s*\Z", self.printed, re.DOTALL), self.printed
 
     def stop(self) -> None:
         server, self.server = self.server, None
@@ -95,7 +95,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("page", TRIED, ids=lambda page: page.stem)
-def test_it_does_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_run_as_described(page: Path, tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     examples = blocks(page)
     if page.stem == "generation":  # a small model replaces the weights that the page names

@@ -296,7 +296,7 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
         ({"log_info": False, "log_warning": False, "log_error": False}, ""),
     ],
 )
-def test_a_model_is_heard_as_far_as_the_settings_say(
+def test_log_settings_reach_the_models_records(
     server: Server, http: Http, changes: dict[str, Any], shown: str
 ) -> None:
     http.post(PATH, changes).ok()

@@ -101,10 +101,10 @@ def test_counts(counted: Server) -> None:
 
 
 def test_failures_are_counted_by_reason(counted: Server) -> None:
-    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": ["error"]}
+    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": ["error"]}
     with counted.http() as http:
         reply = http.infer(
-            "crimes", {"inputs": [given, json_input("INPUT0", np.zeros((1, 4), np.int32))]}
+            "crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]}
         )
         assert reply.status == 500
         until(
@@ -164,8 +164,8 @@ def test_counters_survive_gateways_and_workers(
     repositories.add(repository, "simple")
     server = serve(repository, "--gateways=2")
     with request_pool(server, 8) as pool:
-        asked = [pool.send(lambda http: http.get("/v2/health/live")) for _ in range(8)]
-        assert all(answer.result().status == 200 for answer in asked)
+        pending_calls = [pool.send(lambda http: http.get("/v2/health/live")) for _ in range(8)]
+        assert all(answer.result().status == 200 for answer in pending_calls)
         for _ in range(40):
             pool.infer("simple", rows(1))
     until("all is counted", lambda: server.metric("nv_inference_count", model="simple") == 40)
@@ -183,7 +183,7 @@ def test_no_metrics(repository: Path, serve: Callable[..., Server]) -> None:
         metrics.get("/metrics")
 
 
-def test_latencies_are_shown_as_metrics_config_says(
+def test_latencies_appear_as_metrics_config_sets(
     repository: Path, serve: Callable[..., Server]
 ) -> None:
     repositories.add(repository, "simple")

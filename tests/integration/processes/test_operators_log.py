@@ -102,7 +102,7 @@ def test_a_token_for_inference_is_enough_to_infer(
     assert [json.loads(line)["model_name"] for line in lines] == [model] * responses
 
 
-def test_a_class_that_does_not_load_is_told_once_with_its_own_path(tmp_path: Path) -> None:
+def test_a_class_that_fails_to_load_is_reported_once_with_its_path(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text(f"import numpy as np\nfrom shmserve.model import FP32\n{BAD}")
     flags = ("--exit-on-error=false", "--strict-readiness=false")
@@ -114,7 +114,7 @@ def test_a_class_that_does_not_load_is_told_once_with_its_own_path(tmp_path: Pat
     assert "workers/" not in log
 
 
-def test_a_class_that_is_wrong_is_told_with_its_own_path(tmp_path: Path) -> None:
+def test_an_invalid_class_is_reported_with_its_path(tmp_path: Path) -> None:
     file = tmp_path / "wrong.py"
     file.write_text("class Wrong:\n    max_batch_size = '8'\n    def predict(self, x): ...\n")
     with running(

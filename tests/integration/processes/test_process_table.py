@@ -114,7 +114,7 @@ asyncio.run(main())
 """
 
 
-def test_a_process_that_is_continued_while_nobody_looks() -> None:
+def test_a_stopped_process_is_continued_after_its_time_limit() -> None:
     """The supervisor was stopped as well, so it detects an expired time limit first."""
     assert output(_LATE) == "signal 15\n"
 

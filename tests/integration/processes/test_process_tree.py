@@ -56,7 +56,7 @@ def test_workers_end_first_where_memory_is_short(server: Server) -> None:
     assert score("worker simple.0") == min(1000, own + 500)
 
 
-def test_every_process_says_what_it_is(server: Server) -> None:
+def test_every_process_has_a_descriptive_title(server: Server) -> None:
     titles = server.titles()
     for title in ("worker simple.0 cpu", "scheduler simple", "gateway http 0"):
         assert titles[title] == 1, titles
@@ -244,8 +244,8 @@ def test_sigterm_while_loading(repository: Path) -> None:
 def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) -> None:
     """At both moments the server has files that it must remove."""
     (tmp_path / "models").mkdir()
-    given = [f"--model-repository={tmp_path}/models"]
-    flags = [*given, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
+    arguments = [f"--model-repository={tmp_path}/models"]
+    flags = [*arguments, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
     flags = flags if verb == "serve" else [f"{tmp_path}/models"]
     run = run_python("-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags)
     assert run.returncode in ((0,) if verb == "serve" else (2, 143)), run.stderr

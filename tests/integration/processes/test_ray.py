@@ -295,7 +295,7 @@ def test_a_server_that_is_there_is_found(
     asyncio.run(use())
 
 
-def test_a_server_that_cannot_start_says_so(own: Path) -> None:
+def test_a_server_that_cannot_start_raises_its_error(own: Path) -> None:
     async def use() -> None:
         async with started({**FLAGS, "model-repository": "/missing"}) as server:
             with pytest.raises(RuntimeError, match=r"shmserve serve exited with status [12]; see"):
@@ -305,7 +305,7 @@ def test_a_server_that_cannot_start_says_so(own: Path) -> None:
     assert not list(own.iterdir())
 
 
-def test_a_server_that_ends_is_told(own: Path) -> None:
+def test_a_server_that_exits_raises_an_error(own: Path) -> None:
     async def use() -> None:
         async with started({**FLAGS, "model-repository": own.parent / "models"}) as server:
             await server.wait_ready()

@@ -72,8 +72,8 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     assert first == {"0.001": 0, "60000": 2, "+Inf": 2}
     assert repeating.metric(f"{FIRST}_count", model="repeat") == 2
     lines = [line for line in repeating.metrics().splitlines() if line.startswith(FIRST)]
-    whole = rf'{FIRST}_sum{{model="repeat",version="1"}} [0-9]+'
-    assert sum(re.fullmatch(whole, line) is not None for line in lines) == 1
+    full_text = rf'{FIRST}_sum{{model="repeat",version="1"}} [0-9]+'
+    assert sum(re.fullmatch(full_text, line) is not None for line in lines) == 1
     assert f'{FIRST}_bucket{{model="repeat",version="1",le="60000"}} 2' in lines
     standard = {
         labels["le"]
@@ -100,7 +100,7 @@ def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
     )
 
 
-def test_what_has_had_a_response_fails_with_its_worker(repeating: Server) -> None:
+def test_a_partly_answered_request_fails_with_its_worker(repeating: Server) -> None:
     with stream(repeating) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="killed")
         results.get(timeout=30)

@@ -93,10 +93,12 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
         lent = {"http": [http.fileno()], "grpc": [grpc.fileno()], "local": [local.fileno()]}
 
         def begin() -> subprocess.Popen[bytes]:
-            given = [(name, fd) for name, fds in (lent | manager.kept).items() for fd in fds]
-            names = ":".join(name for name, _ in given)
+            descriptors = [(name, fd) for name, fds in (lent | manager.kept).items() for fd in fds]
+            names = ":".join(name for name, _ in descriptors)
             environment = {"NOTIFY_SOCKET": manager.address}
-            server = start([fd for _, fd in given], names, folder / "models", folder, **environment)
+            server = start(
+                [fd for _, fd in descriptors], names, folder / "models", folder, **environment
+            )
             manager.receive("READY=1")
             return server
 
@@ -119,7 +121,7 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
         assert_unnoticed(outcomes)
 
 
-def test_by_taking_over(folder: Path) -> None:
+def test_restarts_by_takeover(folder: Path) -> None:
     """Each server is started while its predecessor runs, without a service manager for the
     sockets.
     """

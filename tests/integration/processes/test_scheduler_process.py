@@ -192,7 +192,7 @@ def test_the_host_ignores_messages_that_are_not_for_hosts(stage: Stage) -> None:
     assert stage.next(stage.control) == (stage.host, Acknowledged(7))
 
 
-def test_a_request_goes_through_and_is_counted_when_it_is_answered(stage: Stage) -> None:
+def test_a_request_is_executed_and_counted_when_it_is_answered(stage: Stage) -> None:
     number = stage.submit()
     batch = stage.next(stage.worker)
     assert [(request.schema, request.data) for request in batch.requests] == [WORK]
@@ -203,7 +203,7 @@ def test_a_request_goes_through_and_is_counted_when_it_is_answered(stage: Stage)
     assert abs(report["last_inference"] / 1000 - time.time()) < 60
 
 
-def test_it_has_a_name_and_ends_only_when_it_is_told(stage: Stage) -> None:
+def test_a_scheduler_has_a_title_and_ends_only_on_request(stage: Stage) -> None:
     assert "shmserve: scheduler m" in " ".join(psutil.Process(stage.process.pid).cmdline())
     stage.process.send_signal(signal.SIGTERM)
     stage.process.send_signal(signal.SIGINT)
@@ -242,7 +242,7 @@ def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
     assert {answer.code for answer in answers} == {"UNAVAILABLE"}
 
 
-def test_a_deadline_holds_while_the_worker_says_nothing(stage: Stage) -> None:
+def test_a_deadline_holds_while_the_worker_is_silent(stage: Stage) -> None:
     began = time.monotonic()
     number = stage.submit(timeout_ns=1_000_000_000)  # long enough for the request to be dispatched
     batch = stage.next(stage.worker)

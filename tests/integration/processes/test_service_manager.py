@@ -36,15 +36,15 @@ def short_folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_service_manager_hears_of_the_start_and_the_end(
+def test_a_service_manager_is_notified_of_start_and_stop(
     manager: Manager, repository: Path
 ) -> None:
     repositories.add_slow(repository, "slow")
     server = Server([repository], environment={"NOTIFY_SOCKET": manager.address})
     try:
-        heard = manager.receive("loading slow")
-        assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in heard)
-        assert not any("READY=1" in said for said in heard)
+        message = manager.receive("loading slow")
+        assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in message)
+        assert not any("READY=1" in said for said in message)
         server.gate.next().release()
         assert manager.receive("READY=1")[-1] == "READY=1\nSTATUS=2/2 models ready"
         for child in server.tree()[1:]:
@@ -57,8 +57,8 @@ def test_a_service_manager_hears_of_the_start_and_the_end(
 
 
 def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Path) -> None:
-    asked = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "200000"}
-    with running(repository, "--gateways=2", environment=asked, grpc=True) as server:
+    request = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "200000"}
+    with running(repository, "--gateways=2", environment=request, grpc=True) as server:
         manager.receive("WATCHDOG=1")
         for title in ("gateway http 1", "gateway grpc", "scheduler simple"):
             victim = server.find_one(title)
@@ -135,11 +135,11 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Pa
     ):
         unix.bind(str(short_folder / "http"))
         unix.listen()
-        given = [http.fileno(), grpc.fileno(), unix.fileno()]
+        descriptors = [http.fileno(), grpc.fileno(), unix.fileno()]
         port = http.getsockname()[1]
         early = Http(port)
         for _ in range(2):
-            server = start(given, "http:grpc:http", repository, short_folder)
+            server = start(descriptors, "http:grpc:http", repository, short_folder)
             try:
                 early.get("/v2/health/live").ok()  # the client connected before the server started
                 until("it is ready", lambda: ready(port), 60)
@@ -158,7 +158,7 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Pa
     (short_folder / "http").unlink()
 
 
-def test_who_comes_while_models_load_waits_and_is_answered(
+def test_a_client_that_connects_during_a_load_is_answered_after_it(
     tmp_path: Path, short_folder: Path
 ) -> None:
     repository = tmp_path / "models"
@@ -194,8 +194,10 @@ def test_registrations_outlive_the_server(
         for _ in range(3):
             kept = [(name, fd) for name, fds in manager.kept.items() for fd in fds]
             names = ":".join(["http", *(name for name, _ in kept)])
-            given = [listener.fileno(), *(fd for _, fd in kept)]
-            server = start(given, names, repository, short_folder, NOTIFY_SOCKET=manager.address)
+            descriptors = [listener.fileno(), *(fd for _, fd in kept)]
+            server = start(
+                descriptors, names, repository, short_folder, NOTIFY_SOCKET=manager.address
+            )
             try:
                 manager.receive("READY=1")
                 with contextlib.closing(Http(port)) as http:

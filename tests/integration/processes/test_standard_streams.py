@@ -18,7 +18,7 @@ _SHOW = (
 
 
 @pytest.mark.parametrize("closed", [(), (0,), (1,), (2,), (0, 1, 2)], ids=str)
-def test_what_is_closed_is_dev_null(closed: tuple[int, ...]) -> None:
+def test_closed_standard_streams_become_dev_null(closed: tuple[int, ...]) -> None:
     shut = "".join(f" {fd}>&-" for fd in closed)
     command = ("sh", "-c", f'exec "$@" 3>&1 </dev/zero{shut}', "sh", sys.executable, "-c", _SHOW)
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)

@@ -232,8 +232,8 @@ def test_a_user_has_one(systemd: Systemd) -> None:
     repositories.add(systemd.path(f"{HOME}/.local/share/shmserve/models"), "simple")
     started = run("systemctl", "--user", "start", SERVICE)
     assert "status" not in started, started
-    shown = run("systemctl", "--user", "show", "-pStatusText", SERVICE)
-    assert shown == "StatusText=1/1 models ready"
+    completed = run("systemctl", "--user", "show", "-pStatusText", SERVICE)
+    assert completed == "StatusText=1/1 models ready"
     path = f"{RUNTIME}/shmserve-http.sock"
     assert run("curl", "-si", "--unix-socket", path, "http://host/v2/health/ready")[9:12] == "200"
     assert "status" not in run(*COMMAND, "remove", "--user")

@@ -162,7 +162,7 @@ def test_the_first_one_ends_meanwhile(repository: Path, slow: Path, run_dir: Pat
         following.discard()
 
 
-def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
+def test_a_successor_takes_over_sockets_and_regions(repository: Path, run_dir: Path) -> None:
     """Unix sockets, addresses and regions are taken over twice; the last server leaves nothing."""
     path = run_dir.parent / "http.sock"
     flags = (f"--http-unix-socket={path}", "--gateways=1")

@@ -110,7 +110,7 @@ def test_it_is_used_by_keys(server: Server) -> None:
         assert termios.tcgetattr(opened._theirs) == opened._modes, "the terminal is as it was"
 
 
-def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_top_continues_after_a_restart(tmp_path: Path) -> None:
     repositories.add(tmp_path / "models", "identity")
     first = Server([tmp_path / "models"]).wait_ready()
     first.wait_named()
@@ -136,7 +136,7 @@ def test_without_a_terminal_it_prints_once(server: Server) -> None:
     assert re.search(r"(?m)^simple +", printed.stdout) and "UNAVAILA" in printed.stdout
 
 
-def test_nobody_there_and_no_token(tmp_path: Path) -> None:
+def test_a_missing_server_and_a_missing_token_are_reported(tmp_path: Path) -> None:
     nobody = run_command("top", "--metrics-url=http://127.0.0.1:1")
     assert nobody.returncode == 1 and "] Connection refused; start a server by" in nobody.stderr
     assert len(nobody.stderr.splitlines()) == 1
@@ -148,5 +148,5 @@ def test_nobody_there_and_no_token(tmp_path: Path) -> None:
         url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}"
         refused = run_command("top", url).stderr
         assert "requires a known token" in refused and "--token-file" in refused
-        shown = run_command("top", url, f"--token-file={tokens}")
-        assert shown.returncode == 0 and "identity" in shown.stdout
+        completed = run_command("top", url, f"--token-file={tokens}")
+        assert completed.returncode == 0 and "identity" in completed.stdout

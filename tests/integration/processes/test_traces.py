@@ -115,7 +115,7 @@ def test_a_request_asks_why(server: Server, ask: Callable[[Server], Any]) -> Non
         assert trace_id["total_us"] - 6 <= sum(parts) <= trace_id["total_us"]
 
 
-def test_who_does_not_ask_is_not_told(http: Http) -> None:
+def test_no_explanation_without_the_parameter(http: Http) -> None:
     request = {"inputs": [json_input("X", ROW)], "parameters": {"explain": False}}
     assert "parameters" not in http.infer("one", request).ok().json()
 
@@ -131,7 +131,7 @@ def explained(server: Server, model: str, given: str = "X") -> Any:
     ("model", "given", "key", "inner"),
     [("both", "IN", "steps", ["one", "two"]), ("calls", "X", "calls", ["one"])],
 )
-def test_what_others_took_is_told(
+def test_the_time_of_inner_models_is_explained(
     server: Server, model: str, given: str, key: str, inner: list[str]
 ) -> None:
     explanation = explained(server, model, given)
@@ -218,15 +218,15 @@ def test_a_failure_is_logged_with_its_trace(server: Server) -> None:
     assert re.search(rf"E .*worker .*model 'boom' failed trace={TRACE}", server.log())
 
 
-def test_errors_say_whose_trace_it_is(server: Server) -> None:
-    given = {"traceparent": TRACEPARENT}
-    wrong = {"inputs": [json_input("NOPE", ROW)]}
+def test_errors_name_the_trace(server: Server) -> None:
+    headers = {"traceparent": TRACEPARENT}
+    wrong_body = {"inputs": [json_input("NOPE", ROW)]}
     with server.http() as http:
-        for model, body in (("boom", X), ("one", wrong), ("nope", X)):
-            refused = http.infer(model, body, given)
+        for model, body in (("boom", X), ("one", wrong_body), ("nope", X)):
+            refused = http.infer(model, body, headers)
             assert refused.status >= 400
             assert refused.headers["traceparent"].startswith(f"00-{TRACE}-")
-            assert "traceparent" not in http.infer(model, wrong, {"traceparent": "x"}).headers
+            assert "traceparent" not in http.infer(model, wrong_body, {"traceparent": "x"}).headers
         untraced = http.infer("boom", X)  # all requests are timed for the log of slow requests
         trace_id = untraced.headers["traceparent"].split("-")[1]
     until("its line has it", lambda: re.search(f"slow: .*trace={trace_id}", server.log()))
@@ -237,7 +237,7 @@ def test_errors_say_whose_trace_it_is(server: Server) -> None:
             )
             model_infer_request.inputs.add(name=name, datatype="FP32", shape=[1])
             with pytest.raises(grpc.RpcError) as failed:
-                call.ModelInfer(model_infer_request, metadata=list(given.items()), timeout=20)
+                call.ModelInfer(model_infer_request, metadata=list(headers.items()), timeout=20)
             metadata = dict(failed.value.trailing_metadata())
             assert metadata["traceparent"].startswith(f"00-{TRACE}-")
     with shmserve.client.connect(server.run_dir) as native:
@@ -290,7 +290,7 @@ def test_a_stream_is_explained_at_its_end(server: Server, ask: Callable[[Server]
 
 
 @pytest.mark.parametrize("door", ["http", "stream", "grpc"])
-def test_a_request_whose_client_has_gone_is_told_too(server: Server, door: str) -> None:
+def test_a_request_of_a_disconnected_client_is_traced(server: Server, door: str) -> None:
     before = server.log().count("the client has disconnected")
     if door == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
@@ -308,7 +308,7 @@ def test_a_request_whose_client_has_gone_is_told_too(server: Server, door: str) 
     assert failures[-1]["total_us"] >= 50_000
 
 
-def test_a_program_hears_of_a_traceparent_that_is_none(server: Server) -> None:
+def test_a_malformed_traceparent_is_refused(server: Server) -> None:
     with (
         shmserve.client.connect(server.run_dir) as client,
         pytest.raises(shmserve.client.InvalidArgument, match="traceparent must have W3C"),
@@ -333,7 +333,7 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     return [(entry, {one["name"]: one["ns"] for one in stamps[entry["id"]]}) for entry in about]
 
 
-def test_settings_are_changed_and_given_back(traced: Server, tmp_path: Path) -> None:
+def test_trace_settings_are_changed_and_reset(traced: Server, tmp_path: Path) -> None:
     off = {**OFF, "trace_file": str(tmp_path / "traces")}
     with httpclient.InferenceServerClient(traced.url) as client:
         assert client.get_trace_settings() == off
@@ -458,7 +458,7 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
         ({"trace_rate": {}}, 400, "'trace_rate' must be a string"),
     ],
 )
-def test_what_is_no_setting_is_refused(
+def test_unknown_trace_settings_are_refused(
     server: Server, settings: dict[str, Any], status: int, says: str
 ) -> None:
     with server.http() as http:
@@ -616,7 +616,7 @@ def test_spans_of_calls_and_of_failures(collected: tuple[Server, Collector]) -> 
         assert TRACE not in {span.trace_id.hex() for span in spans_of(collected_spans, 8).values()}
 
 
-def test_what_is_not_sent_yet_is_sent_at_the_end(models: Path) -> None:
+def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:
     with collector() as collected_spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
         trace_flags = (

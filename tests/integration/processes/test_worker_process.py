@@ -216,7 +216,7 @@ def test_from_start_to_stop(worker: Worker) -> None:
     assert (worker.version_dir / "log").read_text() == "unloaded"
 
 
-def test_a_failing_request_leaves_its_neighbours_and_the_worker(worker: Worker) -> None:
+def test_a_failing_request_does_not_affect_its_batch_or_worker(worker: Worker) -> None:
     worker.start()
     worker.load()
     for bad, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
@@ -289,7 +289,7 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
+def test_a_successor_scheduler_takes_over(worker: Worker, late: bool) -> None:
     """The successor assigns keys anew, so a key cancelled by its predecessor is another request."""
     worker.start()
     worker.load()
@@ -307,7 +307,7 @@ def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
     assert value(worker.answer(worker.finished("w2")[0])) == 10
 
 
-def test_a_scheduler_that_it_is_told_of_again_has_its_batches(worker: Worker) -> None:
+def test_a_scheduler_announced_twice_receives_its_batches(worker: Worker) -> None:
     """The instance was loaded while its scheduler was replaced, so it has registered with the
     successor before.
     """
@@ -410,7 +410,7 @@ def test_an_idle_worker_does_nothing(worker: Worker) -> None:
     assert switches() - before < 5
 
 
-def test_a_hanging_worker_tells_where(worker: Worker) -> None:
+def test_a_hanging_worker_logs_its_stack(worker: Worker) -> None:
     worker.start()
     worker.load()
     worker.execute(-4)

@@ -240,7 +240,7 @@ def test_a_pid_that_others_remember_is_not_used_again(tmp_path: Path) -> None:
     assert output(_RECYCLED, f"{tmp_path}/run") == "True True\nTrue False\n"
 
 
-def test_a_spare_takes_over(tmp_path: Path) -> None:
+def test_a_spare_zygote_takes_over(tmp_path: Path) -> None:
     """Works for each death of a zygote, and the spare has the imports of the first one."""
     (tmp_path / "preloaded.py").write_text(_PRELOADED)
     pids = output(_KILLED, f"{tmp_path}/run", str(tmp_path))
@@ -282,7 +282,9 @@ def output(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("at", ["the first fork", "the second fork"])
-def test_no_room_for_one_process_more(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_a_process_limit_that_allows_no_further_worker(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     """The zygote logs the error and survives; the caller receives the error."""
     kernels, forks = os.fork, [at == "the first fork"]
 
@@ -299,7 +301,9 @@ def test_no_room_for_one_process_more(monkeypatch: pytest.MonkeyPatch, at: str) 
         assert msgpack.unpackb(ours.recv(64)) == [7, -errno.EAGAIN]
 
 
-def test_no_room_for_the_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_limit_that_allows_no_zygote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """If the process limit is too low, the server reports it and does not start."""
 
     def refused(*_: object, **__: object) -> int:

@@ -38,9 +38,9 @@ def server(models: Path, start: Start) -> Server:
 def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> triton.InferResult:
     client = triton.InferenceServerClient(server.url)
     name = "IN" if model == "pipeline" else "X"
-    given = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
+    tensor = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
     try:
-        return client.infer(model, [given], **options)
+        return client.infer(model, [tensor], **options)
     finally:
         client.close()
 
@@ -52,7 +52,7 @@ def stats(http: Http, model: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_what_came_before_is_not_executed(
+def test_a_repeated_request_is_answered_from_the_cache(
     server: Server, http: Http, model: str, size: int
 ) -> None:
     """Section 3.8: the response is the same, its id the new request's."""
@@ -116,7 +116,9 @@ def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -
 
 
 def test_a_region_passes_the_cache_by(http: Http) -> None:
-    """A client may write there at any time: what was hashed need not be what is executed."""
+    """A client may write to its region at any time, so the hashed bytes may differ from the
+    executed ones.
+    """
     array = np.full(4, 3, np.float32)
     with SharedObject(64) as shared_object:
         shared_object.write(array, 0)
@@ -137,7 +139,9 @@ def test_a_region_passes_the_cache_by(http: Http) -> None:
 
 
 def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:
-    """What is in the message is hashed by the scheduler; what is in its memory is not."""
+    """The scheduler hashes tensors in the message. Tensors in the client's memory are not
+    cached.
+    """
     with shmserve.client.connect(server.run_dir) as client:
         small = np.full(4, 5, np.float32)
         one, two = (client.infer("native", X=small)["Y"] for _ in range(2))
@@ -148,7 +152,7 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
     assert stats(http, "native")["inference_stats"]["cache_hit"]["count"] == 1
 
 
-def test_the_metrics_of_the_cache_are_those_of_models_that_have_one(server: Server) -> None:
+def test_only_models_with_a_cache_have_cache_metrics(server: Server) -> None:
     """Section 4: hits, misses and their times, and no summary of whole requests."""
     array = np.full(3, 11, np.float32)
     for _ in range(3):
@@ -160,15 +164,15 @@ def test_the_metrics_of_the_cache_are_those_of_models_that_have_one(server: Serv
     assert server.metric("nv_cache_hit_summary_per_model_count", model="other") == 2
     assert server.metric("nv_cache_miss_summary_per_model_count", model="other") == 1
     assert server.metric("nv_inference_queue_summary_us_count", model="other") == 3
-    whole = server.samples("nv_inference_request_summary_us_count")
-    assert [labels["model"] for labels, _ in whole] == ["plain"]
+    samples = server.samples("nv_inference_request_summary_us_count")
+    assert [labels["model"] for labels, _ in samples] == ["plain"]
     assert server.metric("shmserve_cache_entries", model="other") == 1
     models = {labels["model"] for labels, _ in server.samples("nv_cache_num_hits_per_model")}
     assert "plain" not in models and len(models) == 6
 
 
 def test_the_bound_is_the_servers(server: Server) -> None:
-    """Six models share 4 MB, whatever they are asked."""
+    """Six models share 4 MB in the cache, whichever of them are used."""
     for model in ("counting", "batched", "other"):
         for number in range(8):
             infer(server, model, np.full(60_000, number, np.float32))

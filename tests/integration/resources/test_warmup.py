@@ -61,7 +61,9 @@ def add(
     max_batch_size: int = 4,
     **files: bytes,
 ) -> None:
-    """A model that notes what it sees; `files` go into its folder "warmup"."""
+    """Add a model that records the requests it receives; `files` are written to its folder
+    "warmup".
+    """
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text(_MODEL)
@@ -128,7 +130,7 @@ def server(models: Path, start: Start) -> Server:
 
 
 def seen(server: Server, model: str, **more: Any) -> list[Any]:
-    """What a model had seen before the first client's request."""
+    """Return the requests that a model received before the first client's request."""
     inputs = more.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
     request = {
         "inputs": [
@@ -169,7 +171,7 @@ def test_without_batching_shapes_are_as_they_are_written(server: Server) -> None
     assert all(0 <= float(value) < 1 for value in values) and len(set(values)) == 3
 
 
-def test_data_come_from_a_file_in_the_models_folder(server: Server) -> None:
+def test_warmup_data_are_read_from_the_models_folder(server: Server) -> None:
     assert seen(server, "filed") == [[{"X": [[1, 3], ["0.0", "1.0", "2.0"]]}]]
 
 
@@ -188,7 +190,7 @@ def test_random_data_of_each_type_and_empty_texts(server: Server) -> None:
     assert request["F"] == [[1, 1], ["hi"]]
 
 
-def test_controls_of_sequences_are_as_the_sample_names_them(server: Server) -> None:
+def test_sequence_controls_of_a_warmup_sample(server: Server) -> None:
     """Others are those of a whole sequence."""
     start = {"sequence_id": 5, "sequence_start": True, "sequence_end": True}
     ((request,),) = seen(server, "controlled", parameters=start)[-1:]
@@ -208,9 +210,9 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
     seen(server, "skipped")
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
-        (others,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
+        (statistics,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
     assert stats["execution_count"] - before == 1
-    assert others["execution_count"] <= 1
+    assert statistics["execution_count"] <= 1
 
 
 @pytest.mark.parametrize(

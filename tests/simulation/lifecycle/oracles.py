@@ -167,12 +167,12 @@ class LifecycleOracles:
         serving: dict[str, ObservedVersion],
     ) -> None:
         name = order.model.name
-        wanted = {spec.version: spec for spec in order.specs}
-        if wanted.keys() != serving.keys():
-            self.broke(f"8: {name} serves {[*serving]}, and {[*wanted]} were loaded")
+        ordered_specs = {spec.version: spec for spec in order.specs}
+        if ordered_specs.keys() != serving.keys():
+            self.broke(f"8: {name} serves {[*serving]}, and {[*ordered_specs]} were loaded")
             return
         anew = self._loaded_of.get(name) == (order.fingerprint, order.source.config)
-        for number, spec in wanted.items():
+        for number, spec in ordered_specs.items():
             version = serving[number]
             if version.config.source != spec.config.source:
                 self.broke(f"8: {version} has another configuration than was loaded last")
@@ -399,10 +399,10 @@ class LifecycleOracles:
 
     def _check_last(self, model: ModelEntry) -> None:
         order = self._last.get(model.name)
-        wanted = order.specs if order is not None and order.kind is OrderKind.LOAD else []
+        ordered_specs = order.specs if order is not None and order.kind is OrderKind.LOAD else []
         serving = self._serving_of(model)
         loaded = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
-        if loaded != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:
+        if loaded != {(spec.version, spec.model_dir, spec.files) for spec in ordered_specs}:
             self.broke(f"8: {model.name} serves {serving}, and the last order was another")
 
     def _check_shapes(self, version: ObservedVersion) -> None:

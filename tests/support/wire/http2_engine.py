@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.frames import FaultCode
-from shmserve.gateway.http2.header_blocks import Fields, content_length
+from shmserve.gateway.http2.header_blocks import Fields, parse_content_length
 from shmserve.gateway.http2.incoming import (
     Data,
     Limits,
@@ -74,7 +74,7 @@ class RequestFields(tuple[tuple[bytes, bytes], ...]):
     @property
     def data_size(self) -> int:
         """Return the announced content length, or -1 without one."""
-        return content_length(self)
+        return parse_content_length(self)
 
 
 class Engine:
@@ -177,11 +177,11 @@ class Case:
 
     def check(self, limits: Limits | None = None) -> None:
         """Let the engine process the bytes, at once and byte by byte."""
-        whole, cut = Engine(limits), Engine(limits)
-        whole.take(self.before + self.sent)
+        uncut, cut = Engine(limits), Engine(limits)
+        uncut.take(self.before + self.sent)
         for byte in self.before + self.sent:
             cut.take(bytes((byte,)))
-        for engine in (whole, cut):
+        for engine in (uncut, cut):
             self._check(engine)
 
     def _check(self, engine: Engine) -> None:

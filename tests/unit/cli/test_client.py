@@ -19,7 +19,7 @@ from shmserve.cli import client
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.protocols.tensors import ModelTensor, decode, encode, load
+from shmserve.protocols.tensors import ModelTensor, decode, encode, load_value
 
 METADATA = {
     "name": "m",
@@ -62,7 +62,7 @@ def test_a_missing_batch_dimension_is_added(
 
 
 @pytest.mark.parametrize("datatype", [name for name in ITEM_SIZE if name != "BYTES"])
-def test_every_datatype_goes_there_and_back(datatype: str) -> None:
+def test_every_datatype_is_encoded_and_decoded(datatype: str) -> None:
     value: Any = [[True, False], [False, True]] if datatype == "BOOL" else [[0, 1], [2, 64]]
     shape, raw = encode(tensor(datatype, -1, 2), value)
     assert (shape, len(raw)) == ([2, 2], 4 * ITEM_SIZE[datatype])
@@ -137,19 +137,19 @@ def test_bf16_rounds_to_the_nearest_even() -> None:
     np.testing.assert_array_equal(array, torch.from_numpy(values).bfloat16().float().numpy())
 
 
-def test_values_come_from_json_and_files(tmp_path: Path) -> None:
+def test_values_are_read_from_json_and_files(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, np.arange(3))
-    assert load("X", f"@{path}").tolist() == [0, 1, 2]
-    assert load("X", '["a"]') == ["a"]
+    assert load_value("X", f"@{path}").tolist() == [0, 1, 2]
+    assert load_value("X", '["a"]') == ["a"]
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG\0")
-    shape, raw = encode(tensor("BYTES", -1, 1), load("X", f"@{picture}"))
+    shape, raw = encode(tensor("BYTES", -1, 1), load_value("X", f"@{picture}"))
     assert (shape, raw) == ([1, 1], b"\5\0\0\0\x89PNG\0")
     np.save(path, np.array([{}]), allow_pickle=True)
     for text in (f"@{path}", f"@{tmp_path / 'none'}", "[1", "@"):
         with pytest.raises(InvalidArgument, match="input 'X'"):
-            load("X", text)
+            load_value("X", text)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -165,10 +165,10 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers["Inference-Header-Content-Length"])
         request = json.loads(body[:length])
         self.server.asked.append((self.path, request))  # type: ignore[attr-defined]
-        (given,) = request["inputs"]
-        size = given["parameters"]["binary_data_size"]
+        (tensor,) = request["inputs"]
+        size = tensor["parameters"]["binary_data_size"]
         assert len(body) == length + size
-        output = {**given, "name": "Y"}
+        output = {**tensor, "name": "Y"}
         answer = {"model_name": "m", "model_version": "1", "outputs": [output]}
         self.reply(200, answer, body[length:])
 
@@ -182,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(header + binary)
 
     def log_message(self, *arguments: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -223,13 +223,16 @@ def test_infer(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model-version=3", "--request-id=a b", "--timeout-us=500", "--output=Y"]
+    options += ["--parameter=explain=true", "--parameter=top=0.5", "--parameter=k=-3"]
+    options += ["--parameter=mode=a=b", '--parameter=quoted="1"', "--parameter=empty="]
     assert run("m", url(server), "--input=X=[[]]", *options) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     assert output == {"name": "Y", "datatype": "INT32", "shape": [1, 0], "data": [[]]}
     ((path, request),) = server.asked  # type: ignore[attr-defined]
     assert path == "/v2/models/m/versions/3/infer"
     assert request["id"] == "a b"
-    assert request["parameters"] == {"deadline_us": 500}
+    parameters = {"explain": True, "top": 0.5, "k": -3, "mode": "a=b", "quoted": "1", "empty": ""}
+    assert request["parameters"] == {"deadline_us": 500, **parameters}
     assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
 
 
@@ -244,6 +247,11 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=hello"], 2, """quote a string: --input 'X="..."'"""),
         (["m", f"--input=X={'[' * 100_000}"], 2, "input 'X': the lists are nested too deeply"),
         (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
+        (["m", "--input=X=1", "--parameter=a"], 2, "--parameter: expected NAME=VALUE, got 'a'"),
+        (["m", "--input=X=1", "--parameter=a=[1]"], 2, "'a' must be true, false, a number or a"),
+        (["m", "--input=X=1", "--parameter=a=null"], 2, "or a string, got null"),
+        (["m", "--input=X=1", f"--parameter=a={2**63}"], 2, "'a' must be a 64-bit integer"),
+        (["m", "--input=X=1", "--parameter=a=NaN"], 2, "'a' must be a finite number, got NaN"),
         (["m", "--input=X=@/dev/null"], 2, "of a file are for BYTES and UINT8"),
         (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
@@ -284,10 +292,10 @@ def test_each_problem_is_one_line(
 ) -> None:
     known = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
     completed = run(arguments[0], *known, *arguments[1:])
-    shown = capsys.readouterr()
-    assert (completed, shown.out) == (status, "")
-    assert text in shown.err
-    assert shown.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert (completed, captured.out) == (status, "")
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\x01\x00\x04\x00{{{{", b"junk"])
@@ -295,14 +303,14 @@ def test_a_file_that_holds_no_array(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(content)
     with pytest.raises(InvalidArgument, match="input 'X': cannot read "):
-        load("X", f"@{path}")
+        load_value("X", f"@{path}")
 
 
 def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, a=np.zeros(1), b=np.zeros(1))
     with pytest.raises(InvalidArgument, match="contains several arrays; save a single array"):
-        load("X", f"@{path}")
+        load_value("X", f"@{path}")
 
 
 def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
@@ -323,7 +331,7 @@ def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
     ],
 )
 def test_the_pixels_of_a_file(tmp_path: Path, shape: tuple[int, ...], found: list[int]) -> None:
-    value = load("X", f"@{picture(tmp_path / 'photo.png')}")
+    value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
     got, raw = encode(ModelTensor("X", "UINT8", shape), value)
     assert got == found and len(raw) == math.prod(found)
     if 1 not in shape and shape[-1] == 3:
@@ -335,7 +343,7 @@ def test_the_pixels_of_a_file(tmp_path: Path, shape: tuple[int, ...], found: lis
 def test_the_bytes_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "photo.jpg"
     file.write_bytes(b"\xff\xd8\0")
-    value = load("X", f"@{file}")
+    value = load_value("X", f"@{file}")
     assert encode(ModelTensor("X", "UINT8", (-1,)), value) == ([3], b"\xff\xd8\0")
     assert encode(ModelTensor("X", "UINT8", (-1, -1)), value) == ([1, 3], b"\xff\xd8\0")
     assert encode(ModelTensor("X", "BYTES", (-1, 1)), value) == ([1, 1], b"\3\0\0\0\xff\xd8\0")
@@ -356,7 +364,7 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
 def test_the_error_names_what_a_file_lacks(
     tmp_path: Path, datatype: str, shape: tuple[int, ...], text: str
 ) -> None:
-    value = load("X", f"@{picture(tmp_path / 'photo.png')}")
+    value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
     with pytest.raises(InvalidArgument, match=text):
         encode(ModelTensor("X", datatype, shape), value)
 
@@ -367,7 +375,7 @@ def test_a_file_that_is_no_image_and_a_host_without_pillow(
     file = tmp_path / "photo.jpg"
     file.write_bytes(b"text")
     with pytest.raises(InvalidArgument, match=r"the file is not an image|pip install pillow"):
-        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load("X", f"@{file}"))
+        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load_value("X", f"@{file}"))
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(InvalidArgument, match="pip install pillow"):
-        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load("X", f"@{file}"))
+        encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load_value("X", f"@{file}"))

@@ -1,4 +1,4 @@
-"""`shmserve guide`: pages that are files, and those that are made from what they describe."""
+"""`shmserve guide`: pages from files, and pages generated from the objects that they describe."""
 
 import inspect
 import os
@@ -26,11 +26,57 @@ def test_a_page_is_printed(topic: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_without_a_topic_there_are_the_contents(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["guide"]) == 0
-    shown = capsys.readouterr().out
+    captured = capsys.readouterr().out
     for page in (FOLDER / "guide").glob("*.md"):
-        assert page.stem == "contents" or f"(shmserve guide {page.stem})" in shown
-    assert "`client`" in shown
-    assert "`flags`" in shown
+        assert page.stem == "contents" or f"`shmserve guide {page.stem}`" in captured
+    assert "`shmserve guide protocol`" in captured
+    assert "`client`" in captured
+    assert "`flags`" in captured
+
+
+def test_tables_are_columns_of_text() -> None:
+    page = """\
+Text with a | bar.
+
+| name | |
+|---|---|
+| `a` | one \\| two |
+| bcd | words that do not fit into the width |
+| ef | |
+
+```text
+| code | stays |
+```
+| | |
+|---|---|
+| x | y |
+"""
+    assert guide.with_columns(page, 24).splitlines() == [
+        "Text with a | bar.",
+        "",
+        "name",
+        "----  ------------------",
+        "`a`   one | two",
+        "bcd   words that do not",
+        "      fit into the width",
+        "",
+        "ef",
+        "",
+        "```text",
+        "| code | stays |",
+        "```",
+        "-  -",
+        "x  y",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_no_table_is_wider_than_the_terminal(width: int) -> None:
+    for topic in guide._pages():
+        text = guide.page(topic)
+        kept = set(text.splitlines())
+        for line in guide.with_columns(text, width).splitlines():
+            assert line in kept or len(line) <= width, topic
 
 
 def test_in_a_terminal_a_pager_shows_it() -> None:
@@ -98,8 +144,8 @@ FINDS = {
 @pytest.mark.parametrize("words", FINDS)
 def test_a_search_lists_the_best_page_early(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["guide", "--search", words]) == 0
-    shown = re.findall(r"^shmserve guide (\S+)", capsys.readouterr().out, re.MULTILINE)
-    assert FINDS[words] in shown[:3]
+    page_names = re.findall(r"^shmserve guide (\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert FINDS[words] in page_names[:3]
 
 
 def test_a_comment_of_a_code_block_is_not_a_section(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,17 +168,17 @@ def test_a_search_without_a_result_is_an_error(capsys: pytest.CaptureFixture[str
 
 
 def test_every_flag_is_on_its_page() -> None:
-    shown = guide.page("flags")
-    assert all(f"--{flag.name}" in shown for flag in FLAGS.values())
+    page = guide.page("flags")
+    assert all(f"--{flag.name}" in page for flag in FLAGS.values())
 
 
 def test_the_clients_reference_has_the_whole_public_api() -> None:
-    shown = guide.page("client")
+    page = guide.page("client")
     for name in shmserve.client.__all__:
-        assert f"shmserve.client.{name}" in shown or f"\n{name}(" in shown
+        assert f"shmserve.client.{name}" in page or f"\n{name}(" in page
     for kind in (shmserve.client.Server, aio.Server):
         for name, method in vars(kind).items():
             if not name.startswith("_"):
-                assert f"{kind.__name__}.{name}(" in shown
-                assert (inspect.getdoc(method) or "").splitlines()[0] in shown
-    assert "self" not in shown
+                assert f"{kind.__name__}.{name}(" in page
+                assert (inspect.getdoc(method) or "").splitlines()[0] in page
+    assert "self" not in page

@@ -60,7 +60,7 @@ def test_the_image_is_named(capsys: pytest.CaptureFixture[str], manifest: dict[s
     assert container(printed(capsys, "--image=registry/a:1"))["image"] == "registry/a:1"
 
 
-def test_its_flags_are_those_that_its_ports_and_probes_need(
+def test_the_flags_of_the_container_match_its_ports_and_probes(
     manifest: dict[str, Any], tmp_path: Path
 ) -> None:
     main = container(manifest)

@@ -1,4 +1,4 @@
-"""What `shmserve profile` says of the steps of a model."""
+"""The output of `shmserve profile` about the steps of a model."""
 
 import argparse
 from pathlib import Path
@@ -23,9 +23,10 @@ def test_a_step_is_shared_out_among_its_phases() -> None:
 
 def test_no_step_is_no_mistake() -> None:
     nothing = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
-    shown = profile.table("m", nothing)
-    assert "m: 0 steps in 1.0 s: the model generated nothing" in shown
-    assert "shmserve perf m --openai chat" in shown and "ms per step" not in shown
+    table = profile.table("m", nothing)
+    assert "m: 0 steps in 1.0 s: the model generated nothing" in table
+    assert "--url http://HOST:PORT" in table
+    assert "shmserve perf m --openai chat" in table and "ms per step" not in table
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
@@ -34,17 +35,17 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    asked = argparse.Namespace(
+    request = argparse.Namespace(
         model="m", seconds=1.0, metrics_url="http://127.0.0.1:9/metrics", token="", plot=None
     )
     with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9/metrics"):
-        profile.run(asked)
-    asked.metrics_url = "http://127.0.0.1:9"
+        profile.run(request)
+    request.metrics_url = "http://127.0.0.1:9"
     with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9/metrics"):
-        profile.run(asked)
-    asked.metrics_url = "data:text/html,<!doctype html>"
+        profile.run(request)
+    request.metrics_url = "data:text/html,<!doctype html>"
     with pytest.raises(InvalidArgument, match=r"does not return metrics: .*<!doctype html>"):
-        profile.run(asked)
-    asked.seconds = 0.0
+        profile.run(request)
+    request.seconds = 0.0
     with pytest.raises(InvalidArgument, match="--seconds: 0 is not more than 0"):
-        profile.run(asked)
+        profile.run(request)

@@ -1,4 +1,4 @@
-"""`shmserve systemd`: what it writes, by systemd's own tools; and that it changes no more."""
+"""`shmserve systemd`: the written units, checked by systemd's own tools, and no other change."""
 
 import shutil
 import subprocess
@@ -15,12 +15,12 @@ SYSTEM = Path("etc/systemd/system")
 
 
 def run(verb: str, root: Path, *more: str) -> int:
-    """The command for an image, with a program that is there wherever these tests are."""
+    """Run the command for an image, with a program whose path exists wherever the tests run."""
     return cli.main(["systemd", verb, f"--root={root}", "--program=/bin/sh", *more])
 
 
 def tool(name: str, *arguments: str | Path) -> str:
-    """What a tool of systemd's prints; it must end with 0."""
+    """Return the output of one of systemd's tools, which must exit with 0."""
     if shutil.which(name) is None:
         pytest.skip(f"there is no {name} here")
     ran = subprocess.run([name, *arguments], capture_output=True, text=True, check=False)
@@ -117,16 +117,16 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     with file.open("a") as stream:
         stream.write("exit-timeout-secs: 100\n")
     assert run("install", tmp_path) == 0
-    shown = capsys.readouterr().out
-    assert f"kept       {file}" in shown and "    -exit-timeout-secs: 100\n" in shown
-    assert "    -TimeoutStopSec=40\n" in shown and "    +TimeoutStopSec=110\n" in shown
+    captured = capsys.readouterr().out
+    assert f"kept       {file}" in captured and "    -exit-timeout-secs: 100\n" in captured
+    assert "    -TimeoutStopSec=40\n" in captured and "    +TimeoutStopSec=110\n" in captured
     # A unit that somebody has changed is not overwritten, but by --force.
     before = unit.read_text()
     unit.write_text(before.replace("RestartSec=1", "RestartSec=9"))
     assert run("install", tmp_path) == 1
-    shown = capsys.readouterr().out
-    assert f"kept       {unit}" in shown and "    -RestartSec=9\n" in shown
-    assert shown.count("--force") == 1
+    captured = capsys.readouterr().out
+    assert f"kept       {unit}" in captured and "    -RestartSec=9\n" in captured
+    assert captured.count("--force") == 1
     assert "RestartSec=9" in unit.read_text()
     assert run("install", tmp_path, "--force") == 0
     assert unit.read_text() == before
@@ -150,11 +150,11 @@ def test_remove_keeps_only_files_that_other_programs_wrote(image: Path) -> None:
     assert run("remove", image, "--dry-run") == 1
     assert (wants / "shmserve.service").is_symlink()
     assert run("remove", image) == 1
-    others = {"etc/shmserve/token", f"{SYSTEM}/multi-user.target.wants/other.service"}
+    other_files = {"etc/shmserve/token", f"{SYSTEM}/multi-user.target.wants/other.service"}
     kept = {f"{SYSTEM}/shmserve.socket", str(flags.relative_to(image))}
-    assert written(image) == others | kept
+    assert written(image) == other_files | kept
     assert run("remove", image, "--force") == 0
-    assert written(image) == others
+    assert written(image) == other_files
     assert not (image / "var/lib/shmserve").exists()
     assert run("remove", image) == 0
 
@@ -178,9 +178,9 @@ def test_a_reload_is_waited_for_where_systemd_can(tmp_path: Path, library: str, 
 
 def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("show", tmp_path) == 0
-    shown = capsys.readouterr().out
-    assert "## /etc/systemd/system/shmserve.service: the server\n" in shown
-    assert "ExecStart=/bin/sh serve --config=%E/shmserve/shmserve.yaml" in shown
+    captured = capsys.readouterr().out
+    assert "## /etc/systemd/system/shmserve.service: the server\n" in captured
+    assert "ExecStart=/bin/sh serve --config=%E/shmserve/shmserve.yaml" in captured
     assert written(tmp_path) == set()
 
 
@@ -200,6 +200,7 @@ def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warnin
     ("arguments", "says"),
     [
         (["install", "--program=/home/me/shmserve"], "the units cannot read '/home/me/shmserve'"),
+        (["install", "--program=/tmp/x"], "elsewhere, with a Python that is elsewhere, too"),
         (["show", "--program=shmserve"], "--program: 'shmserve' is not an absolute path"),
         (["show", "--user", "--root=/x"], "--root: an image has no user's manager"),
     ],

@@ -1,4 +1,4 @@
-"""`shmserve top`: what is shown of the figures, at any size, and what the keys do."""
+"""`shmserve top`: the display of the figures at any size, and the keys."""
 
 import io
 from typing import Any
@@ -39,7 +39,7 @@ def top_of(**models: dict[str, Any]) -> Top:
 
 
 def some() -> Top:
-    """Three that serve, of which one fails, and one that does not."""
+    """Return three serving models, one of which fails requests, and a model that is not loaded."""
     _, quick = rows_of(report(0), report(50))
     _, failing = rows_of(report(0), report(10, fail=10, workers_lost=1))
     _, idle = rows_of(report(0), report(0))
@@ -51,7 +51,7 @@ def names(top: Top) -> list[str]:
     return [line.split()[0] for line in shown_of(top)[3:7]]
 
 
-def test_models_with_problems_come_first() -> None:
+def test_models_with_problems_are_first() -> None:
     lines = shown_of(some())
     assert lines[0].startswith("shmserve: 3 of 4 ready  60 req/s  10 fail/s  0 wait")
     assert lines[1].startswith("5 processes 0.5 GiB PSS  1 died  2 regions 0.25 GiB  arena 0/1")
@@ -86,7 +86,7 @@ def test_arrows_choose_and_enter_opens() -> None:
     assert top.ended
 
 
-def test_models_come_and_go() -> None:
+def test_models_appear_and_disappear() -> None:
     top = some()
     top.take({"server": SERVER, "models": {}, "gone": ["broken/1", "idle/1"], "events": []})
     assert set(top.models) == {"quick/1", "failing/1"}

@@ -1,4 +1,6 @@
-"""Who waits for answers is told of all that happens, also of what happens while it looks around."""
+"""A channel that waits for responses receives all events, also those that arrive while it
+handles others.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from tests.support.waiting import until
 
 @contextmanager
 def listener(tmp_path: Path) -> Iterator[None]:
-    """A server that has no models, and says nothing more to the one program it lets in."""
+    """Yield a server without models that admits one program and sends nothing more."""
     (tmp_path / "guests").mkdir(exist_ok=True)
     (tmp_path / "guests" / "door").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as entrance:
@@ -70,7 +72,7 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
 
 
 def built(connection: ServerConnection) -> PackedRequest:
-    """A request of a model whose scheduler nobody reaches."""
+    """Return a request of a model whose scheduler cannot be reached."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
@@ -105,7 +107,7 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
         channel.close()
 
 
-def test_a_task_that_comes_while_answers_are_taken_is_run(
+def test_a_task_that_arrives_while_answers_are_read_is_run(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = connection._own
@@ -189,7 +191,7 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
         assert str(said[0]) == "this client is closed"
 
 
-def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
+def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) -> None:
     submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
@@ -266,9 +268,7 @@ def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
     assert np.shares_memory(array, np.frombuffer(copy, np.float32))
 
 
-def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
-    connection: ServerConnection, tmp_path: Path
-) -> None:
+def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_path: Path) -> None:
     """However many are cancelled at once."""
     count = 2 * MOST_ELEMENTS
     router = UntrustedRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)

@@ -106,7 +106,7 @@ class SupervisorContext:
         registry.close()
 
     def serve(self, answered: Callable[[], bool]) -> None:
-        """Be scheduler and worker until something has happened."""
+        """Play scheduler and worker until a condition holds."""
         while not answered():
             self.drop()
             self.link.wait(0.05)
@@ -143,7 +143,7 @@ def cuda() -> FakeCuda:
 
 @pytest.fixture
 def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
-    """The driver as the client has it; what it allocates is host memory to whoever asks."""
+    """Return the driver as the client uses it; the memory that it allocates is host memory."""
     export = cuda.exporting()
     monkeypatch.setattr("shmserve.client.session.exporting", lambda: export)
     monkeypatch.setattr(DeviceView, "__dlpack_device__", lambda view: (1, 0))
@@ -158,7 +158,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
-    """A server whose model doubles x to y."""
+    """Yield a server whose model doubles x to y."""
     with rig(folder) as worker:
         memory = cuda.device_memory()
         worker.context = dataclasses.replace(
@@ -244,9 +244,9 @@ def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
     interface = region["a"].__cuda_array_interface__
     assert (interface["shape"], interface["typestr"]) == ((2, 3), "<f4")
     assert ctypes.c_float.from_address(interface["data"][0] + 4).value == 1
-    for wrong in ([1, 2, 3, 4], "word"):
+    for wrong_value in ([1, 2, 3, 4], "word"):
         with pytest.raises(InvalidArgument, match="the data cannot be converted to"):
-            region["a"].fill(wrong)
+            region["a"].fill(wrong_value)
     with pytest.raises(BufferError):
         region["a"].__dlpack__(copy=True)
     unused = region["a"].__dlpack__()
@@ -354,9 +354,9 @@ def test_pinned_host_memory(
     host.drop()
     assert not cuda.pinned
     client.allocate(TENSORS, pin=True)
-    for wrong in ({"pin": True}, {"huge_pages": True}):
+    for wrong_value in ({"pin": True}, {"huge_pages": True}):
         with pytest.raises(InvalidArgument, match="only host memory"):
-            client.allocate(TENSORS, device="cuda:0", **wrong)
+            client.allocate(TENSORS, device="cuda:0", **wrong_value)
 
 
 # --- what is refused

@@ -48,7 +48,7 @@ CONFIG = {
 
 @pytest.fixture
 def memories() -> Iterator[Memories]:
-    """Memory that a server has been told of."""
+    """Yield the memories that a server has accepted."""
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:
@@ -68,7 +68,7 @@ def published(name: str = "m", version: str = "1", latest: bool = True) -> m.Mod
     )
 
 
-def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
+def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memories) -> None:
     blocks = [memories.allocate(1 << 20) for _ in range(3)]
     assert len({block.segment for block in blocks}) == 1
     alone = memories.allocate(100, alone=True)
@@ -166,14 +166,14 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
 
 
 def test_a_region_takes_types_of_numpy_and_one_size(memories: Memories) -> None:
-    given: Any = {
+    fields: Any = {
         "a": ((2, 3), np.float32),
         "b": (np.int64(4), "uint8"),
         "c": (np.zeros((1, 5)).shape, np.dtype("int64")),
         "d": ([2], bool),
         "e": (3, "BF16"),
     }
-    with Region(memories, given) as region:
+    with Region(memories, fields) as region:
         kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16"}
         assert {name: spec[1] for name, spec in region.specs.items()} == kinds
         assert region["a"].dtype == np.float32 and region["b"].shape == (4,)
@@ -292,7 +292,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
 
 def test_every_form_is_checked(memories: Memories) -> None:
     model = ClientModel(published())
-    wrong: list[tuple[Any, str]] = [
+    wrong_cases: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
         ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
@@ -300,7 +300,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
         ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
         ({"x": "word"}, "cannot be converted to FP32"),
     ]
-    for inputs, text in wrong:
+    for inputs, text in wrong_cases:
         with pytest.raises(InvalidArgument, match=text):
             prepare(memories, model, inputs, None, PLAIN)
     assert not model.prepared
@@ -374,7 +374,7 @@ def test_options_as_they_travel() -> None:
 
 
 def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
-    """However often that came: numbers, strings, and what lies in memory."""
+    """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(
@@ -458,7 +458,7 @@ def test_lists_with_values_outside_the_datatype_are_rejected(value: object, data
         from_program(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
-def test_a_model_that_is_not_there_may_come_until_the_server_is_ready() -> None:
+def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
     models = ClientModels()
     models.ready = False
     with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
@@ -506,12 +506,12 @@ def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> No
 
 
 def test_local_clients_cannot_forge_identities_or_memory() -> None:
-    capabilities, others = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
+    capabilities, other_capabilities = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
     token = capabilities.token(FIRST)
     assert capabilities.local_client(f"{FIRST}.{token}.1".encode()) == FIRST
     for forged in (
         f"{FIRST + 1}.{token}.1",
-        f"{FIRST}.{others.token(FIRST)}.1",
+        f"{FIRST}.{other_capabilities.token(FIRST)}.1",
         f"{os.getpid()}.{token}.1",
         f"{FIRST}",
         "",

@@ -48,7 +48,9 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
 
 
 def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN) -> ResponseStream:
-    """A stream of a model whose scheduler is the test's; `ended` hears when its memory is free."""
+    """Return a stream of a model whose scheduler is the test; `ended` records when its memory
+    is free.
+    """
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
@@ -141,7 +143,7 @@ def test_an_error_may_be_followed_by_responses(
     assert list(stream) == []
 
 
-def test_the_server_may_know_first_that_the_time_is_over(
+def test_the_servers_timeout_may_precede_the_clients(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     """Its word of it is the same to a program as the client's own."""
@@ -154,7 +156,7 @@ def test_the_server_may_know_first_that_the_time_is_over(
         next(stream)
 
 
-def test_a_response_that_cannot_be_read_ends_them(
+def test_a_response_that_cannot_be_read_ends_the_stream(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     stream = opened(channel, tmp_path, [])
@@ -213,7 +215,7 @@ def test_a_thread_without_a_channel_of_its_own_streams_too(
     assert scheduler.next(m.Cancel) == m.Cancel(number)
 
 
-def test_the_end_of_the_connection_ends_them(
+def test_the_end_of_the_connection_ends_its_streams(
     connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     streams = [opened(way, tmp_path, []) for way in (channel, SharedChannel(connection))]

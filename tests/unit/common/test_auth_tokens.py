@@ -52,9 +52,7 @@ def test_a_token_opens_its_scopes(tokens: Path) -> None:
 @pytest.mark.parametrize(
     ("scopes", "status"), [("inference", 0), ("metadata", 0), ("health,statistics", 403)]
 )
-def test_whoever_asks_models_may_read_their_inputs(
-    tmp_path: Path, scopes: str, status: int
-) -> None:
+def test_the_inference_scope_may_read_signatures(tmp_path: Path, scopes: str, status: int) -> None:
     path = tmp_path / "some"
     path.write_text(f"{SOME} {scopes}\n")
     rules = Authorisation(read_tokens(path), {"metadata": Restriction("key", "secret")})
@@ -73,7 +71,7 @@ def test_whoever_asks_models_may_read_their_inputs(
         *(f"Bearer {ALL.upper()}", "Bearer \udcff\udcfe", f"Bearer {ALL},{SOME}"),
     ],
 )
-def test_what_is_no_token_opens_nothing_but_health(tokens: Path, header: str) -> None:
+def test_a_header_without_a_token_opens_only_health(tokens: Path, header: str) -> None:
     rules = Authorisation(read_tokens(tokens), {})
     for metadata in ({"authorization": header}, {}):
         for scope in SCOPES:
@@ -136,7 +134,7 @@ def test_files_that_cannot_be_read_or_that_others_write(tokens: Path) -> None:
 # --- Triton's restricted APIs
 
 
-def test_restrictions_are_read_as_triton_reads_them() -> None:
+def test_restrictions_are_parsed_as_in_triton() -> None:
     flag = "--http-restricted-api"
     restrictions = parse_restrictions(
         flag, ["health,model-repository:admin-key=a=b", "trace:K:x=v,w"]

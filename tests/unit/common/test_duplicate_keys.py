@@ -106,7 +106,7 @@ PLACES = [(at, name) for at, held in enumerate(holders(Members(request))) for na
 @pytest.mark.parametrize(("at", "name"), PLACES)
 @settings(max_examples=10)
 @given(value=st.sampled_from([1, "a:b", [], Members([]), Members([("x", 1)])]), data=st.data())
-def test_every_place_of_a_request_is_looked_at(
+def test_duplicate_names_are_refused_everywhere_in_a_request(
     at: int, name: str, value: Any, data: st.DataObject
 ) -> None:
     """A duplicate name is rejected at any position and with any value."""

@@ -27,7 +27,7 @@ def write(folder: Path, **files: str) -> None:
         (folder / name.replace("_", ".", 1)).write_text(text)
 
 
-def test_the_memory_that_the_nearest_limit_leaves(
+def test_available_memory_is_that_of_the_nearest_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     grouped(monkeypatch, tmp_path, "0::/slice/server")
@@ -56,9 +56,7 @@ def test_the_memory_of_a_controller_with_its_own_hierarchy(
     assert host.available_memory() == GIB // 2 + 1
 
 
-def test_the_processors_that_a_quota_leaves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_processors_are_limited_by_a_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     grouped(monkeypatch, tmp_path, "0::/server")
     count, quota = host.processors()
     assert count >= 1 and quota is None

@@ -39,7 +39,7 @@ def test_counters_are_summed_and_outlive_their_instance() -> None:
     assert number(metrics.total()) == "5.5"
 
 
-def test_a_successor_goes_on() -> None:
+def test_a_successor_continues_the_counts() -> None:
     metrics = ModelMetrics()
     for pid in (1, 2, 3):
         metrics.report(pid, added((counter(pid), gauge(pid, pid, 0))))
@@ -77,7 +77,7 @@ def test_families_of_several_models_are_one() -> None:
     assert added((counter(1), clash)) == counter(1)
 
 
-def test_the_plain_form_comes_back() -> None:
+def test_the_plain_form_is_parsed_to_the_same_families() -> None:
     families = added((counter(1), gauge(1, 2, 3), histogram([1, 0, 1], [5])))
     assert parse(plain(families)) == families
 
@@ -97,7 +97,7 @@ def test_the_plain_form_comes_back() -> None:
         [["h", "", "HISTOGRAM", 4]],
     ],
 )
-def test_anything_else_is_refused(raw: list[Any]) -> None:
+def test_malformed_reports_are_refused(raw: list[Any]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - whatever the text
         parse(raw)
 

@@ -81,7 +81,7 @@ def test_another_user_of_a_loopback_connection() -> None:
 
 @needs_users
 @pytest.mark.usefixtures("way")
-def test_an_end_that_nobody_has_any_more_is_nobodys() -> None:
+def test_a_closed_socket_belongs_to_no_user() -> None:
     """The kernel reports a closed socket as root's.
 
     A client must not become root by disconnecting.
@@ -124,8 +124,8 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
         assert set(peer.groups) == {ALICE, FRIENDS, 77}
 
 
-def test_a_large_uid_is_nobody_elses() -> None:
-    """Read as a signed number, it would be one of the values for all users or no user."""
+def test_a_large_uid_is_not_read_as_a_special_value() -> None:
+    """Read as a signed number, the uid would be one of the values for all users or no user."""
     assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
 
 
@@ -168,7 +168,7 @@ ME = Peer(os.geteuid(), groups_of(os.geteuid()))
         (ListenerKind.REMOTE, False, Unsupported),
     ],
 )
-def test_who_has_shared_memory_over_which_listener(
+def test_which_listeners_have_shared_memory(
     kind: ListenerKind, allow: bool | None, peer: Peer | type[ShmserveError]
 ) -> None:
     """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
@@ -241,10 +241,10 @@ def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
 def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = "00" * 32
     rules = Authorisation({digest: ("inference",)}, {})
-    asked: list[str | None] = []
+    pending_calls: list[str | None] = []
 
     def scopes(header: str | None) -> frozenset[str] | None:
-        asked.append(header)
+        pending_calls.append(header)
         return frozenset({"inference"}) if header == "Bearer good" else None
 
     monkeypatch.setattr(rules, "scopes", scopes)
@@ -253,7 +253,7 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
         assert (
             caller.find_access_error("inference", CIMultiDict(Authorization="Bearer good")) is None
         )
-    assert asked == ["Bearer good"]
+    assert pending_calls == ["Bearer good"]
     refused = caller.find_access_error("inference", CIMultiDict(Authorization="Bearer bad"))
     assert refused is not None
     assert refused.status == 401
@@ -265,7 +265,7 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
     assert refused.status == 403
 
 
-def test_whoever_runs_the_server_needs_no_token_on_the_unix_socket() -> None:
+def test_the_servers_user_needs_no_token_on_the_unix_socket() -> None:
     rules = Authorisation({"00" * 32: ("inference",)}, {})
     for uid, status in ((os.geteuid(), 0), (0, 0), (1001, 401)):
         refused = ClientIdentity(
@@ -274,7 +274,7 @@ def test_whoever_runs_the_server_needs_no_token_on_the_unix_socket() -> None:
         assert (refused.status if refused else 0) == status
 
 
-def test_any_host_is_admitted_if_the_operator_says_so() -> None:
+def test_any_host_name_is_admitted_if_configured() -> None:
     listener = ListenerRules(ListenerKind.LOOPBACK, OPEN, None, frozenset({"*"}))
     caller = ClientIdentity(listener, Unix(1))
     assert caller.find_host_error(CIMultiDict({"Host": "evil.example"})) is None

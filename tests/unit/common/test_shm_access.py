@@ -49,7 +49,7 @@ def policy(**limits: int) -> ShmPolicy:
         (REMOTE, 1001, GROUP, 0o660, GROUP, Ownership(-1, GROUP, True)),
     ],
 )
-def test_whose_an_object_is(
+def test_the_owner_of_an_object(
     peer: Peer, uid: int, gid: int, mode: int, group: int, owner: Ownership | None
 ) -> None:
     """R5, row 16: the object must be the client's, or its group the configured one."""
@@ -61,7 +61,7 @@ def test_whose_an_object_is(
         assert ownership(peer, "/k", uid, gid, mode, group) == owner
 
 
-def test_who_may_use_a_region() -> None:
+def test_which_clients_may_use_a_region() -> None:
     mine = Ownership(1001, NO_GROUP, True)
     assert mine.admits(ALICE)
     assert not mine.admits(Peer(1002, (GROUP,)))
@@ -124,7 +124,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
     assert not quota._held
 
 
-def test_the_server_pays_until_the_object_is_gone() -> None:
+def test_the_quota_is_charged_until_the_object_is_removed() -> None:
     """R10: unregistering frees no pages and therefore no quota; removing the object does."""
     quota = RegionQuota(policy(sparse_byte_size=100))
     with SharedObject(4096) as shared_object:

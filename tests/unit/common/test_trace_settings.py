@@ -30,7 +30,7 @@ def test_flags_set_what_tritons_set() -> None:
         (["mode=opentelemetry", "opentelemetry,bsp_schedule_delay=0"], "=0 is not a number"),
     ],
 )
-def test_what_is_no_setting_is_refused(flags: list[str], says: str) -> None:
+def test_unknown_trace_settings_are_refused(flags: list[str], says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_trace_config(flags)
     assert caught.value.message.startswith("--trace-config: ")

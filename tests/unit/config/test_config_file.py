@@ -1,4 +1,4 @@
-"""The configuration file: every flag by its name, and what the command line says counts."""
+"""The configuration file: every flag by its name, and the precedence of the command line."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from shmserve.errors import InvalidArgument
 
 
 def read(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
-    """A command line beside a file with this text."""
+    """Return the options of a command line and a file with this text."""
     file = tmp_path / "shmserve.yaml"
     file.write_text(text)
     return command_line.parse([f"--config={file}", *arguments])
@@ -28,7 +28,7 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     assert (options.repeated, options.without_effect) == (said.repeated, said.without_effect)
 
 
-def test_what_the_command_line_says_counts(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     text = """
         http-port: 1  # a comment
         exit-timeout-secs: 7
@@ -89,7 +89,7 @@ def test_an_error_names_file_line_key_and_what_is_allowed(
     assert caught.value.message.startswith(f"--config: '{tmp_path}/shmserve.yaml' line {says}")
 
 
-def test_all_that_is_wrong_is_said_at_once(
+def test_all_errors_are_reported_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "shmserve.yaml"
@@ -103,7 +103,7 @@ def test_all_that_is_wrong_is_said_at_once(
     ]
 
 
-def test_what_no_server_can_have_is_named_by_its_place(tmp_path: Path) -> None:
+def test_a_value_that_no_server_accepts_is_reported_with_its_line(tmp_path: Path) -> None:
     text = "model-repository: /no/models"
     with pytest.raises(InvalidArgument) as caught:
         server.from_flags(read(tmp_path, text), {})
@@ -113,7 +113,7 @@ def test_what_no_server_can_have_is_named_by_its_place(tmp_path: Path) -> None:
         server.from_flags(read(tmp_path, text, "--model-repository=/none"), {})
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot read '/no/file': No such file"):
         command_line.parse(["--config=/no/file"])
     (tmp_path / "binary").write_bytes(b"\xff")

@@ -34,7 +34,9 @@ def test_the_size_of_the_cache() -> None:
         (["local,size=1"], 1, "Incompatible flags"),
     ],
 )
-def test_what_is_no_cache_is_refused(configs: list[str], byte_size: int | None, says: str) -> None:
+def test_wrong_cache_flags_are_refused(
+    configs: list[str], byte_size: int | None, says: str
+) -> None:
     """Section 3.8."""
     with pytest.raises(InvalidArgument, match=says):
         cache_byte_size(configs, byte_size)
@@ -50,7 +52,7 @@ def test_a_resource_is_every_devices_one_devices_or_global() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "R", "R:", ":3", "R:x", "R:1:", "R:1:x", "R:-1", "R:1:2:3"])
-def test_anything_else_is_refused(text: str) -> None:
+def test_malformed_resources_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--rate-limit-resource: "):
         parse_resources([text])
 
@@ -93,12 +95,12 @@ def test_names_and_origins_are_checked_and_repeat() -> None:
     assert config.allowed_host == ("inference.example.com", "*.corp.test", "*")
     assert config.cors_allow_origin == ("https://app.example.com:8443", "*")
     assert config.served_model_name == (("", "org/name"), ("tiny", "gpt"))
-    wrong = {
+    wrong_cases = {
         "--allowed-host": ("https://a.example", "a.example:80", "a.*.example", ""),
         "--cors-allow-origin": ("app.example.com", "https://a.example/", "https://A/b", "null"),
         "--served-model-name": ("", "tiny=", "=gpt"),
     }
-    for flag, values in wrong.items():
+    for flag, values in wrong_cases.items():
         for value in values:
             with pytest.raises(InvalidArgument, match=f"{flag}: '"):
                 server.from_flags(command_line.parse([repository, f"{flag}={value}"]), {})

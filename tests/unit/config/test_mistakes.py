@@ -1,5 +1,6 @@
-"""Mistakes that people make in configurations, and what must be said of each: where, which key,
-what was found, what is allowed, the nearest name."""
+"""Common mistakes in configurations, and the parts of each message: position, key, found value,
+allowed values, nearest name.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -276,7 +277,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_is_said(tmp_path: Path, mistake: str) -> None:
+def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
     read, text, said = MISTAKES[mistake]
     with pytest.raises(ShmserveError) as caught:
         read(tmp_path, text)
@@ -309,7 +310,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("read", TOGETHER, ids=lambda read: read.__name__[3:])
-def test_all_is_told_at_once(tmp_path: Path, read: Callable) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path, read: Callable) -> None:
     text, said = TOGETHER[read]
     with pytest.raises(ShmserveError) as caught:
         read(tmp_path, text)
@@ -317,7 +318,7 @@ def test_all_is_told_at_once(tmp_path: Path, read: Callable) -> None:
     assert [part for part in said if part not in message] == [], message
 
 
-def test_flags_that_mean_nothing_are_told_at_once(tmp_path: Path) -> None:
+def test_meaningless_flags_are_reported_together(tmp_path: Path) -> None:
     words = ("--cache-config=x", "--rate-limit-resource=y", "--backend-config=z", "/nowhere")
     with pytest.raises(InvalidArgument) as caught:
         of_flags(tmp_path, words)

@@ -21,14 +21,14 @@ ANY_FLAG = st.sampled_from(sorted(flags.FLAGS))
 
 
 def settings(*arguments: str, **environment: str) -> server.ServerConfig:
-    """The settings that a command line gives; the repository is a folder that is there."""
+    """Return the settings of a command line whose repository is an existing folder."""
     return server.from_flags(
         command_line.parse([f"--model-repository={ROOT}", *arguments]), environment
     )
 
 
 def refusal(*arguments: str, **environment: str) -> str:
-    """The error that a command line gives."""
+    """Return the error of a command line."""
     with pytest.raises(InvalidArgument) as caught:
         server.from_flags(command_line.parse(arguments), environment)
     return caught.value.message
@@ -123,7 +123,7 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         ("summary_quantiles=.5:", "summary_quantiles='.5:': Invalid option: [.5:]. Error: stod"),
     ],
 )
-def test_what_is_no_setting_of_metrics_is_refused(text: str, says: str) -> None:
+def test_unknown_metrics_settings_are_refused(text: str, says: str) -> None:
     assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {says}"
 
 
@@ -155,7 +155,7 @@ TRITONS = """
 
 
 def test_the_flags_of_tritonserver_are_all_known() -> None:
-    """Each in both spellings; those that nothing is done about say what there is instead."""
+    """Each flag is known in both spellings; a flag without effect names its replacement."""
     known = TRITONS.split()
     assert set(known) <= set(flags.FLAGS)
     idle = [name for name in known if not flags.FLAGS[name].effect]
@@ -202,13 +202,11 @@ def test_flags_without_effect_are_named_once() -> None:
         (("--strict-model-config=false",), True),
     ],
 )
-def test_what_has_models_complete_their_configurations(
-    flags: tuple[str, ...], completes: bool
-) -> None:
+def test_which_flags_complete_configurations(flags: tuple[str, ...], completes: bool) -> None:
     assert settings(*flags).auto_complete is completes
 
 
-def test_what_repeats_and_what_the_last_one_decides() -> None:
+def test_repeatable_flags_and_flags_of_which_the_last_counts() -> None:
     options = settings(
         "--model-control-mode=explicit",
         "--load-model=a",
@@ -338,9 +336,9 @@ def test_no_command_line_breaks_the_parser(arguments: list[str]) -> None:
 
 def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert set(re.findall(r"--([a-z0-9-]+)", shown)) >= set(flags.FLAGS) - {"model-store"}
-    assert max(map(len, shown.splitlines())) <= 100
+    captured = capsys.readouterr().out
+    assert set(re.findall(r"--([a-z0-9-]+)", captured)) >= set(flags.FLAGS) - {"model-store"}
+    assert max(map(len, captured.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("verb", [[], ["serve"], ["check"], ["client"], ["client", "infer"]])
@@ -350,9 +348,9 @@ def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]
     except SystemExit as end:  # argparse's way
         status = end.code
     assert status == 0
-    shown = capsys.readouterr().out
-    assert "usage" in shown.lower()
-    assert max(map(len, shown.splitlines())) <= 120
+    captured = capsys.readouterr().out
+    assert "usage" in captured.lower()
+    assert max(map(len, captured.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("arguments", [[], ["bogus"], ["serve"], ["check"], ["client"]])

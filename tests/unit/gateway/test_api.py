@@ -60,7 +60,7 @@ def http(gateway: Rig, simple: Scheduler) -> Iterator[Http]:
 
 
 def report(name: str, version: str) -> dict[str, Any]:
-    """A scheduler's statistics: 3 requests in 2 executions."""
+    """Return a scheduler's statistics: 3 requests in 2 executions."""
     durations = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
     stats: dict[str, Any] = {
         key: {"count": 3, "ns": 1000 * (n + 1) + 999} for n, key in enumerate(durations)
@@ -152,7 +152,7 @@ def test_every_route_has_a_scope() -> None:
     # There is one place where a handler is found, and it authorises before anything else.
     assert inspect.getsource(routing).count("route.handler") == 1
     source = inspect.getsource(routing.App.handle)
-    assert source.index("authorise(route, request, cors)") < source.index("route.handler")
+    assert source.index("check_authorised(route, request, cors)") < source.index("route.handler")
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
 # --- statistics and metrics
 
 
-def test_statistics_are_those_of_the_schedulers(http: Http) -> None:
+def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
     shown = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
         assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [shown]}
@@ -539,8 +539,9 @@ def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: 
 
 
 def test_each_model_has_an_example(simple: Scheduler) -> None:
-    """Its inputs without the optional ones; what JSON cannot have is binary, and what is long is
-    not written out."""
+    """The example has the required inputs. Values without a JSON form are binary, and long
+    values are abbreviated.
+    """
     dynamic, halves = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (

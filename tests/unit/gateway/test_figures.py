@@ -1,4 +1,4 @@
-"""The figures of now: what is made of two reports of a scheduler, and what hurts."""
+"""The current figures, computed from two reports of a scheduler, and the list of problems."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def histogram(*counts: int) -> dict[str, Any]:
 
 
 def report(success: int = 0, **more: Any) -> dict[str, Any]:
-    """What a scheduler reports of a model that has answered so many, one by one."""
+    """Return a scheduler's report of a model that has answered this number of requests singly."""
     flat = dict.fromkeys(
         (
             *("fail", "inference_count", "execution_count", "workers_lost", "retried"),
@@ -41,7 +41,7 @@ def report(success: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
-    """The rows of a model, one look after the other."""
+    """Return the rows of a model for successive reports."""
     figures = Figures()
     return [
         figures.build_rows([{"name": "m", "version": "1", "shmserve": report}], at * every_s)["m/1"]
@@ -74,7 +74,7 @@ def test_exact_quantiles_are_preferred() -> None:
     assert second["recent"]["ms"] == []
 
 
-def test_phases_are_those_of_executed_requests() -> None:
+def test_phases_count_executed_requests_only() -> None:
     more = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
     _, second = rows_of(report(0), report(10, **more))
     assert second["recent"]["phases"] == {"queue": 3.0, "input": 0.0, "infer": 10.0, "output": 0.0}

@@ -52,7 +52,7 @@ def test_the_number_of_withdrawn_names_is_bounded() -> None:
     assert "simple" not in models._withdrawn
 
 
-def test_readiness_changes_nothing_else() -> None:
+def test_readiness_keeps_prepared_schemas() -> None:
     """A worker that dies costs no gateway what it has prepared."""
     models = ModelTable(MagicMock())
     models.publish(published())
@@ -67,7 +67,7 @@ def test_readiness_changes_nothing_else() -> None:
 
 
 def generator(name: str, *aliases: str) -> Any:
-    """The publication of a model that generates text."""
+    """Return the publication of a model that generates text."""
     engine = json.dumps({"max_model_len": 64, "aliases": aliases})
     text = {"data_type": "TYPE_STRING", "dims": [1]}
     return published(

@@ -1,4 +1,4 @@
-"""What a gateway does when it is told something that it knows only half of."""
+"""Messages that a gateway receives before it knows all that they refer to."""
 
 from __future__ import annotations
 

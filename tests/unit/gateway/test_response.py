@@ -84,7 +84,7 @@ def http(gateway: Rig) -> Iterator[Http]:
 
 
 def ordered(text: bytes) -> Any:
-    """JSON with the order of keys; anything else as it is."""
+    """Return JSON with the order of its keys, and any other body unchanged."""
     try:
         return json.loads(text, object_pairs_hook=list)
     except ValueError:
@@ -97,7 +97,7 @@ def split(body: bytes, header_length: str | None) -> tuple[Any, bytes]:
 
 
 def with_addition(case: dict[str, Any]) -> str:
-    """Triton's answer, and what this server says behind an error's text."""
+    """Return Triton's answer with this server's addition to the text of an error."""
     answer: str = case["answer"]
     if case["name"] not in ADDED:
         return answer
@@ -106,7 +106,7 @@ def with_addition(case: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
-def test_responses_are_those_of_triton(http: Http, case: dict[str, Any]) -> None:
+def test_responses_equal_those_of_triton(http: Http, case: dict[str, Any]) -> None:
     method = case.get("method", "POST")
     body = case.get("body", "").encode("latin-1") or (b"" if method == "POST" else None)
     reply = http.call(method, case["path"], body, case.get("headers"))

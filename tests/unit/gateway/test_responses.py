@@ -16,7 +16,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
 def chat(**body: Any) -> dict[str, Any]:
-    """The chat that a request means, without what is absent."""
+    """Return the chat body for a Responses request, without absent fields."""
     chat_body = responses._chat({"model": "m", "input": "hi", **body})
     return {name: value for name, value in chat_body.items() if value not in (None, [])}
 
@@ -199,7 +199,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
 def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> None:
     error_body = json.loads(responses.response_error(InvalidArgument(message)))["error"]
     assert error_body["param"] == param and error_body["message"].startswith(f"{param}: ")
-    assert ROUTES.find("/v1/responses")[0].error_form is responses.response_error  # type: ignore[index]
+    assert ROUTES.find("/v1/responses")[0].encode_error is responses.response_error  # type: ignore[index]
 
 
 def test_verbosity_is_that_of_a_chat() -> None:

@@ -87,7 +87,7 @@ def test_an_arena_cannot_be_shrunk() -> None:
     arena.close()
 
 
-def test_a_place_outside_its_memory_is_refused() -> None:
+def test_a_memory_range_outside_its_memory_is_refused() -> None:
     arena, reader = Arena(1 << 16), Mappings()
     good = arena.allocate(64)
     for offset, byte_size in ((1 << 16, 1), (-1, 1), (0, (1 << 16) + 1), (1, -1)):

@@ -19,7 +19,7 @@ SIZES = st.sampled_from(
 
 
 @given(st.booleans(), st.lists(st.tuples(SIZES, st.integers(0, 40)), max_size=200))
-def test_what_is_unread_is_bounded_and_never_stuck(
+def test_unread_responses_are_bounded_and_never_stuck(
     placed: bool, steps: list[tuple[int, int]]
 ) -> None:
     sender, reader = SendWindow(placed), ReadWindow(placed)

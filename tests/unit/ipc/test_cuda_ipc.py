@@ -88,7 +88,7 @@ def test_open_and_close_are_done_in_the_devices_own_context(module: Recorder) ->
     driver.synchronize(1)
 
 
-def test_what_the_driver_refuses(module: Recorder) -> None:
+def test_a_handle_that_the_driver_refuses_is_an_error(module: Recorder) -> None:
     driver = Driver()
     module.results["cuIpcOpenMemHandle"] = (
         real.CUresult.CUDA_ERROR_INVALID_VALUE,

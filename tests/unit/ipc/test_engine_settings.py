@@ -32,7 +32,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
-def test_what_is_wrong_is_named_with_what_is_allowed(case: str) -> None:
+def test_wrong_engine_settings_are_named_with_the_allowed_ones(case: str) -> None:
     given, text = WRONG[case]
     with pytest.raises(InvalidArgument) as caught:
         EngineSettings.of(given)
@@ -46,7 +46,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_gives_what_the_file_does_not(profile: str) -> None:
+def test_a_profile_sets_what_the_file_does_not(profile: str) -> None:
     settings = EngineSettings.of({"profile": profile})
     for name, value in PROFILES[profile].items():
         assert getattr(settings, name) == value

@@ -59,7 +59,7 @@ def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     assert memory.used == 0
 
 
-def test_what_is_lent_twice_is_given_back_twice(memory: LentMemory) -> None:
+def test_a_block_lent_twice_is_returned_twice(memory: LentMemory) -> None:
     block = lent(memory, READER)
     block.acquire()
     memory.lend(READER, block.memory_range, block)
@@ -113,5 +113,5 @@ def test_releases_name_each_process_once_and_no_client() -> None:
 
 
 @pytest.mark.parametrize("data", [[], [b"x"], [None], [[b"", 0, 0]], [[b"\xc1", 0, 0]], [7]])
-def test_data_without_places_release_nothing(data: list[Any]) -> None:
+def test_data_without_memory_ranges_release_nothing(data: list[Any]) -> None:
     assert unread(data) == []

@@ -112,7 +112,7 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
             unpack(frame)
 
 
-def test_frames_that_were_changed_on_the_way() -> None:
+def test_corrupted_frames_are_refused() -> None:
     """R2: a message, schema or memory with changed or missing bytes is a different one, or
     malformed.
     """
@@ -183,7 +183,7 @@ def test_a_request_and_its_answer_survive_the_wire() -> None:
     assert unpack_inferred(*pack_inferred(answer)) == answer
 
 
-def test_a_place_outside_its_memory_is_malformed() -> None:
+def test_a_memory_range_outside_its_memory_is_malformed() -> None:
     bad = Range(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
     with pytest.raises(MalformedMessage):
         unpack_inference(*pack_inference(Inference((TensorRef("a", "FP32", (5,), bad),))))

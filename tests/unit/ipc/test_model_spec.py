@@ -63,7 +63,7 @@ def test_every_field_is_one_of_the_schema() -> None:
 
 
 def test_a_configuration_is_read_at_every_depth() -> None:
-    given = {
+    fields = {
         "name": "m",
         "max_batch_size": 8,
         "input": [
@@ -81,7 +81,7 @@ def test_a_configuration_is_read_at_every_depth() -> None:
         "model_transaction_policy": {"decoupled": True},
         "response_cache": {"enable": True},
     }
-    source = to_dict(from_json(given))
+    source = to_dict(from_json(fields))
     config = ModelSpec.of(source)
     assert config.input == (TensorSpec("x", "FP32", (1, -1), ragged=True),)
     assert (config.output[0].reshape, config.output[0].model_dims) == ((), ())

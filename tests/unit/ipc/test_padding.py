@@ -65,7 +65,7 @@ def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
     )
 
 
-def test_the_shape_key_tells_padded_shapes_apart_from_what_must_be_equal() -> None:
+def test_the_shape_key_ignores_padded_dimensions_only() -> None:
     pad = padding({})
     rest, shapes = pad.read(admit({}, (3, 7, 9), words=2))
     assert shapes == ((3, 7, 9),)
@@ -79,7 +79,7 @@ def test_the_shape_key_tells_padded_shapes_apart_from_what_must_be_equal() -> No
     assert batch.elements() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
 
 
-def test_no_bucket_for_both_parts_them() -> None:
+def test_shapes_without_a_common_bucket_are_separated() -> None:
     pad = padding({"buckets": [[3, 10, 100], [3, 100, 10]]})
     batch = pad.batch()
     assert batch.may_join(pad.key(b"", {"IMAGE": (3, 5, 90)}), 1)

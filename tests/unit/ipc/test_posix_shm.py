@@ -36,7 +36,7 @@ def test_one_leading_slash(key: str) -> None:
     "key",
     ["", "/", "///", "/.", "/..", "/a/b", "/x\0y", "a b", "/" + "a" * 251, "/ünicode", "/../etc"],
 )
-def test_keys_that_could_name_something_else(key: str) -> None:
+def test_keys_of_other_objects_are_refused(key: str) -> None:
     """R6: a key names a plain shared memory object."""
     with pytest.raises(InvalidArgument, match="invalid shm key"):
         posix_shm.normal_key("r", key)

@@ -29,14 +29,14 @@ print(held, resident() - before)
 """
 
 
-def test_large_memory_is_given_back_when_it_is_freed() -> None:
+def test_freed_large_memory_is_unmapped() -> None:
     ran = run_python("-c", _FRAMES, check=True)
     held, kept = map(int, ran.stdout.split())
     assert held >= 12 * 8 << 20
     assert kept < 4 << 20
 
 
-def test_what_is_there_stays() -> None:
+def test_other_environment_variables_stay() -> None:
     before = {"HOME": "/root"}
     assert with_large_copies(before) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
     assert before == {"HOME": "/root"}

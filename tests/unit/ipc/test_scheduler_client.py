@@ -217,7 +217,7 @@ def test_a_finder_may_keep_a_request(client: Client) -> None:
 
 
 @pytest.mark.parametrize("how", ["begun", "left", "early", "another code"])
-def test_a_refusal_ends_what_cannot_go_elsewhere(client: Client, how: str) -> None:
+def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, how: str) -> None:
     request = Request(client)
     client.serving = NEW
     if how == "begun":
@@ -269,7 +269,7 @@ def test_a_request_without_a_link_fails_once(client: Client) -> None:
 # --- losses
 
 
-def test_no_link_to_a_successor_is_made_for_nothing(client: Client) -> None:
+def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
     """A client without requests or memory of a lost scheduler opens no link to its successor."""
     client.lose(OLD, NEW)
     client.release(OLD, [])
@@ -336,7 +336,7 @@ def test_a_request_for_a_lost_scheduler_is_sent_to_its_last_successor(client: Cl
 
 
 @pytest.mark.parametrize("read", ["before", "after"])
-def test_what_is_read_after_a_loss_is_released_by_way_of_the_successor(
+def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
     client: Client, read: str
 ) -> None:
     """A link to the successor is opened for it if none exists."""

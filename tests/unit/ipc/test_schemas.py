@@ -201,7 +201,7 @@ def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1.0, True, "1", None])
-def test_a_place_of_other_numbers_is_malformed_also_when_an_equal_one_is_known(wrong: Any) -> None:
+def test_a_malformed_memory_range_is_refused_also_beside_a_known_one(wrong: Any) -> None:
     packed = Memory(1, 2, 3, 4, 100, sealed=True).packed
     assert unpack_range([packed, 1, 1]).offset == 1
     for raw in (

@@ -31,7 +31,7 @@ def key(model: Signature, rows: int, free: int, last: int = 0) -> bytes:
     return model.check("", tensors, []).shape_key
 
 
-def test_inputs_of_any_size_must_be_alike() -> None:
+def test_inputs_of_variable_size_must_have_equal_shapes() -> None:
     """3.1 rule 2: non-ragged inputs with a -1 dim are compared.
 
     Batch sizes and inputs with fixed dims are not compared.
@@ -48,7 +48,7 @@ def test_ragged_inputs_are_not_compared() -> None:
     assert key(model, 1, 3, 4) != key(model, 1, 3, 5)
 
 
-def test_the_sets_of_supplied_inputs_must_be_alike() -> None:
+def test_requests_with_other_optional_inputs_are_separated() -> None:
     """3.1 rule 2: requests that supply different optional inputs do not share a batch."""
     model = signature(allow_ragged_batch=True)
     assert key(model, 1, 3) != key(model, 1, 3, 4)

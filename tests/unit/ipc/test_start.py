@@ -61,5 +61,5 @@ STARTS = [
 
 
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: type(start).__name__)
-def test_what_is_decoded_is_what_was_encoded(start: object) -> None:
+def test_an_encoded_start_decodes_to_the_same_start(start: object) -> None:
     assert decode_start(type(start), encode_start(start)) == start

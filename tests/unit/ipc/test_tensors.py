@@ -28,7 +28,7 @@ def test_a_range_fits_exactly_when_its_bytes_do(offset: int, size: int, limit: i
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 2**63, [1]])
-def test_what_is_no_size_is_refused_by_name(value: object) -> None:
+def test_a_wrong_size_is_refused_by_name(value: object) -> None:
     with pytest.raises(InvalidArgument, match="'offset'"):
         whole(value, "offset")
 
@@ -127,7 +127,9 @@ def test_a_request_that_fits() -> None:
         ),
     ],
 )
-def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: str) -> None:
+def test_inputs_that_do_not_match_the_signature_are_refused(
+    inputs: list[TensorRef], outputs: list[str], text: str
+) -> None:
     with pytest.raises(InvalidArgument) as error:
         Signature(SPEC, "1").check("r", inputs, [RequestedOutput(name) for name in outputs])
     assert text in error.value.message

@@ -51,7 +51,7 @@ def test_a_header_is_read_and_passed_on() -> None:
         ("x" * 100_000, False),
     ],
 )
-def test_what_is_no_header_is_left_alone(header: str, taken: bool) -> None:
+def test_a_malformed_trace_header_is_ignored(header: str, taken: bool) -> None:
     assert (TraceContext.of_header(header) is not None) is taken
 
 

@@ -73,7 +73,7 @@ def test_messages_arrive_in_order_in_both_directions(router: Router, dealer: Dea
     assert arrived(dealer) == [m.Settled(1), m.Settled(2)]
 
 
-def test_what_cannot_be_packed_is_not_sent_again(router: Router, dealer: Dealer) -> None:
+def test_a_message_that_cannot_be_packed_is_not_sent(router: Router, dealer: Dealer) -> None:
     with pytest.raises(TypeError):
         dealer.send(ConfigCompleted({"max_batch_size": object()}))
     dealer.send(m.Cancel(7))

@@ -28,7 +28,7 @@ CUTS = st.lists(st.integers(0, 100_000), max_size=12)
 
 
 @given(BODIES, CUTS)
-def test_messages_come_out_however_they_are_cut(bodies: list[bytes], cuts: list[int]) -> None:
+def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]) -> None:
     data = HANDSHAKE + b"".join(map(framed, bodies))
     decoder, messages = fed(data, cuts)
     assert not decoder.broken and messages == bodies
@@ -64,7 +64,7 @@ def test_messages_of_several_parts_and_commands_are_dropped() -> None:
         (HANDSHAKE + b"\x08\x00", "unknown flags"),
     ],
 )
-def test_what_is_not_spoken_here(data: bytes, why: str) -> None:
+def test_unsupported_zmtp_is_refused(data: bytes, why: str) -> None:
     decoder, messages = fed(data, [])
     assert why in decoder.broken and messages == []
 

@@ -97,7 +97,7 @@ def test_resolves_instances(
     assert found == expected
 
 
-def test_the_servers_defaults_fill_only_what_a_model_leaves_open() -> None:
+def test_the_servers_defaults_fill_only_unset_fields() -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
 
     def filled(text: str) -> ModelConfig:
@@ -160,7 +160,7 @@ def test_a_model_that_contradicts_its_configuration_is_refused(
     assert caught.value.message == f"{place(text)}{key}: {expected}"
 
 
-def test_what_the_author_wrote_stays_but_for_a_batch_size_that_the_model_raises() -> None:
+def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None:
     written = parse_pbtxt(
         'name: "m" max_batch_size: 2 input { name: "IN" format: FORMAT_NHWC dims: [-1, 3] } '
         'output { name: "MORE" } dynamic_batching { preferred_batch_size: 1 }'
@@ -213,7 +213,7 @@ def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
     assert values == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
 
 
-def test_what_has_no_effect_is_listed() -> None:
+def test_fields_without_effect_are_listed() -> None:
     config = normalise(parse_pbtxt(RECORDED["rich"]["pbtxt"]), "rich", 0)
     assert ignored_fields(config) == [
         "batch_input",
@@ -231,7 +231,7 @@ def test_what_has_no_effect_is_listed() -> None:
     assert ignored_fields(normalise(parse_pbtxt(RECORDED["simple"]["pbtxt"]), "simple", 0)) == []
 
 
-def test_what_can_hardly_be_meant_is_doubted() -> None:
+def test_unlikely_values_are_warned_of() -> None:
     written = parse_pbtxt(
         """instance_group [ { count: 2 }, { count: -1 } ]
         dynamic_batching { }
@@ -252,7 +252,7 @@ def test_what_can_hardly_be_meant_is_doubted() -> None:
 
 
 @pytest.mark.parametrize(("written", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
-def test_a_model_says_its_instances_where_its_author_wrote_none(written: str, count: int) -> None:
+def test_a_model_sets_its_instances_if_the_configuration_does_not(written: str, count: int) -> None:
     config, source = read_pbtxt(f'backend: "native" {written}', "m/config.pbtxt")
     said = {"instance_group": [{"count": 3}]}
     merged = merge_autocomplete(normalise(config, "m", 0), said, source)

@@ -253,7 +253,7 @@ def test_ensembles_are_checked(text: str, key: str, expected: str) -> None:
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 
 
-def test_what_an_ensemble_lacks_is_placed_where_it_would_be() -> None:
+def test_a_missing_field_of_an_ensemble_is_reported_at_its_step() -> None:
     text = ENSEMBLE + f"ensemble_scheduling {{ step {{ {STEP} }} @step {{}} }}"
     step = place(text)
     assert problems(text).splitlines() == [

@@ -141,7 +141,9 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
         ),
     ],
 )
-def test_what_does_not_fit(steps: tuple[str, ...], more: str, key: str, expected: str) -> None:
+def test_steps_that_do_not_fit_are_refused(
+    steps: tuple[str, ...], more: str, key: str, expected: str
+) -> None:
     with pytest.raises(GraphProblem, match=f"^{re.escape(expected)}$") as caught:
         composed(*steps, more=more)
     assert shown(caught.value.key).removeprefix("ensemble_scheduling.") == key
@@ -163,7 +165,7 @@ def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> Non
     assert full.HasField("model_transaction_policy")
 
 
-def test_one_stream_may_meet_what_there_is_one_of() -> None:
+def test_a_decoupled_tensor_may_meet_single_tensors() -> None:
     """A decoupled tensor may meet tensors that exist once per request.
 
     Triton rejects this, because it counts the ensemble's inputs as another stream.

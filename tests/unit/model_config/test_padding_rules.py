@@ -91,7 +91,7 @@ def test_a_whole_one_is_in_order() -> None:
         (GOOD | {"ROWS": {"like": "IMAGE", "value": 1}}, "has keys besides 'like'"),
     ],
 )
-def test_a_mistake_is_told(padding: Any, text: str) -> None:
+def test_a_mistake_in_padding_is_reported(padding: Any, text: str) -> None:
     message = said(padding)
     assert text in message and message.endswith("for m")
     assert "parameters[\"padding\"]: parameter 'padding' " in message

@@ -120,7 +120,7 @@ def test_the_schema_is_tritons() -> None:
     assert ModelConfig.FromString(other.SerializeToString()) == config
 
 
-def test_it_lives_beside_tritons_own_code() -> None:
+def test_our_protobuf_classes_coexist_with_tritons() -> None:
     pytest.importorskip("grpc")
     theirs = pytest.importorskip("tritonclient.grpc.model_config_pb2")
     config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
@@ -291,7 +291,7 @@ instance_group: 5
         ('input { data_type: TYPE_Q }', "1:20: input[0].data_type: unknown value TYPE_Q; expected"),
     ],
 )  # fmt: skip
-def test_says_what_it_expected(text: str, expected: str) -> None:
+def test_syntax_errors_name_what_was_expected(text: str, expected: str) -> None:
     assert refusal(text)[0].startswith(f"m/config.pbtxt:{expected}")
 
 
@@ -307,7 +307,7 @@ def test_reads_whatever_protobuf_writes_as_json(
 
 
 @given(configs)
-def test_what_is_printed_reads_back(config: ModelConfig) -> None:
+def test_printed_configurations_parse_to_the_same(config: ModelConfig) -> None:
     printed = to_dict(config)
     again = from_json(json.dumps(printed))
     assert to_dict(again) == printed

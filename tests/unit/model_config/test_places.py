@@ -89,7 +89,7 @@ def test_every_key_of_json_is_found_in_it(
     st.integers(0, 1),
     st.booleans(),
 )
-def test_whatever_is_wrong_the_place_is_in_the_text(
+def test_every_error_has_a_position_in_the_text(
     fragments: list[str], gpus: int, complete: bool
 ) -> None:
     text = " ".join(fragments)
@@ -145,7 +145,7 @@ def test_points_into_json(text: str, expected: str) -> None:
     assert line.startswith(f"{at}{expected}: ")
 
 
-def test_a_configuration_that_nobody_wrote_has_keys_alone() -> None:
+def test_errors_of_a_generated_configuration_have_keys_but_no_lines() -> None:
     config = normalise(ModelConfig(backend="python", max_batch_size=-1), "m", 0)
     with pytest.raises(InvalidArgument, match=r"\Amax_batch_size: 'max_batch_size' must be non-"):
         validate(config, gpu_count=0, complete=True)
@@ -232,7 +232,7 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_only_follows_is_not_told(text: str, unread: list[str], more: list[str]) -> None:
+def test_consequent_errors_are_not_reported(text: str, unread: list[str], more: list[str]) -> None:
     lines = problems(PYTHON + text).splitlines()
     assert [line.split(": ")[1] for line in lines] == unread + more
 

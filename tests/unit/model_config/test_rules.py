@@ -364,7 +364,7 @@ instance_group [ { @kind: KIND_GPU } ]
     ]
 
 
-def test_what_a_model_may_still_complete_is_no_mistake_yet() -> None:
+def test_fields_that_a_model_may_complete_are_no_errors() -> None:
     text = PYTHON + 'input { name: "I" } batch_output { target_name: "O" source_input: "I" }'
     assert problems(text, complete=False) == ""
     assert "must specify 'dims'" in problems(text)
@@ -471,9 +471,7 @@ def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
         ("max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }", False),
     ],
 )
-def test_what_is_wrong_with_a_version_is_told_from_what_is_wrong_with_the_file(
-    text: str, late: bool
-) -> None:
+def test_errors_of_a_version_and_of_the_file_differ(text: str, late: bool) -> None:
     config = normalise(parse_pbtxt(PYTHON + text), "m", 0)
     with pytest.raises(InvalidArgument) as caught:
         validate(config, gpu_count=0, complete=False)

@@ -1,4 +1,4 @@
-"""Inputs by shape, from values, files and programs; and what is said of wrong ones."""
+"""Inputs by shape, from values, files and programs, and the errors for wrong ones."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_an_input_that_is_not_there_is_named(given: Given) -> None:
         data.items(BATCHED, given)
 
 
-def test_a_file_has_requests_as_perf_analyzer_reads_them(tmp_path: Path) -> None:
+def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     entries = [
         {"X": [1, 2]},

@@ -20,7 +20,7 @@ from shmserve.protocols.connection import Poller
 
 
 class InstantDoor:
-    """Answers in the next turn: with an error what is one, never what is None."""
+    """A transport that answers in the next turn: with an error for an error, and never for None."""
 
     streams = False
 
@@ -45,7 +45,7 @@ class InstantLane:
     def send(self, request: Any) -> None:
         self.door.sent.append(request)
         if request is not None:
-            self.door.poller.soon(self.answer(request))
+            self.door.poller.call_soon(self.answer(request))
 
     def answer(self, request: str) -> Any:
         return lambda: self.heard.ended(request if request.startswith("error") else "")
@@ -118,9 +118,7 @@ def first(schedule: Iterator[int], count: int) -> list[int]:
 
 
 @given(RATES, st.sampled_from(sorted(KINDS)), st.integers(0, 9))
-def test_a_schedule_never_goes_back_and_is_the_same_each_time(
-    rate: float, kind: str, seed: int
-) -> None:
+def test_a_schedule_is_monotonic_and_reproducible(rate: float, kind: str, seed: int) -> None:
     intervals = first(KINDS[kind](rate, seed), 50)
     assert intervals == sorted(intervals)
     assert intervals[0] >= 0
@@ -162,7 +160,7 @@ def test_unknown_schedules_are_rejected_by_name(text: str) -> None:
         loads_of(text, "concurrency", int)
 
 
-def test_nobody_measures_a_million_loads() -> None:
+def test_too_many_loads_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="1000000 loads, but at most 1000"):
         loads_of("1:1000000", "rate", float)
     with pytest.raises(InvalidArgument, match="--rate: 'inf'"):

@@ -1,4 +1,4 @@
-"""Regions of a run: what is registered, what lies where, and that nothing stays."""
+"""Regions of a run: their registration, the ranges in them, and their removal."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ ITEMS = [
 
 
 class Transport:
-    """Keeps what is registered."""
+    """A transport that stores the registrations."""
 
     def __init__(self) -> None:
         self.registered: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -32,7 +32,7 @@ class Transport:
         assert self.registered.pop(name)[0] == kind
 
 
-def test_inputs_lie_where_the_requests_say() -> None:
+def test_inputs_are_written_to_the_ranges_of_the_requests() -> None:
     transport: Any = Transport()
     with Regions(transport, "system") as regions:
         placed = regions.inputs(ITEMS)
@@ -49,7 +49,7 @@ def test_inputs_lie_where_the_requests_say() -> None:
     assert not os.path.exists(f"/dev/shm{fields['key']}")
 
 
-def test_slots_have_rooms_of_their_own() -> None:
+def test_slots_have_ranges_of_their_own() -> None:
     transport: Any = Transport()
     with Regions(transport, "system") as regions:
         rooms = regions.outputs({"Y": 100, "Z": 4}, 3)

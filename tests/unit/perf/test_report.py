@@ -1,4 +1,4 @@
-"""The table, the files and the picture of what was measured."""
+"""The table, the files and the picture of a measurement."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The page for who wants to change the server: every file and every name on it exists."""
+"""The architecture page: every file and every name in it exists."""
 
 import ast
 import functools
@@ -21,7 +21,7 @@ def path(name: str) -> Path:
 
 @functools.cache
 def names(file: Path) -> set[str]:
-    """All that a module defines, with what its classes do."""
+    """Return the names that a module defines, with the methods of its classes."""
     classes: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         match node:
@@ -46,7 +46,7 @@ def test_it_is_read_in_one_go() -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)))
-def test_what_it_names_is_there(file: str, name: str) -> None:
+def test_every_named_file_and_function_exists(file: str, name: str) -> None:
     assert path(file).is_file()
     assert not name or name in names(path(file))
 

@@ -53,7 +53,7 @@ def test_a_report_of_perf_analyzer_is_read_by_column() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Concurrency\n1\n", REPORT + "1,2,3,4,5,6\n", "a,b\n1,2\n"])
-def test_anything_else_is_not_a_report(text: str) -> None:
+def test_malformed_reports_are_refused(text: str) -> None:
     with pytest.raises(perf.LoadFailed):
         perf.parse(text)
 
@@ -176,24 +176,24 @@ def soaked(memory: list[float], descriptors: list[int], shm: list[float]) -> lis
         ([50.0] * 6, [9] * 6, [0.0, 0, 1, 1, 5, 5], ["/dev/shm: MB 1.0 -> 5.0"]),
     ],
 )
-def test_what_grows_in_a_soak(
+def test_growth_in_a_soak_is_reported(
     memory: list[float], descriptors: list[int], shm: list[float], grown: list[str]
 ) -> None:
     """The last third against the one before; in the first one caches fill."""
     assert resources.growth(soaked(memory, descriptors, shm)) == grown
 
 
-def test_a_soak_that_is_too_short_says_so() -> None:
+def test_too_short_a_soak_is_reported() -> None:
     assert resources.growth(soaked([1.0], [1], [0.0])) == ["the run was too short to say what grew"]
 
 
-def test_processes_that_came_later_are_left_out() -> None:
+def test_processes_started_later_are_ignored() -> None:
     samples = soaked([50.0] * 6, [9] * 6, [0.0] * 6)
     samples[-1].memory_mb["worker"] = 900.0
     assert resources.growth(samples) == []
 
 
-def test_what_this_process_has() -> None:
+def test_resources_of_this_process() -> None:
     usage = resources.sample(os.getpid())
     assert max(usage.memory_mb.values()) > 1
     assert max(usage.descriptors.values()) > 2

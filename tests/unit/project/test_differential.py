@@ -20,10 +20,12 @@ def test_each_value_that_differs_is_found_where_it_is() -> None:
 
 def test_a_known_difference_is_passed_over_and_must_be_there() -> None:
     found_differences = differences(OURS, THEIRS)
-    known = [Known("responses.*", "texts"), Known("statistics.*", "counts")]
-    assert judge(found_differences, known) == []
-    assert len(judge(found_differences, known[:1])) == 1
-    assert judge([], known[:1]) == ["responses.*: no difference any more, although: texts"]
+    known_differences = [Known("responses.*", "texts"), Known("statistics.*", "counts")]
+    assert judge(found_differences, known_differences) == []
+    assert len(judge(found_differences, known_differences[:1])) == 1
+    assert judge([], known_differences[:1]) == [
+        "responses.*: no difference any more, although: texts"
+    ]
 
 
 def test_models_and_scripts_have_names_of_their_own() -> None:

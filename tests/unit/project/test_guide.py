@@ -36,7 +36,7 @@ def links(page: Path) -> list[str]:
 
 @cache
 def known_flags(verb: str) -> set[str]:
-    """The flags of `shmserve VERB`, as its help has them."""
+    """Return the flags of `shmserve VERB` from its help."""
     if own := {"check": ("--input", "--json", "--on-cpu"), "doctor": ("--json", "--peer")}.get(
         verb
     ):
@@ -50,7 +50,7 @@ def known_flags(verb: str) -> set[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command of the program in a text of the shell."""
+    """Return the words of each command of the program in a shell text."""
     lines = text.replace("\\\n", " ").splitlines()
     missing = [
         shlex.split(part, comments=True)
@@ -75,7 +75,7 @@ def test_the_contents_name_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_each_block_says_what_it_is_for(page: Path) -> None:
+def test_each_block_has_a_purpose(page: Path) -> None:
     fences = re.findall(r"^```", page.read_text(), re.MULTILINE)
     assert len(fences) == 2 * len(blocks(page))
     for block in blocks(page):

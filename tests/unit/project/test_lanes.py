@@ -79,7 +79,7 @@ DIES = "import os\ndef test_dies(): os._exit(0)"
 
 
 def ran(folder: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[int, str, str]:
-    """A run of these files: its exit status, its last line, and what else it said."""
+    """Run these files; return the exit status, the last line, and the other output."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "some").mkdir()
     for name, text in files.items():
@@ -95,7 +95,7 @@ def test_every_file_is_in_one_piece() -> None:
     assert sorted(files) == sorted(map(str, HERE.rglob("test_*.py")))
 
 
-def test_what_passes_on_the_second_try_passes_and_is_listed(
+def test_a_pass_on_the_second_try_is_a_pass_and_is_listed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, last, said = ran(tmp_path, capfd, some=TESTS, late=IS_IMPORTED_LATE)
@@ -111,7 +111,7 @@ def test_what_passes_on_the_second_try_passes_and_is_listed(
         assert f"    | E   {text}" in table or text in table
 
 
-def test_what_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_test_that_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, last, said = ran(tmp_path, capfd, some=TESTS, never=NEVER_PASSES)
     assert (status, last) == (1, "4 passed, 1 failed, 1 skipped")
     assert said.count("in no way") >= 2

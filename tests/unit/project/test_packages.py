@@ -35,7 +35,7 @@ def test_every_page_is_installed() -> None:
     assert installed >= set((ROOT / "shmserve").glob("**/*.md"))
 
 
-def test_a_build_leaves_nothing_where_the_sources_are(tmp_path: Path) -> None:
+def test_a_build_writes_nothing_beside_the_sources(tmp_path: Path) -> None:
     example = ROOT / "examples" / "table_backend"
     assert (example / "setup.py").read_text() == (ROOT / "setup.py").read_text()
     folder = tmp_path / "table_backend"

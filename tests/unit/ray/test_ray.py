@@ -50,7 +50,7 @@ def test_routes_of_single_nodes_are_rejected(path: str) -> None:
         "/v2/models/logging/ready",
     ],
 )
-def test_all_else_is_passed_on(path: str) -> None:
+def test_all_other_flags_are_passed_on(path: str) -> None:
     assert refusal(path) == ""
 
 
@@ -62,7 +62,7 @@ def test_headers_of_a_connection_are_not_passed_on() -> None:
     assert passed_on(headers) == headers[3:]
 
 
-def test_flags_are_those_of_the_command_line() -> None:
+def test_flags_equal_those_of_the_command_line() -> None:
     flags = {"model-repository": "/models", "load-model": ["a", "b"], "allow-grpc": False}
     assert server.arguments({**flags, "gateways": 2}) == [
         *("--model-repository=/models", "--load-model=a", "--load-model=b"),

@@ -85,7 +85,7 @@ def test_one_slow_size_does_not_change_the_others() -> None:
     assert time.expected_ns(4) == pytest.approx(10 * MS, rel=0.1)
 
 
-def test_one_size_tells_nothing_of_the_slope() -> None:
+def test_one_batch_size_determines_no_slope() -> None:
     time = SizeTimes(512)
     for _ in range(50):
         time.observe(4, 10 * MS)
@@ -112,7 +112,7 @@ def test_the_first_execution_does_not_count() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 512), st.floats(0, 1e12)), max_size=60))
-def test_whatever_it_sees_its_times_make_sense(seen: list[tuple[int, float]]) -> None:
+def test_estimated_times_are_never_negative(seen: list[tuple[int, float]]) -> None:
     time = SizeTimes(512)
     for units, took_ns in seen:
         time.observe(units, took_ns)
@@ -127,9 +127,9 @@ def test_a_burst_ends_when_every_client_has_sent() -> None:
     arrivals, clock = Arrivals(), count(0, MS)
     for _ in range(80):
         for here in (1, 2, 3):
-            arrivals.arrived(next(clock), here, 5 * MS)
+            arrivals.record_arrival(next(clock), here, 5 * MS)
         now = [next(clock) for _ in range(20)][-1]
-        arrivals.returned(now, 0, 5 * MS)
+        arrivals.record_batch(now, 0, 5 * MS)
     assert now < arrivals.next_by_ns <= now + 2 * MS
     burst = list(arrivals.burst(8))
     assert len(burst) == 3 and burst[-1][0] == pytest.approx(3, rel=0.05)
@@ -137,18 +137,18 @@ def test_a_burst_ends_when_every_client_has_sent() -> None:
     assert len(list(arrivals.burst(2))) == 2
     for here in (1, 2):
         now = next(clock)
-        arrivals.arrived(now, here, 5 * MS)
+        arrivals.record_arrival(now, here, 5 * MS)
         assert arrivals.next_by_ns > now and len(list(arrivals.burst(8))) == 3 - here
-    arrivals.arrived(next(clock), 3, 5 * MS)
+    arrivals.record_arrival(next(clock), 3, 5 * MS)
     assert arrivals.next_by_ns == 0 and not list(arrivals.burst(8))
 
 
 def test_a_lone_client_is_no_burst() -> None:
     arrivals, clock = Arrivals(), count(0, 10 * MS)
     for _ in range(40):
-        arrivals.arrived(next(clock), 1, 5 * MS)
+        arrivals.record_arrival(next(clock), 1, 5 * MS)
         assert not list(arrivals.burst(8))
-        arrivals.returned(next(clock), 0, 5 * MS)
+        arrivals.record_batch(next(clock), 0, 5 * MS)
 
 
 # --- whether waiting improves latency ---
@@ -158,8 +158,8 @@ def test_a_lone_client_is_no_burst() -> None:
 def test_the_way_with_shorter_latencies_is_used_mostly(better: bool) -> None:
     trial, done = WaitingChoice(Account()), []
     for _ in range(2400):
-        done.append(trial.on)
-        trial.returned([MS if trial.on is better else 2 * MS], 0)
+        done.append(trial.waits)
+        trial.record_batch([MS if trial.waits is better else 2 * MS], 0)
     share = done[480:].count(better) / len(done[480:])
     assert 0.85 < share < 1
 
@@ -168,11 +168,11 @@ def test_the_better_way_may_change() -> None:
     trial = WaitingChoice(Account())
     for better in (True, False, True):
         for _ in range(4800):
-            trial.returned([MS if trial.on is better else 2 * MS], 0)
+            trial.record_batch([MS if trial.waits is better else 2 * MS], 0)
         done = []
         for _ in range(480):
-            done.append(trial.on)
-            trial.returned([MS if trial.on is better else 2 * MS], 0)
+            done.append(trial.waits)
+            trial.record_batch([MS if trial.waits is better else 2 * MS], 0)
         assert done.count(better) > 400
 
 
@@ -193,10 +193,10 @@ def learned(
         size = clock.randint(1, 16)
         for here in range(1, 17):
             now += int(gap_ms * MS)
-            batcher.arrived(now, here)
+            batcher.record_arrival(now, here)
         now += (10 + size) * MS
-        batcher.returned(now, 0, size, (10 + size) * MS, [MS])
-    batcher._waiting.on = True
+        batcher.record_batch(now, 0, size, (10 + size) * MS, [MS])
+    batcher._waiting.waits = True
     return batcher, now
 
 
@@ -206,10 +206,10 @@ def test_it_waits_for_a_burst_and_not_past_its_end() -> None:
     for here in range(1, 16):
         now += MS // 10
         queue.append(Item(now))
-        batcher.arrived(now, here)
+        batcher.record_arrival(now, here)
         decision = batcher.decide(now, queue, 0)
         assert isinstance(decision, WaitUntil) and now < decision.ns < now + MS
-    batcher.arrived(now, 16)
+    batcher.record_arrival(now, 16)
     queue.append(Item(now))
     assert batcher.decide(now, queue, 0) == Batch(16, CloseReason.IDLE)
 
@@ -220,7 +220,7 @@ def test_it_does_not_wait_longer_than_the_setup_of_an_execution() -> None:
     while True:
         now, here = now + MS, here + 1
         queue.append(Item(now))
-        batcher.arrived(now, 3)  # more requests seem to be on their way
+        batcher.record_arrival(now, 3)  # more requests seem to be on their way
         decision = batcher.decide(now, queue, 0)
         if isinstance(decision, Batch):
             break
@@ -229,7 +229,7 @@ def test_it_does_not_wait_longer_than_the_setup_of_an_execution() -> None:
 
 def test_it_does_not_wait_where_the_target_would_be_missed() -> None:
     batcher, now = learned(14, gap_ms=0.1)
-    batcher.arrived(now, 1)
+    batcher.record_arrival(now, 1)
     assert isinstance(batcher.decide(now, [Item(now)], 0), WaitUntil)
     late = [Item(now - 4 * MS)]
     assert batcher.decide(now, late, 0) == Batch(1, CloseReason.TARGET)
@@ -237,14 +237,14 @@ def test_it_does_not_wait_where_the_target_would_be_missed() -> None:
 
 def test_a_configured_delay_is_the_most_it_waits() -> None:
     batcher, now = learned(1000, delay_ms=0.05, gap_ms=0.1)
-    batcher.arrived(now, 1)
+    batcher.record_arrival(now, 1)
     assert batcher.decide(now, [Item(now)], 0) == WaitUntil(now + MS // 20)
     assert batcher.decide(now + MS // 20, [Item(now)], 0) == Batch(1, CloseReason.IDLE)
 
 
 def test_a_deadline_and_a_drain_end_the_wait() -> None:
     batcher, now = learned(1000, gap_ms=0.1)
-    batcher.arrived(now, 1)
+    batcher.record_arrival(now, 1)
     item = Item(now, flush_by_ns=now + 15 * MS)
     assert batcher.decide(now, [item], 15 * MS) == Batch(1, CloseReason.DEADLINE)
     assert isinstance(batcher.decide(now, [item], 0), WaitUntil)
@@ -275,11 +275,11 @@ def situations(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
         now += step * MS
         if draw(st.booleans()) or not here:
             here += 1
-            batcher.arrived(now, here)
+            batcher.record_arrival(now, here)
         else:
             done = draw(st.integers(1, min(here, most)))
             here -= done
-            batcher.returned(now, here, done, step * MS, [step * MS] * done)
+            batcher.record_batch(now, here, done, step * MS, [step * MS] * done)
     item = st.builds(
         Item,
         enqueued_ns=st.integers(now - 40 * MS, now),
@@ -316,7 +316,7 @@ def test_every_decision_is_legal_and_every_wait_ends(
 
 
 @pytest.mark.parametrize("clients", [2, 5, 10, 20])
-def test_clients_that_wait_for_responses_get_more_of_them(clients: int) -> None:
+def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
     """The throughput exceeds that of both fixed strategies, within the target."""
     runs = [
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
@@ -330,7 +330,7 @@ def test_clients_that_wait_for_responses_get_more_of_them(clients: int) -> None:
 
 @pytest.mark.parametrize("clients", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("pause_ms", [2, 4, 8])
-def test_where_requests_come_scattered_waiting_costs_little(clients: int, pause_ms: float) -> None:
+def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) -> None:
     runs = [
         Simulation(batcher, linear(4.3, 0.4, noise=0.3)).closed_loop(
             clients, 300 * clients, scattered(pause_ms)
@@ -340,7 +340,7 @@ def test_where_requests_come_scattered_waiting_costs_little(clients: int, pause_
     assert runs[0].per_second > 0.97 * runs[1].per_second
 
 
-def test_a_lone_client_waits_for_nobody() -> None:
+def test_a_single_client_is_not_delayed() -> None:
     run, eager = (
         Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, about(0.4))
         for batcher in (adaptive(100), fixed(0))

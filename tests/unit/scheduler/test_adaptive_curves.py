@@ -41,7 +41,7 @@ def test_the_best_size_is_that_which_does_most_rows_in_a_time(
     name: str, best: dict[int, int]
 ) -> None:
     times = learned(CURVES[name], list(range(1, 33)), 640)
-    assert {units: times.best(units) for units in best} == best
+    assert {units: times.best_size(units) for units in best} == best
     for size in (1, 8, 32):
         assert times.expected_ns(size) == pytest.approx(CURVES[name].ms[size - 1] * MS, rel=0.15)
 
@@ -49,10 +49,10 @@ def test_the_best_size_is_that_which_does_most_rows_in_a_time(
 def test_a_cliff_is_found_by_bisection() -> None:
     times, timer = learned(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
     tries: list[int] = []
-    while (size := times.untried(32)[0]) and len(tries) < 32:
+    while (size := times.find_trial(32)[0]) and len(tries) < 32:
         tries.append(size)
         times.observe(size, timer[size - 1] * MS)
-    assert len(tries) <= 7 and times.best(32) == 8
+    assert len(tries) <= 7 and times.best_size(32) == 8
 
 
 def test_a_drift_moves_the_times_of_sizes_that_do_not_occur() -> None:
@@ -77,7 +77,7 @@ def test_times_that_scatter_are_no_drift_of_sizes_that_do_not_occur(seed: int) -
 
 def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
     times = learned(SCATTERED, [7] * 10 + [32] * 10, 20)
-    assert times.best(32) == 32 and times.best(32, late=True) == 7
+    assert times.best_size(32) == 32 and times.best_size(32, out_of_reach=True) == 7
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_possibly_disturbed_size_is_tried_again_under_overload(
         times.observe(size, seen[size] * MS)
     for late, best in ((False, 32), (True, again)):
         for _ in range(96):
-            times.observe(32, seen[32] * MS, late=late)
-        assert times.best(32, late=True) == best
+            times.observe(32, seen[32] * MS, out_of_reach=late)
+        assert times.best_size(32, out_of_reach=True) == best
 
 
 @pytest.mark.parametrize("largest", [1, 63, 64, 1000, 4096])
@@ -109,7 +109,7 @@ def test_large_sizes_share_an_index_and_none_exceeds_the_queue(largest: int) -> 
         size = 1 + number * 7919 % largest
         times.observe(size, (10 + size) * MS)
     for units in {1, largest // 2 + 1, largest}:
-        assert 1 <= times.best(units) <= units
+        assert 1 <= times.best_size(units) <= units
         assert times.expected_ns(units) == pytest.approx((10 + units) * MS, rel=0.1)
 
 

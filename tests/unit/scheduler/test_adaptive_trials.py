@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from shmserve.scheduler.batchers.adaptive import Account, Moment, Sizes, WaitingChoice
+from shmserve.scheduler.batchers.adaptive import Account, Sizes, TrialState, WaitingChoice
 from shmserve.scheduler.batchers.estimates import Load
 from tests.rigs.batching_simulation import MS
 
 # A row takes at least 2.5 ms, a row arrives every 4 ms, and the target is 80 ms.
-MOMENT = Moment(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, needed=False)
+MOMENT = TrialState(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, is_overloaded=False)
 
 
 def settled() -> Account:
@@ -22,8 +22,8 @@ def settled() -> Account:
 def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
     account = settled()
     account.spend(1000)
-    assert Sizes(account).allowed(9, 50 * MS, MOMENT, 100)
-    assert not Sizes(account).allowed(9, 100 * MS, MOMENT, 100)
+    assert Sizes(account).start_trial(9, 50 * MS, MOMENT, 100)
+    assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
 
 
 def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
@@ -35,40 +35,40 @@ def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
     for credit, allowed in ((40.0, False), (42.0, True)):
         account = Account()
         account.credit = credit
-        assert Sizes(account).allowed(9, 100 * MS, MOMENT, 100) is allowed
+        assert Sizes(account).start_trial(9, 100 * MS, MOMENT, 100) is allowed
 
 
 def test_of_clients_that_wait_no_more_are_late_than_there_are() -> None:
     account = settled()
-    assert not Sizes(account).allowed(9, 100 * MS, MOMENT, 100)
-    assert Sizes(account).allowed(9, 100 * MS, replace(MOMENT, most_here=12.0), 100)
+    assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
+    assert Sizes(account).start_trial(9, 100 * MS, replace(MOMENT, max_in_flight=12.0), 100)
 
 
 def test_a_necessary_trial_runs_at_any_price() -> None:
     sizes = Sizes(settled())
-    assert sizes.allowed(32, 1000 * MS, replace(MOMENT, needed=True), 100)
-    assert not sizes.due(101) and sizes.due(102)
+    assert sizes.start_trial(32, 1000 * MS, replace(MOMENT, is_overloaded=True), 100)
+    assert not sizes.is_due(101) and sizes.is_due(102)
 
 
 def test_sizes_are_tried_seldom_once_there_was_time_to_learn() -> None:
     sizes = Sizes(settled())
-    assert sizes.allowed(9, 50 * MS, MOMENT, 100)
-    assert not sizes.due(115) and sizes.due(116)
+    assert sizes.start_trial(9, 50 * MS, MOMENT, 100)
+    assert not sizes.is_due(115) and sizes.is_due(116)
 
 
 def test_a_trial_costs_exactly_its_own_misses() -> None:
     account = settled()
     before, sizes = account.credit, Sizes(account)
-    assert sizes.allowed(9, 50 * MS, MOMENT, 100)
-    sizes.returned(9, 100 * MS, 9, 25, 9)
-    sizes.returned(8, 20 * MS, 8, 22, 8)
+    assert sizes.start_trial(9, 50 * MS, MOMENT, 100)
+    sizes.record_batch(9, 100 * MS, 9, 25, 9)
+    sizes.record_batch(8, 20 * MS, 8, 22, 8)
     assert account.credit == before - 17
-    assert account.unexplained(9) == 0 and account.unexplained(10) == 2
+    assert account.subtract_trial_misses(9) == 0 and account.subtract_trial_misses(10) == 2
     # Misses long after a trial are not charged to it.
     for _ in range(20):
-        sizes.returned(8, 20 * MS, 8, 8, 0)
-    sizes.returned(8, 20 * MS, 8, 8, 8)
-    assert account.credit == before - 17 and account.unexplained(8) == 8
+        sizes.record_batch(8, 20 * MS, 8, 8, 0)
+    sizes.record_batch(8, 20 * MS, 8, 8, 8)
+    assert account.credit == before - 17 and account.subtract_trial_misses(8) == 8
 
 
 def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
@@ -87,10 +87,10 @@ def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
     account = settled()
     ways, other = WaitingChoice(account), 0
     for _ in range(20_000):
-        late = 0 if ways.on else 4
-        other += not ways.on
-        ways.returned([MS if ways.on else 2 * MS] * 4, late)
-    assert ways.on and ways.pays
+        late = 0 if ways.waits else 4
+        other += not ways.waits
+        ways.record_batch([MS if ways.waits else 2 * MS] * 4, late)
+    assert ways.waits and ways.waiting_clearly_pays
     assert other < 48  # number of batches; no misses were earned
 
 
@@ -99,7 +99,7 @@ def test_the_load_of_each_of_several_instances() -> None:
     load, now = Load(), 0
     for _ in range(400):
         now += 8 * MS
-        load.returned(now, 24, 8, 16, 24 * MS)
-    assert load.per_ns == pytest.approx(16 / 24 / MS, rel=0.05)
+        load.record_batch(now, 24, 8, 16, 24 * MS)
+    assert load.rows_per_ns == pytest.approx(16 / 24 / MS, rel=0.05)
     assert load.waiting == pytest.approx(16, rel=0.05)
-    assert load.row_ns == pytest.approx(MS / 2, rel=0.05) and load.stays
+    assert load.row_ns == pytest.approx(MS / 2, rel=0.05) and load.is_steady

@@ -64,7 +64,7 @@ def test_two_callers_that_wait_for_each_other() -> None:
     assert caller_rig.execute()[1].requests[0].callers == line(100, first)
 
 
-def test_callers_elsewhere_and_ended_ones_do_not_count() -> None:
+def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:
     caller_rig = rig()
     _, batch = caller_rig.begin()
     caller_rig.submit(callers=f"100/999/m\n200/{batch.requests[0].key}/m")
@@ -99,7 +99,7 @@ def test_a_call_in_the_sequence_of_its_caller_fails() -> None:
     assert failures(caller_rig) == []
 
 
-def test_a_response_in_order_cannot_come_before_its_callers() -> None:
+def test_a_response_in_order_waits_for_its_callers_response() -> None:
     caller_rig = rig(2, dynamic={"preserve_ordering": True})
     _, batch = caller_rig.begin()
     caller_rig.submit(callers=line(100, batch))

@@ -60,7 +60,7 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     assert rig.wake_ns == NEVER
 
 
-def test_requests_that_come_together_run_together() -> None:
+def test_requests_that_arrive_together_run_together() -> None:
     rig, peer = ready_rig({})
     numbers = rig.submit(11)
     _, batch = rig.execute()
@@ -92,7 +92,7 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
     assert len(rig.execute()[1].requests) == 1
 
 
-def test_replies_may_come_in_any_order_and_fail_one_by_one() -> None:
+def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     rig, peer = ready_rig({})
     first, second = rig.submit(2)
     _, batch = rig.execute()
@@ -104,7 +104,7 @@ def test_replies_may_come_in_any_order_and_fail_one_by_one() -> None:
     ]
 
 
-def test_the_hook_holds_the_dynamic_batcher_until_enough_requests_came() -> None:
+def test_the_delay_hook_holds_batches_until_enough_requests_arrived() -> None:
     rig, peer = ready_rig({}, delay_scheduler=3)
     rig.submit(2)
     assert rig.executes() == []
@@ -150,7 +150,7 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     ]
 
 
-def test_a_held_answer_that_is_not_wanted_gives_its_outputs_back() -> None:
+def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
     rig.start(0, 100)
     rig.start(1, 101)
@@ -171,7 +171,7 @@ def test_a_held_answer_that_is_not_wanted_gives_its_outputs_back() -> None:
     ]
 
 
-def test_read_outputs_are_given_back_to_the_worker_that_made_them() -> None:
+def test_read_outputs_are_released_to_the_worker_that_made_them() -> None:
     rig = Rig()
     rig.start(0, 100)
     peer = rig.start(1, 101)
@@ -187,7 +187,7 @@ def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
         (cancelled,) = rig.submit()
         rig.client(m.Cancel(cancelled))
     (last,) = rig.submit()
-    assert len(rig.core._responses._order) < 2000
+    assert len(rig.core._responses._in_order) < 2000
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
@@ -213,7 +213,7 @@ def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
     rig.supervisor(ProcessExited(101, ""))
     assert rig.workers.take() == [(peer, m.ReaderExited(101))]
     rig.start(1, 101)
-    assert rig.workers.take() == [] and rig.core.executions._early == {}
+    assert rig.workers.take() == [] and rig.core.executions._early_releases == {}
 
 
 def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
@@ -230,14 +230,14 @@ def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
     for pid in range(1000, 6000):
         rig.client(m.Release(pid, [0]))
     rig.client(m.Release(103, list(range(9000))))
-    assert len(rig.core.executions._unknown) == 4096
+    assert len(rig.core.executions._unknown_releases) == 4096
     rig.client(m.Release(102, [320, 384]))
     rig.supervisor(InstanceExpected(2, 102))
     for index, pid, offsets in ((0, 100, [64]), (1, 101, [128]), (2, 102, [320, 384])):
         peer = rig.start(index, pid)
         assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [at])) for at in offsets]
     rig.supervisor(ProcessExited(103, ""))
-    assert not rig.core.executions._early and not rig.core.executions._unknown
+    assert not rig.core.executions._early_releases and not rig.core.executions._unknown_releases
 
 
 def test_a_ready_worker_receives_the_messages_from_before_its_announcement() -> None:
@@ -247,10 +247,10 @@ def test_a_ready_worker_receives_the_messages_from_before_its_announcement() -> 
     assert rig.workers.take() == []
     rig.supervisor(InstanceExpected(0, 100))
     assert rig.workers.take() == [(b"0.100", m.ReleaseOutputs(7000, [64]))]
-    assert rig.core.executions._early == {}
+    assert rig.core.executions._early_releases == {}
 
 
-def test_a_worker_that_is_still_to_offer_itself_hears_of_a_readers_end() -> None:
+def test_an_unregistered_worker_is_notified_of_a_readers_exit() -> None:
     """The worker still executes requests of a predecessor, and has lent memory to the exited
     client.
     """
@@ -260,7 +260,7 @@ def test_a_worker_that_is_still_to_offer_itself_hears_of_a_readers_end() -> None
     assert rig.workers.take() == [(first, m.ReaderExited(7000))]
     second = rig.start(1, 101)
     assert rig.workers.take() == [(second, m.ReaderExited(7000))]
-    assert rig.core.executions._early == {}
+    assert rig.core.executions._early_releases == {}
 
 
 def test_an_instance_that_is_announced_where_one_retires_is_another() -> None:
@@ -278,7 +278,7 @@ def test_an_instance_that_is_announced_where_one_retires_is_another() -> None:
 # --- admission ------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
+def test_a_full_queue_reports_when_to_retry() -> None:
     rig, peer = ready_rig(max_queue_size=4)
     rig.submit()
     _, batch = rig.execute()
@@ -347,7 +347,7 @@ def test_a_failed_pool_rejects_queued_and_new_requests() -> None:
     assert rig.execute()
 
 
-def test_the_supervisor_hears_of_the_first_execution_of_each_process() -> None:
+def test_the_supervisor_is_notified_of_the_first_execution_of_each_process() -> None:
     rig = Rig()
     for pid in (100, 101):
         peer = rig.start(0, pid)
@@ -422,7 +422,7 @@ def test_frames_of_a_client_that_exited_are_dropped_after_many_other_exits() -> 
     rig.supervisor(ProcessExited(7000, "signal 9"))
     rig.supervisor(*(ProcessExited(20_000 + pid, "") for pid in range(REMEMBERED_EXITS - 1)))
     rig.submit()
-    assert rig.core.live == 0
+    assert rig.core.live_requests == 0
 
 
 def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
@@ -573,7 +573,7 @@ def test_an_exited_client_receives_nothing() -> None:
     assert rig.executes() == [] and rig.answers() == []
 
 
-def test_a_client_goes_while_its_requests_execute() -> None:
+def test_a_client_disconnects_while_its_requests_execute() -> None:
     rig, peer = ready_rig({})
     first, second = rig.submit(2, timeout_ns=5 * MS)
     _, batch = rig.execute()
@@ -671,7 +671,7 @@ def test_a_cancelled_request_is_not_retried() -> None:
         lambda good: [good[0], m.Reply(999, "", "")],
     ],
 )
-def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
+def test_replies_that_do_not_match_fail_only_their_batch(spoil) -> None:
     rig, peer = ready_rig({})
     first, second = rig.submit(2)
     _, batch = rig.execute()
@@ -686,11 +686,11 @@ def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
     assert len(rig.answers()) == 1
 
 
-def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
+def test_a_worker_that_returns_an_unknown_batch_is_replaced() -> None:
     rig, peer = ready_rig()
     number, batch = rig.begin()
-    for wrong in (batch.batch + 1, -5, 0):
-        rig.worker(peer, m.BatchFinished(wrong, 0, 0, 0, 0, []))
+    for wrong_value in (batch.batch + 1, -5, 0):
+        rig.worker(peer, m.BatchFinished(wrong_value, 0, 0, 0, 0, []))
     assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance)
@@ -698,7 +698,7 @@ def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
     assert rig.answers() == [m.Settled(number)]
 
 
-def test_strangers_at_the_workers_listener_are_ignored() -> None:
+def test_unknown_peers_at_the_workers_listener_are_ignored() -> None:
     rig = Rig()
     rig.supervisor(InstanceExpected(0, 100))
     rig.submit()
@@ -793,7 +793,7 @@ def test_stopping_answers_everyone() -> None:
     assert rig.scheduler.stopped
     answer_types = {answer.id: type(answer) for answer in rig.answers()}
     assert answer_types[early] is m.Settled and answer_types[queued] is m.Failed
-    assert rig.core._responses.live == 0
+    assert rig.core._responses.live_requests == 0
 
 
 # --- models' own metrics -------------------------------------------------------------------------

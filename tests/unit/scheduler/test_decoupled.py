@@ -31,7 +31,7 @@ def part(number: int, response: bytes = b"part", final: bool = False) -> m.Respo
 # --- responses ------------------------------------------------------------------------------------
 
 
-def test_responses_go_to_the_client_as_they_come_and_the_last_one_ends_the_request() -> None:
+def test_responses_are_relayed_as_they_arrive_and_the_last_ends_the_request() -> None:
     rig, peer, number, key = started()
     for text in (b"a", b"b"):
         rig.respond(peer, key, text)
@@ -43,7 +43,7 @@ def test_responses_go_to_the_client_as_they_come_and_the_last_one_ends_the_reque
     assert rig.report()["shmserve"]["malformed"] == 1
 
 
-def test_an_end_before_execute_has_returned_says_how_long_it_took() -> None:
+def test_an_end_before_execute_returns_contains_the_duration() -> None:
     """An ensemble sums the durations of its steps."""
     rig, peer, _, key = started()
     rig.pass_time(3 * MS)
@@ -53,7 +53,7 @@ def test_an_end_before_execute_has_returned_says_how_long_it_took() -> None:
     assert (end.input_ns, end.infer_ns, end.output_ns) == (0, 3 * MS, 0)
 
 
-def test_an_end_may_come_alone_and_without_any_response() -> None:
+def test_an_end_may_arrive_without_any_response() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key, b"", final=True)
     assert rig.answers() == [part(number, b"", final=True)]
@@ -104,7 +104,7 @@ def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
     assert rig.report()["shmserve"]["executing"] == 1
 
 
-def test_responses_may_all_come_before_execute_returns() -> None:
+def test_all_responses_may_arrive_before_execute_returns() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key)
     rig.respond(peer, key, final=True)
@@ -118,7 +118,7 @@ def test_a_reply_ends_a_request_too() -> None:
     rig, peer, number, key = started()
     rig.returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read"))
     assert rig.answers() == [m.Responded(number, "INVALID_ARG", "cannot be read", b"", [], True)]
-    assert rig.scheduler.live == 0
+    assert rig.scheduler.live_requests == 0
 
 
 def test_a_batch_of_requests_ends_one_by_one() -> None:
@@ -217,9 +217,9 @@ def test_an_exited_client_ends_only_its_own_requests() -> None:
     rig.supervisor(ProcessExited(7000, ""))
     assert rig.to_workers() == [m.ReaderExited(7000), m.CancelExecution(key)]
     rig.respond(peer, key)
-    assert rig.scheduler.live == 1
+    assert rig.scheduler.live_requests == 1
     rig.respond(peer, key, b"", final=True)
-    assert rig.answers() == [] and rig.scheduler.live == 0
+    assert rig.answers() == [] and rig.scheduler.live_requests == 0
 
 
 @pytest.mark.parametrize("returned", [True, False])
@@ -266,7 +266,7 @@ def test_an_open_request_is_never_retried() -> None:
     assert rig.report()["shmserve"]["workers_lost"] == 1
 
 
-def test_what_has_had_none_runs_again_alone_while_others_of_its_batch_end() -> None:
+def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() -> None:
     rig, peer = ready_rig({}, decoupled=True)
     ended, begun, silent = rig.submit(3)
     _, batch = rig.execute()
@@ -325,7 +325,7 @@ def test_stopping_fails_what_is_open() -> None:
     rig.supervisor(Stop())
     _, failed = rig.answers()
     assert (failed.id, failed.code) == (number, "UNAVAILABLE")
-    assert rig.scheduler.live == 0
+    assert rig.scheduler.live_requests == 0
 
 
 # --- counts ---------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_when_a_request_arrived_is_believed_within_a_second(said: int, believed:
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"))
     submit = m.Submit(1, *work, said, 0, 0, 0, "mine")
-    checked = rules.checked(FIRST, submit, NOW)
+    checked = rules.validate(FIRST, submit, NOW)
     assert checked.arrived_ns == believed
     assert (checked.request_id, (checked.schema, checked.data)) == ("mine", work)
 
@@ -67,22 +67,22 @@ def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit_us: int,
         Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), limit_us
     )
     submit = m.Submit(1, *work, NOW - 7, deadline, timeout_us, 0, "")
-    assert rules.checked(FIRST, submit, NOW).deadline_ns == end
+    assert rules.validate(FIRST, submit, NOW).deadline_ns == end
 
 
-def test_who_says_to_arrive_later_has_no_longer() -> None:
+def test_a_deadline_counts_from_the_arrival_at_the_scheduler() -> None:
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 400)
     submit = m.Submit(1, *work, NOW + SECOND, 0, 0, 0, "")
-    assert rules.checked(FIRST, submit, NOW).deadline_ns == NOW + 400_000
+    assert rules.validate(FIRST, submit, NOW).deadline_ns == NOW + 400_000
 
 
-def test_a_trace_goes_on_if_it_is_one() -> None:
+def test_a_valid_trace_context_is_continued() -> None:
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 500)
     trace = TraceContext.new().message
     submit = m.Submit(1, *work, NOW, 0, 0, 0, "mine", trace=trace)
     # The trace context of a client is accepted.
-    assert rules.checked(FIRST, submit, NOW).trace == trace
+    assert rules.validate(FIRST, submit, NOW).trace == trace
     with pytest.raises(InvalidArgument, match="trace is malformed"):
-        rules.checked(FIRST, m.Submit(1, *work, NOW, 0, 0, 0, trace="00-x"), NOW)
+        rules.validate(FIRST, m.Submit(1, *work, NOW, 0, 0, 0, trace="00-x"), NOW)

@@ -38,21 +38,21 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
     return Submit(number, b"", [], arrived_ns, 0, 0, 0, "id", trace=trace)
 
 
-def test_nothing_is_made_where_nobody_asks() -> None:
+def test_no_records_without_a_trace_or_limit() -> None:
     local_traces, control_link = traces()
     assert not local_traces.active
     asked = submit(1, CALLER.message)
-    assert local_traces.begin(PEER, asked) is asked
-    local_traces.ended(PEER, Finished(1, b"", []))
-    assert not control_link and not local_traces.open
+    assert local_traces.start_trace(PEER, asked) is asked
+    local_traces.end_trace(PEER, Finished(1, b"", []))
+    assert not control_link and not local_traces.measured
 
 
-def test_one_of_so_many_is_told() -> None:
+def test_one_of_every_trace_rate_requests_is_reported() -> None:
     local_traces, control_link = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
     assert local_traces.active
     for number in range(1, 5):
-        assert bool(local_traces.begin(PEER, submit(number)).trace) is (number % 2 == 0)
-        local_traces.ended(PEER, Finished(number, b"", [], spans=b"spans"))
+        assert bool(local_traces.start_trace(PEER, submit(number)).trace) is (number % 2 == 0)
+        local_traces.end_trace(PEER, Finished(number, b"", [], spans=b"spans"))
     assert [(record.sampled, record.spans, record.error) for record in control_link] == [
         (True, b"spans", "")
     ] * 2
@@ -64,38 +64,38 @@ def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
     local_traces, control_link = traces(
         trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry"
     )
-    local_traces.begin(PEER, submit(1, CALLER._replace(sampled=sampled).message))
-    local_traces.ended(PEER, Finished(1, b"", []))
+    local_traces.start_trace(PEER, submit(1, CALLER._replace(sampled=sampled).message))
+    local_traces.end_trace(PEER, Finished(1, b"", []))
     assert [TraceContext.of(record.trace).trace_id for record in control_link] == [
         "1" * 32
     ] * sampled
-    local_traces.begin(
+    local_traces.start_trace(
         PEER, submit(2, TraceContext.new().message)
     )  # requests an explanation, but no trace
-    local_traces.ended(PEER, Finished(2, b"", []))
+    local_traces.end_trace(PEER, Finished(2, b"", []))
     assert len(control_link) == 1 + sampled
 
 
-def test_slow_ones_are_told_at_their_last_response() -> None:
+def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces, control_link = traces(slow_ms=100)
     quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
     for request in (quick, slow, failing, gone):
-        assert local_traces.begin(PEER, request).trace
-    local_traces.ended(PEER, Finished(1, b"", []))
-    local_traces.ended(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
+        assert local_traces.start_trace(PEER, request).trace
+    local_traces.end_trace(PEER, Finished(1, b"", []))
+    local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
     assert not control_link
-    local_traces.ended(PEER, Responded(2, "", "", b"", [], final=True))
-    local_traces.ended(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
-    local_traces.ended(PEER, Settled(3))
+    local_traces.end_trace(PEER, Responded(2, "", "", b"", [], final=True))
+    local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
+    local_traces.end_trace(PEER, Settled(3))
     assert [(request.sampled, request.error) for request in control_link] == [
         (False, ""),
         (False, "boom"),
     ]
     local_traces.process_exited(901)
-    assert local_traces.open
-    local_traces.begin(PEER, submit(5, age_ms=150))
+    assert local_traces.measured
+    local_traces.start_trace(PEER, submit(5, age_ms=150))
     local_traces.process_exited(900)
-    assert not local_traces.open
+    assert not local_traces.measured
     assert [request.error for request in control_link[2:]] == [
         "the client has disconnected"
     ]  # the other request was faster than the limit of slow requests

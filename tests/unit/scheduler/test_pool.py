@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.scheduler.batchers.dynamic import CloseReason
-from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
+from shmserve.scheduler.instances.pool import SLOT, Execution, LostWork, Pool, SlotState
 from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
 
 NOW = 1_000_000
@@ -24,8 +24,8 @@ def execution(number: int = 1, started_ns: int = NOW) -> Execution:
 def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
     """Announce and register an instance; return its address."""
     peer = b"%d.%d" % (index, pid)
-    pool.expect(index, pid)
-    pool.offer(index, peer, pid)
+    pool.announce(index, pid)
+    pool.register_worker(index, peer, pid)
     return peer
 
 
@@ -35,16 +35,16 @@ def counts(pool: Pool) -> dict[str, int]:
 
 
 def test_an_instance_counts_when_it_is_announced_and_offers_itself(pool: Pool) -> None:
-    pool.expect(0, 100)
+    pool.announce(0, 100)
     assert not pool.free and counts(pool) == {"expected": 1}
-    pool.offer(0, b"0.100", 100)
+    pool.register_worker(0, b"0.100", 100)
     assert pool.free and counts(pool) == {"idle": 1}
 
 
 def test_an_offer_ahead_of_its_announcement_is_kept(pool: Pool) -> None:
-    pool.offer(0, b"0.100", 100)
+    pool.register_worker(0, b"0.100", 100)
     assert not pool.free
-    pool.expect(0, 100)
+    pool.announce(0, 100)
     assert pool.free
 
 
@@ -52,41 +52,41 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
     ready(pool)
     batch = execution()
     pool.assign(batch)
-    pool.offer(0, b"0.101", 101)
+    pool.register_worker(0, b"0.101", 101)
     assert not pool.free
-    assert pool.process_exited(100) == Lost([batch], [])
-    pool.expect(0, 101)
+    assert pool.process_exited(100) == LostWork([batch], [])
+    pool.announce(0, 101)
     slot = pool.by_peer(b"0.101")
     assert slot is not None and pool.free
 
 
-def test_an_offer_of_a_process_that_is_gone_is_forgotten(pool: Pool) -> None:
-    pool.offer(0, b"0.100", 100)
+def test_a_registration_of_an_exited_process_is_discarded(pool: Pool) -> None:
+    pool.register_worker(0, b"0.100", 100)
     assert pool.process_exited(100) is None
-    pool.expect(0, 100)
+    pool.announce(0, 100)
     assert not pool.free
 
 
 def test_only_who_was_announced_is_taken() -> None:
     """Other workers that register are never accepted."""
     pool = Pool(0)
-    pool.offer(0, b"0.500", 500)
-    pool.expect(0, 0)
-    pool.offer(0, b"0.500", 500)
+    pool.register_worker(0, b"0.500", 500)
+    pool.announce(0, 0)
+    pool.register_worker(0, b"0.500", 500)
     assert not pool.free
-    pool.expect(0, 100)
-    pool.offer(0, b"0.501", 501)
+    pool.announce(0, 100)
+    pool.register_worker(0, b"0.501", 501)
     assert not pool.free
-    pool.offer(0, b"0.100", 100)
+    pool.register_worker(0, b"0.100", 100)
     assert pool.by_peer(b"0.100") is not None
     # A registration is also ignored after the accepted or the announced process has exited.
-    pool.offer(0, b"0.502", 502)
+    pool.register_worker(0, b"0.502", 502)
     pool.process_exited(100)
-    pool.expect(0, 0)
+    pool.announce(0, 0)
     assert not pool.free
-    pool.expect(0, 101)
+    pool.announce(0, 101)
     pool.process_exited(101)
-    pool.offer(0, b"0.101", 101)
+    pool.register_worker(0, b"0.101", 101)
     assert not pool.free
 
 
@@ -114,14 +114,14 @@ def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
     batch = execution()
     pool.assign(batch)
     assert pool.process_exited(999) is None
-    assert pool.process_exited(100) == Lost([batch], [])
+    assert pool.process_exited(100) == LostWork([batch], [])
     assert pool.process_exited(100) is None
     assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"expected": 1}
 
 
 def test_an_idle_instance_that_exits_gets_nothing_more(pool: Pool) -> None:
     ready(pool)
-    assert pool.process_exited(100) == Lost([], []) and not pool.free
+    assert pool.process_exited(100) == LostWork([], []) and not pool.free
 
 
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None:
@@ -150,7 +150,7 @@ def test_without_a_limit_nothing_is_overdue(pool: Pool) -> None:
     assert pool.due_ns == NEVER
 
 
-def test_it_has_failed_while_every_instance_is_gone(pool: Pool) -> None:
+def test_a_pool_fails_while_it_has_no_instance(pool: Pool) -> None:
     assert pool.failure == ""
     ready(pool, 0, 100)
     ready(pool, 1, 101)
@@ -161,10 +161,10 @@ def test_it_has_failed_while_every_instance_is_gone(pool: Pool) -> None:
     assert pool.failure == ""
     pool.instance_failed(1, "broken, too")
     assert pool.failure == "broken, too" and counts(pool) == {"gone": 2}
-    pool.expect(0, 102)
+    pool.announce(0, 102)
     assert pool.failure == ""
     pool.instance_failed(0, "again")
-    pool.expect(2, 103)
+    pool.announce(2, 103)
     pool.retire(2)
     assert pool.failure == "" and retired(pool) == [103]
     assert pool.failure == "again"
@@ -181,11 +181,11 @@ def test_requests_and_pids_are_found(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("state", [SlotState.IDLE, SlotState.BUSY, SlotState.DOOMED])
-def test_whatever_had_a_process_is_expected_again(state: SlotState) -> None:
+def test_an_exit_makes_every_slot_expected(state: SlotState) -> None:
     assert SLOT[state]["exit"] is SlotState.EXPECTED
 
 
-def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
+def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:
     pool = Pool(LIMIT)
     ready(pool)
     assert not pool.least_busy(4), "an idle instance is no busy one"
@@ -201,7 +201,7 @@ def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
     assert slot.execution is None and pool.free
 
 
-def test_what_is_sent_ahead_goes_to_the_least_busy(pool: Pool) -> None:
+def test_a_batch_ahead_is_sent_to_the_least_busy_instance(pool: Pool) -> None:
     ready(pool, 0, 100), ready(pool, 1, 101)
     slots = []
     for number in range(6):
@@ -215,7 +215,7 @@ def test_an_exit_returns_everything_the_running_one_first(pool: Pool) -> None:
     batches = [execution(1), execution(2), execution(3)]
     for batch in batches:
         pool.assign(batch, pool.least_busy(4))
-    assert pool.process_exited(100) == Lost(batches, [])
+    assert pool.process_exited(100) == LostWork(batches, [])
 
 
 def test_an_exit_returns_what_was_open_apart(pool: Pool) -> None:
@@ -224,7 +224,7 @@ def test_an_exit_returns_what_was_open_apart(pool: Pool) -> None:
     pool.finish(pool.assign(first), NOW)
     pool.assign(second)
     assert pool.executing == 2
-    assert pool.process_exited(100) == Lost([second], first.requests)
+    assert pool.process_exited(100) == LostWork([second], first.requests)
     assert pool.executing == 0
 
 
@@ -250,23 +250,23 @@ def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more(pool: Pool)
     assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
 
 
-def test_one_that_retires_before_it_has_come_is_gone_at_once(pool: Pool) -> None:
-    pool.expect(0, 100)
+def test_an_instance_that_retires_before_its_start_is_gone_at_once(pool: Pool) -> None:
+    pool.announce(0, 100)
     pool.retire(0)
     pool.retire(1)
     assert retired(pool) == [100, 0]
     assert counts(pool) == {}
 
 
-def test_one_that_dies_while_it_retires_is_gone(pool: Pool) -> None:
+def test_an_instance_that_exits_while_it_retires_is_gone(pool: Pool) -> None:
     ready(pool)
     batch = execution()
     pool.assign(batch)
     pool.retire(0)
-    assert pool.process_exited(100) == Lost([batch], [])
+    assert pool.process_exited(100) == LostWork([batch], [])
     assert not pool.retiring and counts(pool) == {}
-    pool.expect(0, 101)
-    pool.offer(0, b"0.101", 101)
+    pool.announce(0, 101)
+    pool.register_worker(0, b"0.101", 101)
     assert pool.free
 
 
@@ -290,10 +290,10 @@ def test_an_offer_after_its_instance_was_taken_back_is_forgotten_with_its_proces
     pool: Pool,
 ) -> None:
     ready(pool, 0, 100)
-    pool.expect(1, 101)
+    pool.announce(1, 101)
     pool.retire(1)
     assert pool.take_retired(lambda _: False) == [101]
-    pool.offer(1, b"1.101", 101)
+    pool.register_worker(1, b"1.101", 101)
     pool.process_exited(101)
     assert pool.counts() == {"gone": 0, "expected": 0, "idle": 1, "busy": 0, "doomed": 0}
-    assert not pool._offers
+    assert not pool._registrations

@@ -47,7 +47,7 @@ def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledReq
     return queue.enqueue(CLIENT, submit(**fields), fit, now_ns)
 
 
-def test_requests_leave_in_the_order_they_came() -> None:
+def test_requests_are_dequeued_in_order_of_arrival() -> None:
     queue = backlog()
     admitted = [admit(queue) for _ in range(4)]
     assert list(queue.in_order) == admitted
@@ -63,7 +63,7 @@ def test_a_request_may_leave_from_the_middle() -> None:
     assert queue.take(2) == [first, third]
 
 
-def test_the_bound_is_the_policys_or_else_the_servers() -> None:
+def test_the_policys_bound_overrides_the_servers() -> None:
     for queue in (backlog({"max_queue_size": 2}, 5), backlog({}, 2)):
         admit(queue)
         admit(queue)
@@ -81,7 +81,7 @@ def test_a_request_of_a_model_that_does_not_batch_is_one_unit() -> None:
     assert admit(backlog(), batch_size=0).units == 1
 
 
-def test_a_request_that_comes_too_late_is_refused() -> None:
+def test_a_request_with_an_expired_timeout_is_refused() -> None:
     with pytest.raises(Unavailable, match=r"^Request timeout expired \(0 microseconds"):
         admit(backlog(), deadline_ns=NOW - 1)
 
@@ -93,7 +93,7 @@ def test_a_clients_clock_is_believed_only_as_far_as_it_can_be_true() -> None:
         assert admit(queue, arrived_ns=nonsense).arrived_ns == NOW
 
 
-def test_time_is_over_strictly_after_the_timeout() -> None:
+def test_a_request_expires_strictly_after_its_timeout() -> None:
     queue = backlog({"default_timeout_microseconds": 100})
     request = admit(queue)
     over = NOW + 100_000
@@ -114,7 +114,7 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
     assert admit(backlog(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
 
 
-def test_no_request_is_put_behind_those_whose_order_is_kept() -> None:
+def test_no_request_is_delayed_behind_others_with_preserved_order() -> None:
     """With preserve_ordering, a delayed request would hold up the responses of all others."""
     policy = {"allow_timeout_override": True, "timeout_action": "DELAY"}
     for ordered, limit_us in ((False, 40), (True, 0)):

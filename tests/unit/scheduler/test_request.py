@@ -15,7 +15,7 @@ from shmserve.scheduler.requests.request import (
 
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", list(Event))
-def test_an_event_moves_as_the_table_says_or_changes_nothing(state: State, event: Event) -> None:
+def test_events_follow_the_table_of_transitions(state: State, event: Event) -> None:
     request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, DONE)
     request.state = state
     if event in LIFE[state]:

@@ -27,7 +27,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inferred,
 )
-from shmserve.scheduler.response_cache import LruCache, ResponseCache, cache_head, cache_key
+from shmserve.scheduler.response_cache import LruCache, ResponseCache, cache_key, schema_key
 from tests.rigs.scheduler_rig import Rig, ok, ready_rig
 from tests.support.messages import inferred_of
 
@@ -181,7 +181,7 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
-def test_a_reader_that_is_gone_gives_everything_back(arena: Arena) -> None:
+def test_an_exited_reader_releases_all_blocks(arena: Arena) -> None:
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
@@ -191,7 +191,7 @@ def test_a_reader_that_is_gone_gives_everything_back(arena: Arena) -> None:
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
-def test_what_a_reader_was_not_lent_it_cannot_give_back(arena: Arena) -> None:
+def test_a_reader_cannot_release_blocks_it_was_not_lent(arena: Arena) -> None:
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
@@ -201,7 +201,7 @@ def test_what_a_reader_was_not_lent_it_cannot_give_back(arena: Arena) -> None:
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
 
 
-def test_a_held_hit_that_is_cancelled_gives_its_copy_back(arena: Arena) -> None:
+def test_a_cancelled_held_hit_releases_its_copy(arena: Arena) -> None:
     rig = cached(dynamic={"preserve_ordering": True})
     peer = rig.start()
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
@@ -212,7 +212,7 @@ def test_a_held_hit_that_is_cancelled_gives_its_copy_back(arena: Arena) -> None:
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
-def test_a_hit_that_is_refused_gives_its_copy_back(arena: Arena) -> None:
+def test_a_refused_hit_releases_its_copy(arena: Arena) -> None:
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
@@ -254,7 +254,7 @@ def regions(arena: Arena) -> dict[str, Packed]:
         "an output's place",
     ],
 )
-def test_what_lies_in_a_clients_region_passes_the_cache_by(arena: Arena, which: str) -> None:
+def test_requests_with_client_regions_are_not_cached(arena: Arena, which: str) -> None:
     """A client could change its region between the hash and the execution, and poison the cache."""
     rig = cached()
     peer = rig.start()
@@ -307,7 +307,7 @@ def test_without_a_cache_nothing_is_asked_for() -> None:
     assert rig.report()["shmserve"]["cache"] == {}
 
 
-def test_arrays_of_any_shape_are_told_apart() -> None:
+def test_arrays_of_other_shapes_have_other_keys() -> None:
     """Section 3.8: the same bytes with the shapes [1, 4] and [4] are two entries."""
     rig = cached()
     peer = rig.start()
@@ -334,7 +334,7 @@ def key(
     sequence: tuple[int, str, int] = NO_SEQUENCE,
 ) -> bytes:
     schema, _ = pack_inference(request)
-    head = cache_head(model, version, RequestSchema(schema))
+    head = schema_key(model, version, RequestSchema(schema))
     datas = [request.inputs[index].data for index in head.order]
     read = [b"12345678" if isinstance(data, Range) else data for data in datas]
     return cache_key(head.prefix, sequence, read)
@@ -363,7 +363,7 @@ def test_requests_that_differ_have_different_keys(other: Inference) -> None:
     assert key(other) != key(REQUEST)
 
 
-def test_another_sequence_or_place_in_it_has_another_key() -> None:
+def test_another_sequence_or_position_has_another_key() -> None:
     """Rule 3.8.2."""
     memory_ranges = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
     assert len({key(REQUEST, sequence=memory_range) for memory_range in memory_ranges}) == len(
@@ -424,5 +424,5 @@ def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int
             cache.resize(bound)
         while sum(kept.values()) > bound:
             del kept[next(iter(kept))]
-        assert (cache.used, len(cache)) == (sum(kept.values()), len(kept))
-        assert cache.used <= bound
+        assert (cache.used_bytes, len(cache)) == (sum(kept.values()), len(kept))
+        assert cache.used_bytes <= bound

@@ -69,8 +69,8 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
     }
     policies = read({"dynamic_batching": block}, max_queue_size=100).policies
     assert list(map(policies.level, (0, 1, 2, 3, 4, 2**64 - 1))) == [2, 1, 2, 3, 2, 2]
-    assert policies.of(1) == policies.of(2) == LevelPolicy(max_queue_size=9)
-    assert policies.of(3) == LevelPolicy(default_timeout_microseconds=7, max_queue_size=100)
+    assert policies.policy(1) == policies.policy(2) == LevelPolicy(max_queue_size=9)
+    assert policies.policy(3) == LevelPolicy(default_timeout_microseconds=7, max_queue_size=100)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_strategy_is_read(strategy: str, delay_ns: int, target_ns: int) -> N
 
 
 @pytest.mark.parametrize("value", ["", "soon", "-1", "inf", "nan", None])
-def test_a_limit_that_is_no_number_leaves_the_servers(value: str | None) -> None:
+def test_an_invalid_execution_timeout_keeps_the_servers(value: str | None) -> None:
     config = {"parameters": {"execution_timeout_seconds": {"string_value": value}}}
     assert read(config, execution_timeout_s=1.5).execution_limit_ns == 1_500_000_000
 

@@ -112,7 +112,7 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
     assert stats["queue"]["ns"] == (1 + 11 + 21) * 1_000
 
 
-def test_what_the_model_was_not_asked_is_no_execution() -> None:
+def test_a_request_that_fails_before_the_model_is_no_execution() -> None:
     rig, peer = ready_rig({})
     rig.submit()
     _, batch = rig.execute()
@@ -156,7 +156,7 @@ def test_timing_never_exceeds_what_can_be_true(said: list[int], ran: int) -> Non
     started, now = 1000, 1000 + ran
     start, input_end, output_start, end = said
     message = m.BatchFinished(1, start, input_end, output_start, end, [])
-    timing = Timing.of(message, started, now)
+    timing = Timing.clamped(message, started, now)
     assert started <= timing.compute_start_ns <= now
     assert min(timing[1:4]) >= 0
     assert timing.compute_start_ns + sum(timing[1:4]) <= now
@@ -174,7 +174,7 @@ def test_a_histogram_counts_a_bound_as_within_it() -> None:
     }
 
 
-def test_service_time_says_when_to_come_back() -> None:
+def test_service_time_determines_when_to_retry() -> None:
     service_time = ServiceTime()
     assert service_time.drain_s(1000, 1) == 1
     for _ in range(100):
@@ -222,7 +222,7 @@ def test_a_successor_counts_on() -> None:
     assert now == report
 
 
-def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
+def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> None:
     old = Rig({})
     peer = old.start()
     old.submit(2)

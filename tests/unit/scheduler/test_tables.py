@@ -79,7 +79,7 @@ def test_a_cancelled_request_counts_once_where_it_was() -> None:
     assert stats(rig)["1"] == {"cancel": (1, MS)}
 
 
-def test_a_model_may_say_itself_that_it_was_cancelled() -> None:
+def test_a_model_may_report_its_own_cancellation() -> None:
     rig, peer, _, key = begun()
     give(rig, peer, key, MS, 0)
     give(rig, peer, key, MS, 0, response=b"", code="CANCELLED", message="no more", final=True)
@@ -225,7 +225,7 @@ def test_nothing_observed_is_no_value() -> None:
     assert Quantiles().report((0.5, 0.9), 77) == [[0.5, None], [0.9, None]]
 
 
-def test_what_is_older_than_a_minute_is_forgotten() -> None:
+def test_observations_older_than_a_minute_are_dropped() -> None:
     sketch = Quantiles()
     at = 1_000 * SECOND
     sketch.observe(100, at)

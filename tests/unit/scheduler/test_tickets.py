@@ -25,7 +25,7 @@ def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **more: A
     return rig
 
 
-def test_an_execution_waits_for_its_ticket_and_gives_it_back() -> None:
+def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
     """Section 3.9."""
     rig = limited({})
     rig.submit()
@@ -39,7 +39,7 @@ def test_an_execution_waits_for_its_ticket_and_gives_it_back() -> None:
     assert asked(rig) == [m.TicketReturned(1, True)]
 
 
-def test_who_goes_on_asks_before_it_gives_back() -> None:
+def test_the_next_ticket_is_requested_before_the_old_one_is_returned() -> None:
     """Rule 3.9.3: otherwise a waiting model would always be next, whatever its share so far."""
     rig = limited()
     rig.submit(2)
@@ -85,12 +85,12 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
         for _ in range(8):
             rig.pass_time(2 * MS)
             rig.submit()
-        while rig.scheduler.live:
+        while rig.scheduler.live_requests:
             grant()
             for peer, batch in rig.executes():
                 rig.pass_time(60 * MS)
                 rig.finish(peer, batch)
-    rig.core._dispatch._batcher._waiting.on = True  # type: ignore[attr-defined]
+    rig.core._dispatch._batcher._waiting.waits = True  # type: ignore[attr-defined]
     asked(rig)
     began = rig.now
     last = rig.submit(2)[1]
@@ -111,7 +111,7 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
     assert len(rig.executes()) == 1
 
 
-def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
+def test_an_unneeded_ticket_is_returned() -> None:
     rig = limited()
     (number,) = rig.submit()
     rig.client(Cancel(number))
@@ -119,7 +119,7 @@ def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
     assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
 
 
-def test_a_worker_that_dies_gives_back_what_it_had() -> None:
+def test_tickets_of_an_exited_worker_are_returned() -> None:
     rig = limited(None, 2)
     rig.submit()
     rig.supervisor(m.TicketGranted(1))
@@ -132,7 +132,7 @@ def test_a_worker_that_dies_gives_back_what_it_had() -> None:
     assert rig.execute()[0] == b"1.101"
 
 
-def test_who_dies_while_it_is_asked_for_is_not_granted() -> None:
+def test_a_ticket_for_an_exited_process_is_returned() -> None:
     rig = limited()
     rig.submit()
     rig.supervisor(ProcessExited(100, "signal 9"), m.TicketGranted(1))
@@ -152,7 +152,7 @@ def test_sequences_ask_for_the_instance_of_their_slot() -> None:
     assert rig.execute()[0] == b"0.100"
 
 
-def test_without_the_limiter_nobody_is_asked() -> None:
+def test_without_the_limiter_no_tickets_are_requested() -> None:
     rig, _ = ready_rig()
     rig.submit()
     rig.execute()

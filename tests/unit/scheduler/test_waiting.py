@@ -63,7 +63,7 @@ def test_any_descriptor_wakes_in_the_order_of_registration(
 
 
 @pytest.mark.parametrize("wait_ns", _WAITS_NS)
-def test_nothing_comes(pipes: list[tuple[int, int]], wait_ns: int) -> None:
+def test_a_wait_without_messages_times_out(pipes: list[tuple[int, int]], wait_ns: int) -> None:
     waiter = Waiter()
     for reads, _ in pipes:
         waiter.watch(reads, lambda: None)
@@ -78,7 +78,7 @@ def test_one_that_is_watched_no_longer(pipes: list[tuple[int, int]]) -> None:
     waiter.unwatch(first)
     os.write(writes, b"x")
     assert waiter.wait(time.monotonic_ns() + _WAITS_NS[0], 0) == []
-    assert list(waiter.takers) == [second]
+    assert list(waiter.handlers) == [second]
 
 
 @pytest.mark.usefixtures("low_descriptors_taken")

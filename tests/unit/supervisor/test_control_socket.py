@@ -14,7 +14,7 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements, Contr
 from tests.rigs.arrivals import arrived
 
 
-async def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
+async def test_the_last_messages_of_a_process_are_read_before_its_end(tmp_path: Path) -> None:
     """The end of a process may be noticed while its words wait to be read."""
     received: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
@@ -28,19 +28,21 @@ async def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
     assert received == [m.WorkerStarted(os.getpid()), m.LoadFailed("INTERNAL", "no such file")]
 
 
-async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
+async def test_requests_are_routed_to_handlers_and_acknowledgements_to_waiters(
     tmp_path: Path,
 ) -> None:
-    """Everything else goes to whoever started the process."""
+    """All other messages go to the component that started the process."""
     received: list[Any] = []
-    asked: list[Any] = []
+    pending_calls: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
-    control.serve((IndexRepository, FindModel), lambda pid, message: asked.append((pid, message)))
+    control.serve(
+        (IndexRepository, FindModel), lambda pid, message: pending_calls.append((pid, message))
+    )
     gateway = Dealer(endpoints.control(tmp_path), f"gateway.1.{os.getpid()}")
     gateway.send(m.Started())
     gateway.send(IndexRepository(1, False))
     control.receive_all()
-    assert not (received or asked), "nobody has started it"
+    assert not (received or pending_calls), "nobody has started it"
     control.enrol(os.getpid(), "gateway", received.append)
     known = asyncio.ensure_future(control.publish(Acknowledged, "gateway"))
     await asyncio.sleep(0)
@@ -51,10 +53,10 @@ async def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(
     gateway.close()
     control.close()
     assert received == [m.Started()]
-    assert asked == [(os.getpid(), IndexRepository(1, False))]
+    assert pending_calls == [(os.getpid(), IndexRepository(1, False))]
 
 
-async def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path) -> None:
+async def test_only_workers_that_call_models_receive_news_of_schedulers(tmp_path: Path) -> None:
     stop, lost = m.Stop(), SchedulerLost("ipc://a", "")
     control = ControlSocket(endpoints.control(tmp_path))
     control.enrol(os.getpid(), "worker", lambda message: None)
@@ -73,7 +75,7 @@ async def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path
     assert received == [[stop], [lost, stop]]
 
 
-async def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
+async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
     """Models run foreign code in workers: that changes no log settings, and registers no region."""
     received: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
@@ -110,7 +112,7 @@ async def test_all_must_acknowledge_that_are_there() -> None:
     assert changes.is_acknowledged(changes.begin(set()))
 
 
-def test_what_all_know_is_not_kept() -> None:
+def test_a_change_that_all_peers_know_is_dropped() -> None:
     """A program may stay for weeks and acknowledge nothing, and models come and go."""
     changes = Acknowledgements()
     number = changes.begin({1})

@@ -55,7 +55,7 @@ async def published(
 # --- who listens
 
 
-def test_what_subscribers_say() -> None:
+def test_subscribe_and_unsubscribe_frames() -> None:
     subscriptions = Subscriptions()
     assert not subscriptions.has_subscriber("models")
     assert subscriptions.update(b"\1mod") == ("mod", True)
@@ -74,14 +74,14 @@ def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
     assert (update is None) == (frame[:1] not in (b"\0", b"\1"))
 
 
-def test_before_it_is_open_nobody_listens() -> None:
+def test_a_publisher_before_its_opening_has_no_subscribers() -> None:
     publisher = EventPublisher()
     publisher.publish(STARTED)
     assert not publisher.is_followed(publications.PROCESSES)
     publisher.close()
 
 
-async def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
+async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
     records: list[tuple[str, bool]] = []
     async with published(run_dir, lambda *news: records.append(news)) as publisher:
         publisher.publish(STARTED)  # number 1 is the first that is sent
@@ -114,7 +114,7 @@ async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptu
 
 
 @given(st.sets(st.integers(1, 60), min_size=1))
-def test_what_did_not_arrive_is_counted(arrived: set[int]) -> None:
+def test_missing_events_are_counted(arrived: set[int]) -> None:
     gaps = Gaps()
     lost = [gaps.before("models", number) for number in sorted(arrived)]
     assert lost[0] == 0  # what came before is nobody's loss
@@ -126,7 +126,7 @@ def test_what_did_not_arrive_is_counted(arrived: set[int]) -> None:
     assert gaps.reached("new", 7) == 0
 
 
-def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Path) -> None:
+def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
     count = 50_000
 
     async def live() -> tuple[int, int]:
@@ -155,7 +155,7 @@ def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Pa
     assert lost >= count + 1 - read
 
 
-def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
+def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     """Nothing follows them that could show a gap."""
     count = 50_000
 
@@ -210,10 +210,10 @@ def test_changes_of_models() -> None:
 
 async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
-    asked: list[str] = []
+    pending_calls: list[str] = []
     holder: list[EventFeed] = []
     async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
-        holder.append(feed(publisher, states, asked))
+        holder.append(feed(publisher, states, pending_calls))
         holder[0].models_changed()  # nobody hears of it
         with EventReader(run_dir) as reader:
             snapshot = await asyncio.to_thread(reader.snapshot)
@@ -222,17 +222,17 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
                 m.ModelChanged("a", "1", "LOADING", ""),
                 STARTED,
             ]
-            assert asked == ["counters"]
+            assert pending_calls == ["counters"]
             states["a", "1"] = ("READY", "")
             holder[0].models_changed()
             received = await asyncio.to_thread(next, reader.follow())
             assert received.event == m.ModelChanged("a", "1", "READY", "")
-            await until_async(lambda: len(asked) > 1)  # a second later
+            await until_async(lambda: len(pending_calls) > 1)  # a second later
         await until_async(lambda: not publisher.is_followed(publications.COUNTERS))
         await until_async(lambda: holder[0]._timer is None)
 
 
-async def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
+async def test_the_end_of_a_server_is_reported(run_dir: Path) -> None:
     async with published(run_dir) as publisher:
         reader = EventReader(run_dir)
         await until_async(lambda: publisher.is_followed(publications.MODELS))
@@ -245,7 +245,7 @@ def test_no_server(run_dir: Path) -> None:
         EventReader(run_dir)
 
 
-def test_who_is_no_server(run_dir: Path) -> None:
+def test_a_publisher_that_is_no_server_is_refused(run_dir: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
         socket.bind(endpoints.events(run_dir))
         with EventReader(run_dir, [publications.MODELS]) as reader:

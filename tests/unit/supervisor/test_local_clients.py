@@ -1,4 +1,6 @@
-"""The listener for programs: who has a place there, and what is left of who does not stay."""
+"""The listener for local clients: its limit of connections, and the release of what clients
+leave.
+"""
 
 import asyncio
 import contextlib
@@ -80,8 +82,8 @@ async def test_one_user_does_not_take_all_places(
         assert await welcome(stack.enter_context(come(folder)))
 
 
-async def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> None:
-    """It said hello and shared memory in one message: all of it goes with the program."""
+async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(folder: Path) -> None:
+    """The program sent its hello and shared memory in one message; all of it is released."""
     left = asyncio.Event()
     capabilities = Capabilities(bytes(32))
     registry = LocalMemory(capabilities, RegionOpener(POLICY), RecordedProcesses(), print)
@@ -162,10 +164,10 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
 
 
 @pytest.mark.parametrize(("tensors", "told"), [(2000, True), (20_000, False)])
-async def test_a_model_with_many_inputs_costs_nobody_the_connection(
+async def test_a_model_with_many_inputs_ends_no_connection(
     folder: Path, tensors: int, told: bool
 ) -> None:
-    """Neither who is there when it is loaded, nor who comes later."""
+    """Holds for a client that is connected during the load, and for a later one."""
     wide = _model("wide", tensors)
     models: list[Any] = [_model("plain", 1), HealthChanged(True, True, False)]
     nobody: Any = None
@@ -192,7 +194,7 @@ async def test_a_model_with_many_inputs_costs_nobody_the_connection(
         assert _names(await _told(later, 4)) == ({"plain", "wide"} if told else {"plain"})
 
 
-def test_what_local_clients_are_told_of_tensors() -> None:
+def test_the_tensors_that_a_welcome_lists() -> None:
     """All that is set, of what a request must fit."""
     tensor = {"name": "x", "data_type": "TYPE_FP32", "dims": [], "reshape": {"shape": [1]}}
     unset = {"format": "FORMAT_NONE", "optional": False, "allow_ragged_batch": False}
@@ -206,7 +208,7 @@ def test_what_local_clients_are_told_of_tensors() -> None:
 
 
 def _model(name: str, tensors: int) -> m.ModelPublished:
-    """A model with so many inputs, described as Triton does it."""
+    """Return a model with this number of inputs, in Triton's form."""
     unset = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
     unset |= {"optional": False, "is_non_linear_format_io": False}
     inputs = [
@@ -245,7 +247,7 @@ def come(folder: Path) -> socket.socket:
 
 
 async def welcome(link: socket.socket) -> bool:
-    """Whether who says hello is welcomed."""
+    """Return whether a hello is answered with a welcome."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # shown out before that
         link.send(frames.pack([Hello(frames.VERSION)]))
         return await asyncio.get_running_loop().sock_recv(link, 1024) != b""

@@ -45,7 +45,7 @@ def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
     assert rate_limiter.capacity() == {R: 1, S: 4}
 
 
-def test_what_was_configured_is_the_capacity() -> None:
+def test_the_configured_amount_is_the_capacity() -> None:
     assert limiter([Needs({R: 2}, 1)], R=10).capacity() == {R: 10}
     explicit = RateLimiter({("R", 0): 7, ("R", None): 5})
     explicit.join(0, {0: Needs({R: 2, ("R", 1): 1}, 1)})
@@ -69,7 +69,7 @@ def test_a_resource_is_global_or_a_devices(apart: bool) -> None:
         limiter(*((one, other) if apart else (one + other,)))
 
 
-def test_a_configuration_gives_the_needs_of_each_instance() -> None:
+def test_the_needs_of_each_instance_from_a_configuration() -> None:
     resources = [{"name": "R", "count": 2}, {"name": "S", "count": 1, "global": True}]
     limited = {"rate_limiter": {"resources": resources, "priority": 3}}
     config = ModelSpec.of({"instance_group": [limited, {}]})
@@ -80,7 +80,7 @@ def test_a_configuration_gives_the_needs_of_each_instance() -> None:
     assert Needs.of(second, 0) == Needs({}, 1)
 
 
-def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None:
+def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
     """Priority 2 runs half as often."""
     rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
     ran = [0, 0]
@@ -96,8 +96,8 @@ def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None
     assert abs(ran[0] - 2 * ran[1]) <= 3
 
 
-def test_who_needs_much_holds_up_nobody() -> None:
-    """Rule 3.9.3: Triton tries only the first of those that wait."""
+def test_a_large_request_does_not_block_smaller_ones() -> None:
+    """Rule 3.9.3: Triton tries only the first waiting request."""
     rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
     (small,) = rate_limiter.ask(1, 0, "small")
     assert rate_limiter.ask(0, 0, "large") == []
@@ -105,7 +105,7 @@ def test_who_needs_much_holds_up_nobody() -> None:
     assert rate_limiter.release(*small, True) == [(0, "large")]
 
 
-def test_who_needs_much_is_not_overtaken_for_ever() -> None:
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
     rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
     running = [rate_limiter.ask(1, index, (index, 0))[0] for index in range(4)]
     rate_limiter.ask(0, 0, "large")
@@ -119,7 +119,7 @@ def test_who_needs_much_is_not_overtaken_for_ever() -> None:
     raise AssertionError("it still waits")
 
 
-def test_what_was_executed_before_is_no_debt_of_newcomers() -> None:
+def test_newcomers_owe_nothing_for_earlier_executions() -> None:
     rate_limiter = limiter([Needs({R: 1}, 1)])
     for ticket in range(1000):
         rate_limiter.ask(0, 0, ticket)
@@ -140,7 +140,7 @@ def test_what_was_executed_before_is_no_debt_of_newcomers() -> None:
     assert 0 in firsts[1:]  # the newcomer does not run a thousand times first
 
 
-def test_what_is_granted_and_not_used_is_no_execution() -> None:
+def test_an_unused_ticket_counts_as_no_execution() -> None:
     rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
     for ticket in range(10):
         rate_limiter.ask(0, 0, ticket)
@@ -157,7 +157,7 @@ NEEDS = st.dictionaries(st.sampled_from([R, S, ("T", 1)]), st.integers(1, 3))
 
 @settings(max_examples=200)
 @given(st.lists(st.lists(NEEDS, min_size=1, max_size=3), min_size=2, max_size=4), STEPS)
-def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
+def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
 ) -> None:
     rate_limiter = limiter(
@@ -201,7 +201,7 @@ def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
                 assert any(used.get(r, 0) + n > capacity[r] for r, n in needs[key].items())
 
 
-def test_instances_come_and_go_while_their_model_serves() -> None:
+def test_instances_join_and_leave_while_their_model_serves() -> None:
     rate_limiter = limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
     assert rate_limiter.ask(0, 1, "a") == [(0, "a")]
     rate_limiter.join(0, {2: Needs({R: 2}, 1)})
@@ -217,7 +217,7 @@ def test_instances_come_and_go_while_their_model_serves() -> None:
     assert rate_limiter.remove_instance(0, 7) == rate_limiter.remove_instance(1, 0) == []
 
 
-def test_the_death_of_who_holds_gives_back() -> None:
+def test_tickets_of_an_exited_scheduler_are_released() -> None:
     notified: list[tuple[Any, Any]] = []
     tickets = Tickets(True, {}, lambda pid, message: notified.append((pid, message)))
     for member, pid in ((1, 100), (2, 200)):

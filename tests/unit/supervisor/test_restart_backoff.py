@@ -22,7 +22,7 @@ def test_a_long_life_ends_the_row() -> None:
     assert row.pause_s(1.0) > 0
 
 
-def test_what_works_in_between_waits_a_little_only() -> None:
+def test_a_worker_that_succeeds_in_between_has_a_short_backoff() -> None:
     """Not for nothing: to start it again and again would take a core from others."""
     row = RestartBackoff()
     pauses = []

@@ -1,4 +1,4 @@
-"""Run directories that must be refused, and one that a killed server left."""
+"""Run directories that must be refused, and one of a killed server."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from shmserve.supervisor.host import run_directory
 from shmserve.supervisor.host.run_directory import RunDirectory
 
 
-def test_a_fresh_one_is_private_and_goes_away() -> None:
+def test_a_new_run_directory_is_private_and_removed_at_the_end() -> None:
     directory = RunDirectory(None)
     assert directory.path.stat().st_mode & 0o777 == 0o700
     directory.remove()
@@ -22,7 +22,7 @@ def test_a_fresh_one_is_private_and_goes_away() -> None:
     assert not directory.path.exists()
 
 
-def test_what_a_killed_server_left_is_cleared(tmp_path: Path) -> None:
+def test_the_run_directory_of_a_killed_server_is_cleared(tmp_path: Path) -> None:
     left = tmp_path / "run"
     os.close(RunDirectory(left).lock_fd)
     with socket.socket(socket.AF_UNIX) as stale:
@@ -32,7 +32,7 @@ def test_what_a_killed_server_left_is_cleared(tmp_path: Path) -> None:
     os.close(directory.lock_fd)
 
 
-def test_who_removes_it_late_leaves_it_to_the_next_server(tmp_path: Path) -> None:
+def test_a_late_removal_leaves_the_next_servers_run_directory(tmp_path: Path) -> None:
     """As a process of a killed server does that was stopped while another one removed it."""
     first = RunDirectory(tmp_path / "run")
     (first.path / "guests").mkdir()
@@ -53,7 +53,7 @@ def test_who_removes_it_late_leaves_it_to_the_next_server(tmp_path: Path) -> Non
 def test_processes_that_end_remove_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the same time, so that what was just listed is gone."""
+    """The processes exit at the same time, so that a listed entry may be gone."""
     directory = RunDirectory(tmp_path / "run")
     (directory.path / "guests").mkdir()
     for number in range(3):
@@ -72,7 +72,7 @@ def test_processes_that_end_remove_their_own(
     os.close(directory.lock_fd)
 
 
-def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
+def test_a_foreign_folder_is_not_touched(tmp_path: Path) -> None:
     """A home folder is private too."""
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
@@ -103,7 +103,7 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are full, or somebody else's."""
+    """The folders are full, or belong to another user."""
 
     def nowhere(prefix: str) -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
@@ -125,12 +125,12 @@ def test_a_group_that_this_user_is_not_in(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_server_at_a_time(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
-    with pytest.raises(InvalidArgument, match="in use by another server"):
+    with pytest.raises(InvalidArgument, match=r"by another server; .* another --run-dir"):
         RunDirectory(tmp_path / "run", patience_s=0.0)
     os.close(first.lock_fd)
 
 
-def test_a_second_server_says_where_it_is(
+def test_a_second_server_names_the_run_directory_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -147,7 +147,7 @@ def test_a_second_server_says_where_it_is(
 
 
 def test_folders_that_are_not_private(tmp_path: Path) -> None:
-    """R3: a link, a foreign folder and one that others enter are refused."""
+    """R3: a link, a foreign folder and a folder that others can enter are refused."""
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     link = tmp_path / "link"

@@ -1,4 +1,4 @@
-"""What a service manager is told, and the sockets that it gives."""
+"""The notifications to a service manager, and the sockets that it passes."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         yield address, sock
 
 
-def test_it_hears_each_state_once(heard: tuple[str, socket.socket]) -> None:
+def test_each_state_is_notified_once(heard: tuple[str, socket.socket]) -> None:
     address, sock = heard
     environment = {"NOTIFY_SOCKET": address, "OTHER": "1"}
     manager = ServiceManager.from_environment(environment)
@@ -85,7 +85,7 @@ async def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
     assert sock.recv(1000) == b"EXTEND_TIMEOUT_USEC=60000000"
 
 
-def test_what_it_has_no_room_for_waits_and_signs_of_life_are_left_out(
+def test_notifications_queue_up_without_watchdog_messages(
     heard: tuple[str, socket.socket],
 ) -> None:
     address, sock = heard
@@ -119,7 +119,7 @@ def test_what_it_has_no_room_for_waits_and_signs_of_life_are_left_out(
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
-def test_it_has_heard_once_nothing_waits(heard: tuple[str, socket.socket]) -> None:
+def test_a_flush_returns_when_no_notification_waits(heard: tuple[str, socket.socket]) -> None:
     address, sock = heard
     count = 40  # as above
 
@@ -146,7 +146,7 @@ def test_it_has_heard_once_nothing_waits(heard: tuple[str, socket.socket]) -> No
 
 
 @pytest.mark.parametrize("address", [None, "", "/nowhere/notify"])
-def test_without_one_nothing_is_said(address: str | None) -> None:
+def test_without_a_service_manager_nothing_is_sent(address: str | None) -> None:
     manager = ServiceManager(address)
     manager.ready("a")
     asyncio.run(asyncio.wait_for(manager.flushed(), 1))
@@ -183,7 +183,7 @@ print([name for name in os.environ if name.startswith("LISTEN_")])
 
 
 def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
-    """What a process finds that is given these as its first descriptors."""
+    """Return what a process finds that received these sockets as its first descriptors."""
 
     def memory_range() -> None:
         copies = [
@@ -223,7 +223,7 @@ def test_sockets_are_taken_by_their_names() -> None:
         assert left == "[]"
 
 
-def test_what_does_not_listen_is_refused() -> None:
+def test_a_socket_that_does_not_listen_is_refused() -> None:
     with socket.socket() as sock:
         assert ask([sock], "http")[0] == (
             "LISTEN_FDS: descriptor 3 ('http') is not a listening socket"

@@ -1,4 +1,4 @@
-"""The supervisor's own end, whatever goes wrong in it."""
+"""The supervisor's own shutdown after any failure."""
 
 import asyncio
 from dataclasses import fields
@@ -32,7 +32,7 @@ def supervisor() -> Any:
 
 
 def test_a_drain_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """Everything ends all the same, and the log says what it was."""
+    """The server still stops completely, and the log names the failure."""
     ending = supervisor()
     ending.gateways.drain.side_effect = RuntimeError("so it is")
     asyncio.run(ending.end(0))
@@ -61,7 +61,7 @@ def test_a_start_that_fails_when_it_is_cut_short(
 
 
 @pytest.mark.parametrize("role", ["gateway", "host", "worker", "workspace", ""])
-async def test_a_death_is_one_message_and_goes_to_who_knows_the_role(role: str) -> None:
+async def test_an_exit_is_one_message_for_the_handler_of_the_role(role: str) -> None:
     hears = supervisor()
     context = hears.context
     context.control.dismiss.return_value = role
@@ -80,7 +80,7 @@ async def test_a_death_is_one_message_and_goes_to_who_knows_the_role(role: str) 
 READERS, OTHERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
 
 
-def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are as many processes as models, and each would be woken for each that is unloaded."""
     monkeypatch.setattr("shmserve.supervisor.supervisor._REPORT_AFTER_S", 0.0)
 
@@ -93,9 +93,9 @@ def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.Mo
         broadcasts = hears.context.broadcast.mock_calls
         assert broadcasts == [call(ProcessExited(pid, "exit status 0"), *READERS) for pid in (7, 8)]
         broadcasts.clear()
-        heard = asyncio.Event()
-        hears.context.broadcast.side_effect = lambda *_: heard.set()
-        await heard.wait()
+        outcomes = asyncio.Event()
+        hears.context.broadcast.side_effect = lambda *_: outcomes.set()
+        await outcomes.wait()
         return list(broadcasts)
 
     assert asyncio.run(live()) == [
@@ -103,7 +103,7 @@ def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.Mo
     ]
 
 
-async def test_what_fails_in_the_background_is_logged_at_once(
+async def test_a_failure_in_the_background_is_logged_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def fail() -> None:

@@ -13,7 +13,7 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements
 
 
 class Control:
-    """A control socket whose peers are asked, and answer when the test says so."""
+    """A control socket whose peers answer queries when the test allows it."""
 
     def __init__(self) -> None:
         self.acknowledgements = Acknowledgements()
@@ -63,7 +63,7 @@ def test_one_that_does_not_answer_is_named_and_there_is_no_sign(
     asyncio.run(asyncio.wait_for(watch(), 20))
 
 
-async def test_it_ends_when_the_last_answer_comes_with_the_end() -> None:
+async def test_the_watchdog_ends_when_the_last_answer_arrives_with_the_stop() -> None:
     control, manager = Control(), MagicMock(watchdog_s=40.0)
     watching = asyncio.ensure_future(
         Watchdog(control, MagicMock(), manager).run()  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ async def test_it_ends_when_the_last_answer_comes_with_the_end() -> None:
     assert watching.cancelled()
 
 
-def test_nobody_is_asked_for_nobody() -> None:
+def test_no_liveness_check_without_a_watchdog() -> None:
     control, manager = MagicMock(), MagicMock(watchdog_s=0.0)
     asyncio.run(Watchdog(control, MagicMock(), manager).run())
     assert not control.mock_calls

@@ -30,7 +30,7 @@ def _preloads(repository: Path, files: dict[str, str], devices: bool = False) ->
     return worker_preloads([repository], devices=devices)
 
 
-def test_models_that_do_without_torch_are_not_given_it(tmp_path: Path) -> None:
+def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:
     files = {
         "m/config.pbtxt": "",
         "m/1/model.py": _PLAIN,
@@ -67,7 +67,7 @@ def test_onnx_files_need_torch_for_devices_only(tmp_path: Path) -> None:
     assert "torch" in _preloads(tmp_path, {}, devices=True)
 
 
-def test_an_empty_repository_whose_models_come_later_has_it_imported(tmp_path: Path) -> None:
+def test_an_empty_repository_with_later_models_preloads_torch(tmp_path: Path) -> None:
     assert "torch" in worker_preloads([tmp_path], later=True)
     assert "torch" not in worker_preloads([tmp_path])
 
@@ -104,7 +104,7 @@ def test_one_model_that_may_import_torch_has_it_imported(
         ("m/1/config.json", "shmserve.workers.device:preload_text"),
     ],
 )
-def test_what_a_kind_of_file_needs_is_imported_after_torch(
+def test_the_library_for_a_kind_of_file_is_imported_after_torch(
     tmp_path: Path, file: str, module: str
 ) -> None:
     preloads = _preloads(tmp_path, {file: ""})

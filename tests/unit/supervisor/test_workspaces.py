@@ -43,7 +43,9 @@ class SentMessages:
         self.messages.append((pid, message))
 
     def granted(self) -> list[tuple[int, int, int, int]]:
-        """The leases since the last time: pid, number, the holder's and the offset."""
+        """Return the leases granted since the last call: pid, number, the holder's pid and the
+        offset.
+        """
         offsets = []
         for pid, message in self.messages:
             assert isinstance(message, m.Answered)
@@ -58,7 +60,7 @@ def ask(number: int, byte_size: int) -> LeaseWorkspace:
     return LeaseWorkspace(number, DEVICE, byte_size)
 
 
-def test_who_asks_waits_for_the_holder() -> None:
+def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
     sent = SentMessages()
     workspaces = Workspaces({DEVICE: 2 * MB}, sent)
     workspaces.handle(10, ask(1, MB))
@@ -72,7 +74,7 @@ def test_who_asks_waits_for_the_holder() -> None:
     workspaces.close()  # of which no descriptor is ours
 
 
-def test_leases_of_memory_that_is_gone_come_back_to_nobody() -> None:
+def test_leases_of_released_memory_are_dropped() -> None:
     sent = SentMessages()
     workspaces = Workspaces({DEVICE: 2 * MB}, sent)
     workspaces.allocated(DEVICE, memory_of(77))
@@ -150,7 +152,7 @@ def test_host_memory_has_no_holder() -> None:
     live(test, f"--workspace-byte-size=cpu={4 * MB}")
 
 
-def test_a_holder_allocates_says_where_and_ends_when_told(tmp_path: Path) -> None:
+def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
     cuda = FakeCuda()
     exporting = cuda.exporting()
     start = WorkspaceStart(1, 5 * MB, tmp_path)
@@ -172,7 +174,7 @@ def test_a_holder_allocates_says_where_and_ends_when_told(tmp_path: Path) -> Non
         router.close()
 
 
-def test_a_holder_without_memory_says_so(tmp_path: Path) -> None:
+def test_a_holder_without_memory_reports_it(tmp_path: Path) -> None:
     exporting = FakeCuda().exporting()
     exporting.most = MB
     with pytest.raises(Unavailable, match=r"5242880 bytes .* cannot be allocated on 'cuda:1'"):
@@ -181,7 +183,7 @@ def test_a_holder_without_memory_says_so(tmp_path: Path) -> None:
         hold(WorkspaceStart(7, 5 * MB, tmp_path), exporting)
 
 
-def test_a_start_record_comes_through(tmp_path: Path) -> None:
+def test_a_start_record_is_encoded_and_decoded(tmp_path: Path) -> None:
     from shmserve.ipc.messages.supervision import encode_start
 
     start = WorkspaceStart(1, 5 * MB, tmp_path)
@@ -202,14 +204,14 @@ STEPS = st.lists(
 
 
 def opened() -> WorkspacePool:
-    """A pool whose memory is there."""
+    """Return a pool whose memory is allocated."""
     pool = WorkspacePool(CAPACITY)
     assert pool.open() == []
     return pool
 
 
 @given(STEPS)
-def test_leases_are_apart_in_order_and_all_come_back(steps: list[Step]) -> None:
+def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None:
     pool = opened()
     waiting: deque[tuple[int, int, int]] = deque()
     leases: dict[int, tuple[int, int]] = {}  # offset -> owner, size
@@ -245,9 +247,10 @@ def test_leases_are_apart_in_order_and_all_come_back(steps: list[Step]) -> None:
     assert pool.ask(9, 0, CAPACITY) == [GrantedLease(9, 0, 0)]  # whole again
 
 
-def test_a_day_of_mixed_sizes_leaves_no_fragments() -> None:
-    """A hundred thousand leases, from bytes to the whole pool: each is had in the end, and the
-    pool is one piece then."""
+def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
+    """A hundred thousand leases, from bytes to the whole pool: each is granted in the end, and
+    the pool is one free range again.
+    """
     chance = random.Random(17)
     pool = opened()
     sizes: dict[int, int] = {}
@@ -285,8 +288,10 @@ def test_only_the_owner_ends_a_lease() -> None:
     assert pool.drop(1) == [GrantedLease(2, 8, 0)]
 
 
-def test_who_asks_waits_while_the_memory_is_not_there() -> None:
-    """Leases end with it; who waits is granted, in order, when there is some again."""
+def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
+    """Leases end with the lost memory; waiting requests are granted in order after the next
+    allocation.
+    """
     pool = WorkspacePool(CAPACITY)
     assert pool.ask(1, 7, CAPACITY) == []
     assert pool.open() == [GrantedLease(1, 7, 0)]

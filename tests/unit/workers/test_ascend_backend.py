@@ -78,7 +78,7 @@ def test_the_file_completes_inputs_and_outputs(acl: FakeAcl, worker: Rig) -> Non
 
 
 @pytest.mark.parametrize("call", sorted(set(OPENING) - SILENT))
-def test_whatever_fails_at_load_leaves_nothing_behind(acl: FakeAcl, worker: Rig, call: str) -> None:
+def test_a_failed_load_leaks_nothing(acl: FakeAcl, worker: Rig, call: str) -> None:
     acl.failing = call
     with pytest.raises(AclError, match=f"^acl.{call}.* failed with error 507$"):
         OfflineModel(worker.context.version_dir / "model.om", 0)

@@ -128,7 +128,7 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     assert len(buffers) == 1, "one buffer, kept"
 
 
-def test_the_buffer_has_room_for_the_largest_batch_from_the_start() -> None:
+def test_the_first_buffer_fits_the_largest_batch() -> None:
     unpacker, gather, buffers = gatherer(one_tensor(dims=(2,), most=8), Mappings())
     for sizes in ((1, 1), (3, 2), (4, 4)):
         rows = [np.random.rand(n, 2).astype(F32) for n in sizes]
@@ -140,7 +140,7 @@ def test_the_buffer_has_room_for_the_largest_batch_from_the_start() -> None:
 
 
 @given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), most=st.integers(1, 64))
-def test_how_much_room_a_buffer_gets(rows: int, row: int, most: int) -> None:
+def test_the_capacity_of_a_buffer(rows: int, row: int, most: int) -> None:
     byte_size = rows * row
     capacity = buffer_capacity(byte_size, rows, most)
     assert byte_size <= capacity <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
@@ -148,7 +148,7 @@ def test_how_much_room_a_buffer_gets(rows: int, row: int, most: int) -> None:
         assert capacity == (row * max(rows, most) if rows else 0), "never grown"
 
 
-def test_a_ragged_input_comes_flat() -> None:
+def test_a_ragged_input_is_flat() -> None:
     config = one_tensor(most=8, allow_ragged_batch=True)
     unpacker, gather, _ = gatherer(config, Mappings())
     rows = [np.arange(n, dtype=F32).reshape(1, n) for n in (2, 4, 1)]
@@ -281,7 +281,7 @@ def test_an_input_that_is_returned_stays_where_it_is(
 
 @pytest.mark.parametrize("size", [4, 8192])
 @pytest.mark.parametrize("names", ["one", "two"])
-def test_what_is_written_over_an_input_changes_no_other_output(
+def test_a_write_over_an_input_changes_no_other_output(
     worker: Rig, region: Region, size: int, names: str
 ) -> None:
     """The client uses the memory of its inputs for its outputs, and one output is a view of an
@@ -305,11 +305,11 @@ def test_what_is_written_over_an_input_changes_no_other_output(
 
     def answers(**memory_ranges: int | None) -> dict[str, list[float]]:
         inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
-        wanted = [
+        expected = [
             RequestedOutput(name, None if at is None else Range(memory, 4 * at * size, 4 * size))
             for name, at in memory_ranges.items()
         ]
-        (reply,) = worker.batch(inference(*inputs, outputs=wanted))
+        (reply,) = worker.batch(inference(*inputs, outputs=expected))
         return {
             name: reply.array(name, worker).tolist()
             if at is None
@@ -324,7 +324,7 @@ def test_what_is_written_over_an_input_changes_no_other_output(
             assert answers(Z=0, B=beside) == {"Z": (x * 2).tolist(), "B": x.tolist()}
 
 
-def test_an_output_too_large_for_its_place_fails_that_request(worker: Rig, region: Region) -> None:
+def test_an_output_too_large_for_its_range_fails_that_request(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
     before = region.read(0, 64)
     requested_output = RequestedOutput("Y", region.memory_range(0, 15))
@@ -413,8 +413,10 @@ def test_any_layout_is_written_row_major(
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
     )
-    wanted = [RequestedOutput("Y", region.memory_range(64, 100))] if placed else []
-    (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=wanted))
+    requested_outputs = [RequestedOutput("Y", region.memory_range(64, 100))] if placed else []
+    (reply,) = worker.batch(
+        inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested_outputs)
+    )
     assert reply.code == "", reply.message
     want = np.ascontiguousarray(
         data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
@@ -438,8 +440,8 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
 def test_bytes(worker: Rig, region: Region, placed: bool) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), most=4))
     data = np.array([[b"", "ä".encode()], [b"\0\1", b"x" * 50]], dtype=object)
-    wanted = [RequestedOutput("Y", region.memory_range(0, 1000))] if placed else []
-    (reply,) = worker.batch(inference(tensor("X", data), outputs=wanted))
+    requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if placed else []
+    (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
     assert reply.answer is not None, reply.message
     sent = tensor("X", data).data
     assert isinstance(sent, bytes)
@@ -670,7 +672,9 @@ def test_a_wrong_number_of_answers(worker: Rig, result: Any, shown: str) -> None
         (torch.OutOfMemoryError("CUDA..."), "UNAVAILABLE", "not enough memory on device 'cpu'"),
     ],
 )
-def test_what_a_model_raises(worker: Rig, error: BaseException, code: str, message: str) -> None:
+def test_exceptions_of_a_model_fail_the_request(
+    worker: Rig, error: BaseException, code: str, message: str
+) -> None:
     def fail(requests: list[Request]) -> list[Response]:
         raise error
 
@@ -755,7 +759,7 @@ def test_times_are_in_order(worker: Rig) -> None:
     )
 
 
-def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, region: Region) -> None:
+def test_outputs_for_a_dead_scheduler_are_not_written(worker: Rig, region: Region) -> None:
     """The request is retried elsewhere, so the memory of its output may contain other data by
     then.
     """
@@ -777,7 +781,7 @@ def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, regi
 # --- output memory
 
 
-def test_blocks_of_a_reader_that_died_come_back() -> None:
+def test_blocks_of_an_exited_reader_are_released() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)
     for pid in (1, 2, 1):
@@ -859,9 +863,7 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_outputs_of_a_batch_that_its_scheduler_did_not_live_to_see_come_back(
-    worker: Rig, lost: bool
-) -> None:
+def test_outputs_of_a_batch_without_its_scheduler_are_released(worker: Rig, lost: bool) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     worker.batch(inference(tensor("X", np.ones(MIB, F32))))
     assert worker.context.arena.used

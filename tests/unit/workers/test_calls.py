@@ -387,7 +387,9 @@ def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: Cal
     assert running.result(10) == [10.0]
 
 
-def test_a_coroutine_hears_of_losses_and_errors(calls: CallRouter, others: CalledModels) -> None:
+def test_a_coroutine_is_notified_of_losses_and_errors(
+    calls: CallRouter, others: CalledModels
+) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
 
     async def both() -> tuple[list[float], str]:

@@ -56,7 +56,9 @@ def test_an_answer_and_a_refusal(ends: tuple[SupervisorLink, Router]) -> None:
     thread.join()
 
 
-def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, Router]) -> None:
+def test_a_message_that_arrives_with_a_response_wakes_the_loop(
+    ends: tuple[SupervisorLink, Router],
+) -> None:
     """A thread of the model reads a message from the socket.
 
     The waiting loop must still wake up.
@@ -78,7 +80,9 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, 
     assert list(control.inbox) == [MemoryDropped(7), m.Stop()]
 
 
-def test_what_the_loop_itself_took_is_not_waited_for(ends: tuple[SupervisorLink, Router]) -> None:
+def test_the_loop_does_not_wait_for_a_message_it_has_read(
+    ends: tuple[SupervisorLink, Router],
+) -> None:
     """A request sent within `execute` reads its response together with a message for the loop."""
     control, router = ends
 

@@ -182,7 +182,7 @@ def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model) -> None:
     region.close()
 
 
-def test_large_responses_go_through_the_arena_and_come_back(model: Model) -> None:
+def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -338,7 +338,7 @@ def test_a_collected_sender_ends_its_request(model: Model) -> None:
     assert model.responses(2) == [[5], LET_GO, "end"]
 
 
-def test_a_sender_that_is_let_go_of_once_nobody_waits(model: Model) -> None:
+def test_a_dropped_sender_of_a_finished_request(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -605,7 +605,7 @@ def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[
     assert len(model.responses(1)) == 5
 
 
-def test_a_client_that_never_reads_is_given_up(
+def test_a_client_that_never_reads_is_disconnected(
     model: Model, pumping: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_stream, "MOST_WAIT_S", 0.2)
@@ -647,7 +647,7 @@ def test_a_cancelled_request_does_not_wait(model: Model, pumping: Callable[[], N
 
 
 @pytest.mark.parametrize("loop_reads", [True, False])
-def test_of_many_that_wait_each_hears_of_its_own_credit(model: Model, loop_reads: bool) -> None:
+def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_reads: bool) -> None:
     """One waiting thread reads the socket for all of them, and another takes over when it has
     its credit.
     """

@@ -260,7 +260,7 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     assert cuda.opened == 0
 
 
-def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: FakeCuda) -> None:
+def test_a_device_without_memory_for_the_process_is_not_the_handles_fault(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported = cuda.export(64)
     cuda.revoke(exported)
@@ -278,7 +278,7 @@ def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: Fa
 # --- on the wire
 
 
-def test_places_on_devices_travel() -> None:
+def test_memory_ranges_on_devices_are_packed_and_unpacked() -> None:
     memory = Memory.on_device(2**61, 4096, CudaHandle(secrets.token_bytes(64), 3, bytes(16)))
     sent = Inference(
         (TensorRef("x", "FP32", (4,), Range(memory, 16, 16)),),
@@ -441,7 +441,7 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
     assert [reply.code for reply in replies] == ["INVALID_ARG", "", "INVALID_ARG"]
 
 
-def test_an_unaligned_place_and_an_output_that_is_its_input(
+def test_an_unaligned_range_and_an_output_that_is_its_input(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     twice(worker, body="        return x\n")
@@ -592,8 +592,8 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     memory = exported.memory()
     exported.write(0, ROW)
     name = config["output"][0]["name"]
-    wanted = (RequestedOutput(name, Range(memory, 32, 16)),)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=wanted))
+    requested_outputs = (RequestedOutput(name, Range(memory, 32, 16)),)
+    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
 
@@ -636,7 +636,7 @@ def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
     assert not cuda.asked
 
 
-def test_what_cannot_be_pinned_is_used_all_the_same(cuda: FakeCuda) -> None:
+def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
     def nobody() -> FakeCuda:
         raise Unavailable("there is no driver")
 

@@ -109,7 +109,7 @@ def test_the_next_message_also_sends_the_delayed_ones(monkeypatch: pytest.Monkey
     assert wire.frames == [[0], [1, 2, "a batch"]]
 
 
-def test_a_scheduler_that_has_gone_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_scheduler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     link, wire, _ = linked(monkeypatch)
     link.post(0)
     assert link.flush_soon()
@@ -197,7 +197,7 @@ def test_the_first_response_and_the_end_leave_at_once(model: Sender, clock: Cloc
     assert model.told == [(2, [10])]
 
 
-def test_each_leaves_at_once_where_they_are_seldom(model: Sender, clock: Clock) -> None:
+def test_rare_responses_are_sent_at_once(model: Sender, clock: Clock) -> None:
     model.begin(0)
     for number in range(5):
         clock.pass_ns(HOLD_NS)

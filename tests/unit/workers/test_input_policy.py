@@ -27,7 +27,7 @@ def test_a_cure_is_remembered() -> None:
     assert policy.copies
 
 
-def test_who_fails_often_for_its_own_reasons_is_believed_for_a_while() -> None:
+def test_a_model_with_frequent_errors_is_not_retried_for_a_while() -> None:
     policy = InputPolicy()
     tried = []
     for _ in range(200):

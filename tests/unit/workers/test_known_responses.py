@@ -50,10 +50,10 @@ RESPONSES = st.lists(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(responses=RESPONSES)
-def test_what_comes_again_is_as_it_would_be_alone(worker: Rig, responses: Any) -> None:
+def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> None:
     made: list[Response] = []
     worker.serve(FunctionBackend(worker.context, lambda requests: [made[-1]]), CONFIG)
-    for count, (outputs, wanted, parameters) in enumerate(responses * 3):
+    for count, (outputs, expected, parameters) in enumerate(responses * 3):
         arrays = {
             name: (np.arange(np.prod(shape)) + count).astype(kind).reshape(shape)
             for name, kind, shape in outputs
@@ -65,9 +65,11 @@ def test_what_comes_again_is_as_it_would_be_alone(worker: Rig, responses: Any) -
                 {"n": 1} if parameters else {},
             )
         )
-        asked = [RequestedOutput(name) for name in wanted]
+        asked = [RequestedOutput(name) for name in expected]
         (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=asked))
-        visible = {name: array for name, array in arrays.items() if name in (wanted or ("A", "B"))}
+        visible = {
+            name: array for name, array in arrays.items() if name in (expected or ("A", "B"))
+        }
         wrong = ("A" in visible and visible["A"].dtype == np.float64) or (
             "B" in visible and visible["B"].ndim != 2
         )
@@ -83,7 +85,7 @@ def test_what_comes_again_is_as_it_would_be_alone(worker: Rig, responses: Any) -
 
 
 @pytest.mark.parametrize("or_input", [False, True])
-def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) -> None:
+def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input: bool) -> None:
     """An unchanged input may stay in place.
 
     A copy of it, or an array of another shape or byte order, is written to the requested range.
@@ -140,7 +142,7 @@ def test_rows_of_another_number_are_checked(worker: Rig) -> None:
         assert reply.code == code
 
 
-def test_requests_that_only_say_other_things_are_read_once(
+def test_requests_that_differ_outside_the_schema_are_parsed_once(
     worker: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids, sequences and limits are outside the packed schema, and each request has its own."""

@@ -67,9 +67,9 @@ def test_the_example_serves(worker: Rig) -> None:
 
 
 def test_annotations_are_checked_when_they_are_written() -> None:
-    for wrong in ((), (0,), ("8",), (True,)):
+    for wrong_value in ((), (0,), ("8",), (True,)):
         with pytest.raises(TypeError, match="needs dimensions"):
-            FP32[(np.ndarray, *wrong)]
+            FP32[(np.ndarray, *wrong_value)]
     annotation: Any = FP32[np.ndarray, 1, -1]
     assert annotation.__metadata__ == (TensorType("FP32", (1, -1)),)
     assert repr(INT64) == "INT64"
@@ -379,7 +379,7 @@ class Model:
         ),
     ],
 )
-def test_what_is_missing_is_said(worker: Rig, text: str, shown: str) -> None:
+def test_missing_annotations_are_reported(worker: Rig, text: str, shown: str) -> None:
     write(worker, text)
     with pytest.raises(InvalidArgument) as caught:
         complete(worker)
@@ -424,7 +424,7 @@ def test_a_configuration_that_contradicts_the_annotations(
         ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),
     ],
 )
-def test_results_that_are_not_what_was_said(
+def test_results_that_contradict_their_annotations(
     worker: Rig, annotation: str, value: str, shown: str
 ) -> None:
     write(

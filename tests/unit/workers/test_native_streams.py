@@ -156,13 +156,13 @@ def test_an_error_ends_it(worker: Rig, kind: str) -> None:
     assert model.responses(2) == [f"{FAILED}ValueError: before", "end"]
 
 
-def test_what_is_no_tensor_ends_it(worker: Rig) -> None:
+def test_a_yielded_value_that_is_no_tensor_ends_the_stream(worker: Rig) -> None:
     model = Model(worker, f"def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:\n    yield 'text'")
     model.begin(1)
     assert model.responses(1) == ["inference output 'output' is a str, not a tensor", "end"]
 
 
-def test_a_client_that_leaves_closes_a_generator(worker: Rig) -> None:
+def test_a_disconnecting_client_closes_the_generator(worker: Rig) -> None:
     body = f"""
 def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     try:
@@ -181,7 +181,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     assert model.said == ["closed"]
 
 
-def test_a_client_that_leaves_cancels_what_an_asynchronous_one_waits_for(worker: Rig) -> None:
+def test_a_disconnecting_client_cancels_the_asynchronous_generator(worker: Rig) -> None:
     body = f"""
 async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
     try:
@@ -228,7 +228,7 @@ def load(self, context):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_model_says_whether_it_is_ready(worker: Rig, kind: str, stream: bool) -> None:
+def test_a_model_reports_whether_it_is_ready(worker: Rig, kind: str, stream: bool) -> None:
     result = "AsyncIterator" if stream else ""
     body = f"""
 async def predict(self, x: {ARRAY}) -> {f"{result}[{ARRAY}]" if stream else ARRAY}:
@@ -320,7 +320,7 @@ async def predict(self, x: {ARRAY}) -> {ARRAY}:
         (f"def predict(self, x: {ARRAY}) -> Iterator[int]:\n    yield x", "is not a tensor"),
     ],
 )
-def test_what_is_yielded_must_be_said(worker: Rig, body: str, shown: str) -> None:
+def test_a_generator_must_declare_its_values(worker: Rig, body: str, shown: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Model(worker, body)
     assert shown in caught.value.message

@@ -105,7 +105,7 @@ def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
     region.close()
 
 
-def test_an_output_of_another_shape_than_the_file_says_is_right_all_the_same(worker: Rig) -> None:
+def test_an_output_shape_that_contradicts_the_file_is_accepted(worker: Rig) -> None:
     """The file declares `s` as long as `a`, but `s` has only the non-zero elements of `a`."""
     save(
         worker.context.version_dir,
@@ -186,7 +186,7 @@ def test_bf16_as_it_is(worker: Rig) -> None:
     np.testing.assert_array_equal(reply.array("s"), patterns)
 
 
-def test_what_a_run_raises_is_in_tritons_words(worker: Rig) -> None:
+def test_errors_of_a_run_have_tritons_text(worker: Rig) -> None:
     save_sum(worker, ("batch", "n"))
     serve(worker)
     two, three = (tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3)))

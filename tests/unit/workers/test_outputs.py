@@ -39,7 +39,7 @@ def test_shapes_and_strides() -> None:
     assert np.array_equal(strided, source)
 
 
-def test_threads_start_with_the_first_copy_that_needs_them() -> None:
+def test_threads_start_with_the_first_large_copy() -> None:
     before = helpers()
     copier = Copier(3)
     small = np.zeros(MIB, np.uint8)

@@ -31,13 +31,13 @@ TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8
 
 def received(*inputs: Input, **more: Any) -> ReceivedRequest:
     schema, data = pack_inference(Inference((), (), more.pop("parameters", {})))
-    wanted = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
+    expected = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
     origin = Request(
         Work(1, 42, schema, data, "id-1", **more),
         RequestSchema(schema),
         0,
         {item.name: item for item in inputs},
-        wanted,
+        expected,
     )
     return ReceivedRequest(origin, Lender("m", Mappings()))
 
@@ -79,7 +79,7 @@ def test_no_tensor_of_other_types(array: Any) -> None:
         Tensor("x", array)
 
 
-def test_no_tensor_of_something_else() -> None:
+def test_a_tensor_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
         Tensor("", np.zeros(1))
     with pytest.raises(TypeError):
@@ -121,7 +121,7 @@ def test_dlpack_of_bf16() -> None:
     assert (came.as_output().data == value.view(torch.uint16).numpy()).all()
 
 
-def test_what_dlpack_does_not_take() -> None:
+def test_unsupported_dlpack_tensors_are_refused() -> None:
     with pytest.raises(TritonModelException, match="does not have support for string tensors"):
         Tensor("x", np.array([b"a"], dtype=object)).to_dlpack()
     with pytest.raises(TritonModelException, match="Tensor must be a DLPack capsule"):
@@ -193,12 +193,12 @@ def test_errors(code: str, status: int) -> None:
     assert to_model(to_server(error)).code() is error.code()
 
 
-def test_an_error_is_internal_unless_it_says_otherwise() -> None:
+def test_an_error_without_a_code_is_internal() -> None:
     assert pb_utils.TritonError("why").code() == pb_utils.TritonError.INTERNAL == 1
     assert to_model(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND
-    for wrong in ((3,), ("a", 3)):
+    for wrong_value in ((3,), ("a", 3)):
         with pytest.raises(TypeError):
-            pb_utils.TritonError(*wrong)
+            pb_utils.TritonError(*wrong_value)
 
 
 def test_responses() -> None:
@@ -216,13 +216,13 @@ def test_responses() -> None:
     assert str(to_response(failed).error) == "no"
 
 
-def test_no_response_of_something_else() -> None:
+def test_a_response_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
     tensor = pb_utils.Tensor("OUT", np.zeros(1))
-    for wrong in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
+    for wrong_value in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
         with pytest.raises(TypeError):
-            pb_utils.InferenceResponse(**wrong)
+            pb_utils.InferenceResponse(**wrong_value)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +362,9 @@ def test_no_memory_or_release_like_that() -> None:
 
 
 def test_numbers_of_numpy_will_do() -> None:
-    given: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
+    fields: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
     request = pb_utils.InferenceRequest(
-        model_name="other", requested_output_names=[], inputs=[], **given
+        model_name="other", requested_output_names=[], inputs=[], **fields
     )
     assert (request.correlation_id(), request.timeout()) == (7, 5)
     assert type(request.correlation_id()) is type(request.timeout()) is int
@@ -376,9 +376,9 @@ def test_bytes_are_taken_for_text() -> None:
     Triton's BLS example passes a model name that it read from one.
     """
     name: Any = np.array(["other"], dtype=object).astype(np.bytes_)[0]
-    given: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
+    fields: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
     tensor = Tensor(b"\xc3\xbc", np.zeros(1))  # type: ignore[arg-type]
-    request = pb_utils.InferenceRequest(model_name=name, inputs=[tensor], **given)
+    request = pb_utils.InferenceRequest(model_name=name, inputs=[tensor], **fields)
     assert request.requested_output_names() == {"b", "\u00fc"}
     assert (request.request_id(), request.inputs()[0].name()) == ("q", "\u00fc")
     assert pb_utils.TritonError(b"no").message() == "no"  # type: ignore[arg-type]
@@ -398,7 +398,7 @@ def test_bytes_are_taken_for_text() -> None:
         lambda: pb_utils.unload_model(b"\xff"),  # type: ignore[arg-type]
     ],
 )
-def test_what_no_server_could_be_asked(call: Callable[[], object]) -> None:
+def test_calls_with_wrong_arguments_are_a_type_error(call: Callable[[], object]) -> None:
     with pytest.raises(TypeError):
         call()
 
@@ -439,7 +439,7 @@ def test_a_config_is_filled_in() -> None:
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 
-def test_what_is_written_and_agrees_stays() -> None:
+def test_equal_values_of_the_author_stay() -> None:
     written = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
     configuration = config(
         input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}

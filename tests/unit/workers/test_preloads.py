@@ -49,7 +49,7 @@ assert torch.get_num_threads() == 2
 @pytest.mark.parametrize(
     "module", ["device:preload_operations", "device:preload_scripted", "device:preload_text"]
 )
-def test_what_is_forked_computes_with_several_threads(module: str) -> None:
+def test_a_forked_process_computes_with_several_threads(module: str) -> None:
     command = [sys.executable, "-c", _SCRIPT, f"shmserve.workers.{module}"]
     subprocess.run(command, check=True, timeout=60)
 

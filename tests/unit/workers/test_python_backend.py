@@ -125,7 +125,7 @@ def failed(text: str) -> str:
 # --- loading
 
 
-def test_what_a_model_is_started_with(model: Model) -> None:
+def test_the_arguments_of_initialize(model: Model) -> None:
     model.serve(
         """
         def initialize(self, args):
@@ -330,7 +330,7 @@ def test_errors_of_single_requests(model: Model) -> None:
     assert replies[0].message == "no"
 
 
-def test_what_is_raised_fails_only_whom_it_is_about(model: Model) -> None:
+def test_an_exception_fails_only_the_requests_that_caused_it(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -343,7 +343,7 @@ def test_what_is_raised_fails_only_whom_it_is_about(model: Model) -> None:
     assert model.ask(1, -1, 2) == [[1], failed("ValueError: below zero"), [2]]
 
 
-def test_an_exception_that_cannot_say_what_it_is(model: Model) -> None:
+def test_an_exception_whose_text_raises(model: Model) -> None:
     model.serve(
         """
         class Mute(Exception):
@@ -456,7 +456,7 @@ def test_other_release_flags_change_nothing(model: Model) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_model_says_whether_it_is_ready(
+def test_a_model_reports_whether_it_is_ready(
     model: Model, kind: str, body: str, says: bool | str
 ) -> None:
     model.serve(f"def execute(self, requests): pass\n{kind} is_ready(self): {body}")
@@ -468,7 +468,7 @@ def test_a_model_says_whether_it_is_ready(
             model.backend.is_ready()
 
 
-def test_outputs_pass_as_the_model_made_them(model: Model) -> None:
+def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
     """Like Triton's, the Python backend does not compare outputs with the configuration."""
     model.serve("def execute(self, requests): return [response(np.ones((2, 1), 'f8'))]")
     (reply,) = model.rig.batch(inference(x(0)))
@@ -593,7 +593,7 @@ def test_a_sender_is_not_waited_for_where_a_response_was_returned(model: Model) 
     assert model.ask(1, 2) == [[1], [2]]
 
 
-def test_what_was_sent_before_an_error_counts(model: Model) -> None:
+def test_responses_sent_before_an_error_count(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -764,7 +764,9 @@ def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region
 
 
 @pytest.mark.parametrize("told", ["raise RuntimeError('so')", "return [failure('so')]"])
-def test_a_model_that_says_so_in_words_of_its_own(model: Model, region: Region, told: str) -> None:
+def test_an_error_about_read_only_inputs_in_any_words(
+    model: Model, region: Region, told: str
+) -> None:
     """An error that disappears with copied inputs counts as an attempt to write to them."""
     model.serve(
         f"""
@@ -785,7 +787,7 @@ def test_a_model_that_says_so_in_words_of_its_own(model: Model, region: Region, 
     assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
 
 
-def test_what_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
+def test_an_error_that_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
     model.serve(
         """
         tries = []

@@ -296,7 +296,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> None:
+def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 3))
     archive = worker.context.version_dir / "model.pt2"
     with zipfile.ZipFile(archive) as file:
@@ -319,7 +319,7 @@ def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> Non
     assert not exploded.exists()
 
 
-def test_arguments_that_are_given_by_name_only(worker: Rig) -> None:
+def test_keyword_only_arguments(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n"
@@ -443,7 +443,7 @@ def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
     assert "dynamic_shapes" in refuses(worker, vectors({"image": 4}, {"y": 1}))
 
 
-def test_what_the_author_wrote_stays(worker: Rig) -> None:
+def test_completion_keeps_the_authors_values(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
     written = model_config([tensor_config("image", "FP32", [-1, 4])], [])
     completed = PytorchBackend(worker.context).complete_config(written)
@@ -666,7 +666,7 @@ def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> No
     region.close()
 
 
-def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
+def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -> None:
     write_class(
         worker,
         "import torch\nclass Net(torch.nn.Module):\n"
@@ -676,13 +676,13 @@ def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
     data = np.ones((1, 4), F32)
-    memory_range, wanted = (
+    memory_range, expected = (
         region.write(64, data),
         RequestedOutput("y", region.memory_range(256, 16)),
     )
     addresses = []
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[wanted]))
+        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[expected]))
         assert reply.code == "", reply.message
         program: Any = backend._serving.call
         addresses.append(program.at)

@@ -151,7 +151,7 @@ def test_a_scattered_output_of_another_size_is_an_error() -> None:
     assert ragged.pieces("Z", requests((1, 2)), (5,)) is None
 
 
-def test_ragged_strings_come_flat(worker: Rig) -> None:
+def test_a_ragged_input_of_strings_is_flat(worker: Rig) -> None:
     """3.6: a ragged input of strings is one flat array, too."""
     (worker.context.version_dir / "model.py").write_text(
         "from numpy import ndarray, array\n"

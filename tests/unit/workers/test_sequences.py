@@ -182,7 +182,7 @@ def test_3_5_what_the_model_does_not_give_back_or_fails_at_stays() -> None:
     assert model.value() == [[5.0]]
 
 
-def test_3_5_shape_and_datatype_are_those_of_the_last_output() -> None:
+def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
     model = Model(spec(dims=[-1, 2]))
     assert model.value(0, START) == [[[0.0, 0.0]]]
     model.give(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
@@ -337,7 +337,7 @@ def test_sequences_that_the_scheduler_ends_release_their_state(sequences: Sequen
     assert len(sequences.states) == 1
 
 
-def test_another_scheduler_knows_no_sequence(sequences: Sequences) -> None:
+def test_a_successor_scheduler_knows_no_sequence(sequences: Sequences) -> None:
     sequences.run((0, START))
     sequences._made.attach()
     assert len(sequences.states) == 0

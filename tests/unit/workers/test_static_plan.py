@@ -62,7 +62,7 @@ def test_the_plan_in_mb() -> None:
         {"allow_ragged_batch": True},
     ],
 )
-def test_what_is_not_fixed_is_not_planned(free: dict[str, Any]) -> None:
+def test_requests_of_variable_size_are_not_planned(free: dict[str, Any]) -> None:
     configuration = config()
     configuration["input"] = [configuration["input"][0] | free]
     assert plan(configuration) is None
@@ -252,7 +252,9 @@ def test_a_model_that_cannot_be_recorded_runs_without(
     assert reply.array("Y").tolist() == [[1, 1, 1]]
 
 
-def test_where_there_can_be_none_it_is_said(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_impossible_static_plan_is_reported(
+    worker: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text

@@ -90,7 +90,7 @@ def settled(worker: OnDevice, count: int, kind: type = ReturnWorkspace) -> None:
     raise AssertionError(worker.came)
 
 
-def test_a_lease_is_a_tensor_there_and_comes_back_when_the_device_is_done(worker: OnDevice) -> None:
+def test_a_lease_is_a_tensor_and_is_returned_after_the_devices_work(worker: OnDevice) -> None:
     with worker.workspace.lease(MB) as buffer:
         assert buffer.dtype == torch.uint8 and buffer.shape == (MB,)
         buffer.fill_(7)
@@ -153,7 +153,7 @@ async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
     assert sorted(order) == list(range(8))
 
 
-async def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_nothing(
+async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(
     worker: OnDevice,
 ) -> None:
     holds = asyncio.Event()
@@ -183,7 +183,7 @@ async def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_nothing(
         pass
 
 
-async def test_a_coroutine_that_would_stop_the_others_is_told(worker: OnDevice) -> None:
+async def test_a_coroutine_that_would_block_the_loop_raises(worker: OnDevice) -> None:
     async def other() -> None:
         from contextvars import Context
 

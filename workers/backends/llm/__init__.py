@@ -47,28 +47,29 @@ from shmserve.workers.context import client_error
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 
 
-def _tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
+def tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
+    """Return a tensor with one dimension in the form of a configuration."""
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **options}
 
 
-_INPUTS = [
-    _tensor("text_input", "STRING", 1, optional=True),
-    _tensor("input_ids", "INT32", -1, optional=True),
-    _tensor("messages", "STRING", 1, optional=True),
-    _tensor("sampling_parameters", "STRING", 1, optional=True),
-    _tensor("stream", "BOOL", 1, optional=True),
-    _tensor("exclude_input_in_output", "BOOL", 1, optional=True),
+INPUTS = [
+    tensor("text_input", "STRING", 1, optional=True),
+    tensor("input_ids", "INT32", -1, optional=True),
+    tensor("messages", "STRING", 1, optional=True),
+    tensor("sampling_parameters", "STRING", 1, optional=True),
+    tensor("stream", "BOOL", 1, optional=True),
+    tensor("exclude_input_in_output", "BOOL", 1, optional=True),
 ]
-_OUTPUTS = [
-    _tensor("text_output", "STRING", -1),
-    _tensor("index", "INT32", -1),
-    _tensor("token_ids", "INT32", -1),
-    _tensor("prompt_token_ids", "INT32", -1),
-    _tensor("finish_reason", "STRING", -1),
-    _tensor("stop_reason", "STRING", -1),
-    _tensor("logprobs", "STRING", -1),
-    _tensor("message", "STRING", -1),
-    _tensor("usage", "STRING", 1),
+OUTPUTS = [
+    tensor("text_output", "STRING", -1),
+    tensor("index", "INT32", -1),
+    tensor("token_ids", "INT32", -1),
+    tensor("prompt_token_ids", "INT32", -1),
+    tensor("finish_reason", "STRING", -1),
+    tensor("stop_reason", "STRING", -1),
+    tensor("logprobs", "STRING", -1),
+    tensor("message", "STRING", -1),
+    tensor("usage", "STRING", 1),
 ]
 
 
@@ -81,8 +82,8 @@ class LlmBackend(Backend):
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
         completed = {**config, "model_transaction_policy": {"decoupled": True}}
-        completed["input"] = config.get("input") or _INPUTS
-        completed["output"] = config.get("output") or _OUTPUTS
+        completed["input"] = config.get("input") or INPUTS
+        completed["output"] = config.get("output") or OUTPUTS
         text = self._settings(ModelSpec.of(config)).text
         parameters = {**config.get("parameters", {}), ENGINE_PARAMETER: {"string_value": text}}
         return {**completed, "parameters": parameters}

@@ -24,7 +24,13 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from shmserve.workers.links.scheduler import InstanceLink
 
-_LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
+LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
+
+
+def token_entry(token: int, text: str, logprob: float, raw: list[int]) -> dict[str, Any]:
+    """Return the log probability of a token in the form that the OpenAI API's handlers read."""
+    value = max(logprob, LEAST_LOGPROB)
+    return {"token_id": token, "token": text, "logprob": value, "bytes": raw}
 
 
 class ScoredToken(NamedTuple):
@@ -300,11 +306,8 @@ class TextResponse:
             sample.begun = True
         if "usage" in self._requested:
             outputs["usage"] = ("BYTES", [self._usage(samples) if final else b""])
-        kinds = {"BYTES": np.object_, "INT32": np.int32}
         return [
-            Output(name, datatype, np.array(values, kinds[datatype]))
-            for name, (datatype, values) in outputs.items()
-            if name in self._requested
+            Output.of_values(name, *outputs[name]) for name in outputs if name in self._requested
         ]
 
     def _usage(self, samples: list[SampleText]) -> bytes:
@@ -373,5 +376,4 @@ class TextResponse:
         text, raw = self._texts.shown(token)
         if self.prompt.parameters.return_tokens_as_token_ids:
             text = f"token_id:{token}"
-        value = max(logprob, _LEAST_LOGPROB)
-        return {"token_id": token, "token": text, "logprob": value, "bytes": raw}
+        return token_entry(token, text, logprob, raw)

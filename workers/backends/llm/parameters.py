@@ -68,7 +68,7 @@ _NOT_WITH_BEAMS = (
     "grammar"
 )
 # Names that other readers of a request know, or that have no effect on a text.
-_PLAIN = ("model", "exclude_input_in_output", "timeout", *IGNORED_PARAMETERS)
+_PLAIN = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
 # The parameters that generation_config.json may set for all requests.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 

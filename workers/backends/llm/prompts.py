@@ -28,9 +28,8 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
 from shmserve.workers.backends.llm.tools import MessageFormats, take
 
-_UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
+UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
-_KINDS: Mapping[str, Any] = {"BYTES": np.object_, "INT32": np.int32}
 LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 # The beginnings of a long text that are tokenized first, in characters for each token allowed.
 _BEGINNINGS = (1, 3, 6)
@@ -76,6 +75,19 @@ def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
         else:
             inputs[name] = values[0]
     return inputs
+
+
+def prompt_input(inputs: Mapping[str, Any]) -> str:
+    """Return the name of the input with the prompt.
+
+    Raises:
+        InvalidArgument: The request has several prompts, or none.
+    """
+    named = [name for name in _INPUTS if name in inputs]
+    if len(named) != 1:
+        shown = " and ".join(named) or "none"
+        raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {shown}")
+    return named[0]
 
 
 class PromptText(NamedTuple):
@@ -143,7 +155,7 @@ class PromptReader:
                 frame = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores)
         most = parameters.max_tokens
-        if most == _UNLIMITED:
+        if most == UNLIMITED:
             most = self._checkpoint.defaults.get("max_new_tokens") or most
         most = min(most, self._longest - len(tokens))
         words = parameters.bad_words
@@ -220,11 +232,7 @@ class PromptReader:
                 "'detokenize' of input_ids"
             )
         return Response(
-            [
-                Output(name, datatype, np.array(values, _KINDS[datatype]))
-                for name, (datatype, values) in outputs.items()
-                if name in requested
-            ]
+            [Output.of_values(name, *outputs[name]) for name in outputs if name in requested]
         )
 
     def compile(self, prompt: Prompt) -> None:
@@ -246,11 +254,7 @@ class PromptReader:
         self, inputs: Mapping[str, Any], parameters: GenerationParameters, scores: bool
     ) -> PromptText:
         """Return the prompt; with `scores`, include the offsets of its tokens."""
-        named = [name for name in _INPUTS if name in inputs]
-        if len(named) != 1:
-            shown = " and ".join(named) or "none"
-            raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {shown}")
-        (name,) = named
+        name = prompt_input(inputs)
         if name == "input_ids":
             count = self._count(name, len(inputs[name]), parameters)
             tokens: list[int] = inputs[name][-count:].tolist()

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import Unavailable
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
 from shmserve.workers.backends import ResponseStream
@@ -23,7 +22,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.prompts import LONG, PromptReader
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import TokenTexts
-from shmserve.workers.batch.response_stream import MOST_WAIT_S
+from shmserve.workers.batch.response_stream import MOST_WAIT_S, unread_responses
 from shmserve.workers.links.scheduler import InstanceLink
 
 logger = logging.getLogger(__name__)
@@ -208,10 +207,7 @@ class Texts:
                 return
             answer = self._answers[key]
             self._forget(answer)
-            why = (
-                f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
-            )
-            answer.stream.fail(Unavailable(why))
+            answer.stream.fail(unread_responses())
 
     def _cancel(self, key: int) -> None:
         answer = self._answers.get(key)

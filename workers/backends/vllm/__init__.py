@@ -10,7 +10,7 @@ answers.py    from the engine's outputs to responses
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -21,66 +21,63 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from shmserve.errors import Cancelled, Internal, InvalidArgument, Unavailable, Unsupported
+from shmserve.errors import Cancelled, Internal, InvalidArgument, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
+from shmserve.workers.backends.llm import INPUTS, OUTPUTS, tensor
 from shmserve.workers.backends.llm.prompts import given_inputs, merged_parameters
-from shmserve.workers.backends.vllm.answers import FLAGS, OUTPUTS, VllmAnswer, output
+from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
-from shmserve.workers.batch.response_stream import MOST_WAIT_S
+from shmserve.workers.batch.response_stream import MOST_WAIT_S, unread_responses
 from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5  # seconds between checks of the engine and reports of its metrics
 _CANCELLED = Cancelled("request cancelled")
-_NOT_READ = f"the client has read no response for {MOST_WAIT_S:g} s; no more responses are sent"
 # The prefix of vLLM's own metrics.
 _METRICS = "vllm:"
-_SINGLE = ("num_input_tokens", "usage")  # outputs that belong to the whole request, not to a sample
+_UNSUPPORTED = ("image", "embedding_request")  # inputs of Triton's vllm_backend
 
-
-_INPUTS = (
-    *("text_input STRING 1", "input_ids INT32 -1", "messages STRING 1", "image STRING -1"),
-    *("stream BOOL 1", "sampling_parameters STRING 1", "exclude_input_in_output BOOL 1"),
-    *("embedding_request STRING 1", *(f"return_{name} BOOL 1" for name in FLAGS)),
-)
-
-
-def _tensor(name: str, kind: str, size: str) -> dict[str, Any]:
-    return {"name": name, "data_type": f"TYPE_{kind}", "dims": [int(size)]}
+# The inputs and outputs of Triton's vllm_backend and those of the OpenAI API.
+_INPUTS = [
+    *INPUTS,
+    tensor("image", "STRING", -1, optional=True),
+    tensor("embedding_request", "STRING", 1, optional=True),
+    *(tensor(f"return_{name}", "BOOL", 1, optional=True) for name in FLAGS),
+]
+_OUTPUTS = [
+    *OUTPUTS,
+    tensor("cumulative_logprob", "FP32", -1),
+    tensor("num_input_tokens", "UINT32", 1),
+    tensor("num_output_tokens", "UINT32", -1),
+]
 
 
 class VllmBackend(Backend):
     """An engine of vLLM, and the requests that it executes."""
 
-    _engine: VllmEngine | None = None
+    _engine: VllmEngine  # set by `load`
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._loop = EventLoopThread()
         self._families: list[list[Any]] | None = None
-        self._last: list[list[Any]] = []
         self._dead = False
-        self._number = 0
+        self._numbers = itertools.count(1)
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Add the inputs and outputs of Triton's vllm_backend and those of the OpenAI API."""
-        inputs = [{**_tensor(*each.split()), "optional": True} for each in _INPUTS]
-        outputs = [
-            _tensor(name, kind.replace("BYTES", "STRING"), "1" if name in _SINGLE else "-1")
-            for name, kind in OUTPUTS.items()
-            if name != "message" or self._arguments.parsed
-        ]
+        """Add the missing inputs and outputs, and the maximum length of a sequence."""
         # The gateway refuses longer prompts.
         longest = {"max_model_len": {"string_value": str(self._arguments.max_model_len())}}
-        parameters = {**config.get("parameters", {}), **longest}
         completed = {
             **config,
             "model_transaction_policy": {"decoupled": True},
-            "parameters": parameters,
+            "parameters": {**config.get("parameters", {}), **longest},
         }
-        for field, defaults in (("input", inputs), ("output", outputs)):
+        parsed = self._arguments.parsed
+        outputs = [each for each in _OUTPUTS if parsed or each["name"] != "message"]
+        for field, defaults in (("input", _INPUTS), ("output", outputs)):
             tensors = config.get(field) or []
             names = {each["name"] for each in tensors}
             completed[field] = tensors + [each for each in defaults if each["name"] not in names]
@@ -111,19 +108,7 @@ class VllmBackend(Backend):
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
         """Pass requests to the engine."""
         for stream in streams:
-            try:
-                inputs = given_inputs(stream.request, sys.maxsize)
-                parameters, echoes = merged_parameters(stream.request, inputs)
-            except Exception as error:
-                stream.fail_raised(error)
-                continue
-            task = parameters.pop("task", None)
-            serving = (
-                self._serve(stream, inputs, parameters, echoes)
-                if task is None
-                else self._convert(stream, task, inputs, parameters)
-            )
-            future = self._loop.run(serving, partial(self._failed, stream))
+            future = self._loop.run(self._serve(stream), partial(self._failed, stream))
             future.add_done_callback(partial(_end_cancelled, stream))
             stream.on_cancel(future.cancel)
 
@@ -134,11 +119,11 @@ class VllmBackend(Backend):
 
     def is_ready(self) -> bool:
         """Return whether the engine is running."""
-        return self._engine is not None and not self._engine.errored
+        return not self._engine.errored
 
     def unload(self) -> None:
         """End the engine's processes."""
-        if self._engine is not None:
+        if self.checks_ready:  # the engine has started
             self._engine.shutdown()
         self._loop.close()
 
@@ -148,64 +133,51 @@ class VllmBackend(Backend):
 
     # --- in the event loop
 
-    async def _serve(
-        self,
-        stream: ResponseStream,
-        inputs: dict[str, Any],
-        parameters: dict[str, Any],
-        echoes: bool,
-    ) -> None:
-        assert self._engine is not None
-        for name in ("image", "embedding_request"):
+    async def _serve(self, stream: ResponseStream) -> None:
+        """Send the responses to a request."""
+        request = stream.request
+        inputs = given_inputs(request, sys.maxsize)
+        parameters, echoes = merged_parameters(request, inputs)
+        requested = {output.name for output in request.schema.outputs}
+        task = parameters.pop("task", None)
+        if task is not None:
+            outputs = await self._engine.convert(task, inputs, parameters)
+            shown = [each for each in outputs if not requested or each.name in requested]
+            stream.send(Response(shown), final=True)
+            return
+        for name in _UNSUPPORTED:
             if name in inputs:
                 raise Unsupported(
                     f"{name}: it is not supported; backend 'vllm' serves requests for text only"
                 )
-        requested = {output.name for output in stream.request.schema.outputs}
         streams = bool(parameters.get("stream"))
         call = await self._engine.call(inputs, parameters, echoes, openai="usage" in requested)
         flags = [name for name in FLAGS if inputs.get(f"return_{name}")]
         answer = VllmAnswer(call, requested, flags, streams)
-        self._number += 1
-        work, credit = stream.request.work, asyncio.Event()
+        credit = asyncio.Event()
         stream.on_credit(partial(asyncio.get_running_loop().call_soon_threadsafe, credit.set))
-        async for result in self._engine.generate(call, f"shmserve-{self._number}", work.priority):
+        number = f"shmserve-{next(self._numbers)}"
+        async for result in self._engine.generate(call, number, request.work.priority):
             responses = answer.responses(result)
             for count, outputs in enumerate(responses, 1):
-                while not stream.may_send:
+                if not stream.may_send:
                     # vLLM merges further outputs of the request until they are read.
-                    credit.clear()
-                    if not stream.may_send and not await _arrives(credit):
-                        raise Unavailable(_NOT_READ)
+                    await _wait_for_credit(stream, credit)
                 stream.send(Response(outputs), result.finished and count == len(responses))
         stream.send(final=True)  # this has no effect after a final response
 
-    async def _convert(
-        self,
-        stream: ResponseStream,
-        task: str,
-        inputs: dict[str, Any],
-        parameters: dict[str, Any],
-    ) -> None:
-        """Send the tokens of a prompt, or the text of tokens."""
-        assert self._engine is not None
-        data = await self._engine.convert(task, inputs, parameters)
-        names = {output.name for output in stream.request.schema.outputs} or data
-        stream.send(Response([output(name, data[name]) for name in data if name in names]), True)
-
     async def _watch(self) -> None:
         """Report metrics, and detect the end of the engine."""
-        assert self._engine is not None
+        reported: list[list[Any]] = []
         while not self._engine.errored:
             current = families(REGISTRY.collect(), self.context.version)
-            if current != self._last:
-                self._families = self._last = current
+            if current != reported:
+                self._families = reported = current
                 self.context.control.wake()  # wakes the main loop, which reports the metrics
             await asyncio.sleep(_PERIOD_S)
         raise Internal("vLLM's engine has ended")
 
     def _failed(self, stream: ResponseStream, error: BaseException) -> None:
-        assert self._engine is not None
         if self._engine.errored:
             self._died(error)
         else:
@@ -221,10 +193,15 @@ class VllmBackend(Backend):
             self.context.control.wake(always=True)
 
 
-async def _arrives(credit: asyncio.Event) -> bool:
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(credit.wait(), MOST_WAIT_S)
-    return False
+async def _wait_for_credit(stream: ResponseStream, credit: asyncio.Event) -> None:
+    """Wait until a stream may send; `credit` is set when the client has granted credit."""
+    try:
+        async with asyncio.timeout(MOST_WAIT_S):
+            while not stream.may_send:
+                await credit.wait()
+                credit.clear()
+    except TimeoutError:
+        raise unread_responses() from None
 
 
 def _end_cancelled(stream: ResponseStream, future: Future[None]) -> None:
@@ -252,29 +229,29 @@ def families(collected: Iterable[Any], version: str) -> list[list[Any]]:
     A label with the version distinguishes the versions of a model. Gauges of several instances are
     added up.
     """
-    by_name: dict[str, list[Any]] = {}
-    rows: dict[tuple[str, Any], list[Any]] = {}
-    for metric in collected:
-        kind = metric.type.upper()
-        if not metric.name.startswith(_METRICS) or kind not in ("COUNTER", "GAUGE", "HISTOGRAM"):
+    return [
+        _family(metric, metric.type.upper(), version)
+        for metric in collected
+        if metric.name.startswith(_METRICS) and metric.type in ("counter", "gauge", "histogram")
+    ]
+
+
+def _family(metric: Any, kind: str, version: str) -> list[Any]:
+    rows: dict[Any, list[Any]] = {}
+    for name, labels, value, *_ in metric.samples:
+        if name.endswith("_created"):
             continue
-        for name, labels, value, *_ in metric.samples:
-            family = name if kind == "COUNTER" else metric.name
-            if name.endswith("_created"):
-                continue
-            bound = labels.get("le", "")
-            named = {key: each for key, each in labels.items() if key != "le"}
-            key = tuple(sorted({**named, "version": version}.items()))
-            if (family, key) not in rows:
-                row = rows[family, key] = [key, [0.0] if kind == "HISTOGRAM" else [], []]
-                about = [family, metric.documentation, kind, []]
-                by_name.setdefault(family, about)[3].append(row)
-            _, numbers, bounds = rows[family, key]
-            if kind != "HISTOGRAM":
-                numbers += [value] if kind == "COUNTER" else [0, 0, value]
-            elif name.endswith("_sum"):
-                numbers[0] = value
-            elif bound:
-                numbers.append(value - sum(numbers[1:]))  # Prometheus's buckets are cumulative
-                bounds += [] if bound == "+Inf" else [float(bound)]
-    return list(by_name.values())
+        bound = labels.get("le")
+        named = {**labels, "version": version}
+        named.pop("le", None)
+        key = tuple(sorted(named.items()))
+        _, numbers, bounds = rows.setdefault(key, [key, [0.0] * (kind == "HISTOGRAM"), []])
+        if kind != "HISTOGRAM":
+            numbers += [value] if kind == "COUNTER" else [0, 0, value]
+        elif name.endswith("_sum"):
+            numbers[0] = value
+        elif bound is not None:
+            numbers.append(value - sum(numbers[1:]))  # Prometheus's buckets are cumulative
+            bounds += [] if bound == "+Inf" else [float(bound)]
+    suffix = "_total" if kind == "COUNTER" else ""
+    return [metric.name + suffix, metric.documentation, kind, list(rows.values())]

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import orjson
 
 from shmserve.errors import Internal
-from shmserve.ipc.tensors.arrays import STORED
 from shmserve.workers.backends import Output
+from shmserve.workers.backends.llm.answers import LEAST_LOGPROB, token_entry
 from shmserve.workers.backends.vllm.engine import Parser, VllmCall
 
-OUTPUTS: Mapping[str, str] = {
-    "text_output": "BYTES",
-    "index": "INT32",
-    "token_ids": "INT32",
-    "prompt_token_ids": "INT32",
-    "finish_reason": "BYTES",
-    "stop_reason": "BYTES",
-    "cumulative_logprob": "FP32",
-    "logprobs": "BYTES",
-    "num_input_tokens": "UINT32",
-    "num_output_tokens": "UINT32",
-    "usage": "BYTES",
-    "message": "BYTES",
-}
 # The outputs that clients of Triton's vllm_backend request by inputs, such as return_logprobs.
 FLAGS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
-_LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
-
-
-def output(name: str, values: Iterable[Any]) -> Output:
-    """Return an output with this name; texts become bytes."""
-    kind = OUTPUTS[name]
-    return Output(name, kind, np.array(list(values), STORED.get(kind, np.dtype(object))))
 
 
 class VllmAnswer:
@@ -57,9 +37,9 @@ class VllmAnswer:
         self._stream = stream
         self._prompt: list[int] = []
         self._cached = 0
-        self._counts: dict[int, int] = {}  # the number of tokens by sample
-        self._offsets: dict[int, int] = {}  # the number of characters of tokens by sample
-        self._parsers: dict[int, Parser] = {}
+        self._counts = Counter[int]()  # the number of tokens by sample
+        self._offsets = Counter[int]()  # the number of characters of tokens by sample
+        self._parsers = defaultdict[int, Parser](call.make_parser)
 
     def responses(self, result: Any) -> list[list[Output]]:
         """Return the outputs of each response.
@@ -82,64 +62,63 @@ class VllmAnswer:
     def _outputs(self, result: Any, samples: Sequence[Any], ends: bool) -> list[Output]:
         first = {each.index for each in samples} - self._counts.keys()
         for each in samples:
-            self._counts[each.index] = self._counts.get(each.index, 0) + len(each.token_ids)
+            self._counts[each.index] += len(each.token_ids)
         texts = [(self._call.text if each.index in first else "") + each.text for each in samples]
         none = "None" if "finish_reason" in self._flags else ""
-        values: dict[str, Iterable[Any]] = {
-            "text_output": map(str.encode, texts),
-            "index": [each.index for each in samples],
-            "token_ids": [token for each in samples for token in each.token_ids],
-            "prompt_token_ids": self._prompt if first else (),
-            "finish_reason": [(each.finish_reason or none).encode() for each in samples],
-            "stop_reason": [json.dumps(each.stop_reason).encode() for each in samples],
-            "cumulative_logprob": [each.cumulative_logprob or 0.0 for each in samples],
-            "num_input_tokens": [len(self._prompt)],
-            "num_output_tokens": [len(each.token_ids) for each in samples],
-            "usage": [self._usage() if ends else b""],
+        values: dict[str, tuple[str, Iterable[Any]]] = {
+            "text_output": ("BYTES", map(str.encode, texts)),
+            "index": ("INT32", [each.index for each in samples]),
+            "token_ids": ("INT32", [token for each in samples for token in each.token_ids]),
+            "prompt_token_ids": ("INT32", self._prompt if first else ()),
+            "finish_reason": ("BYTES", [(each.finish_reason or none).encode() for each in samples]),
+            "stop_reason": ("BYTES", [orjson.dumps(each.stop_reason) for each in samples]),
+            "cumulative_logprob": ("FP32", [each.cumulative_logprob or 0.0 for each in samples]),
+            "num_input_tokens": ("UINT32", [len(self._prompt)]),
+            "num_output_tokens": ("UINT32", [len(each.token_ids) for each in samples]),
+            "usage": ("BYTES", [self._usage() if ends else b""]),
         }
         if "logprobs" in self._flags:
-            values["logprobs"] = [_plain_logprobs(each.logprobs) for each in samples]
+            # As in Triton's vllm_backend.
+            encoded = [each.logprobs and list(each.logprobs) for each in samples]
+            values["logprobs"] = "BYTES", [json.dumps(each, default=vars) for each in encoded]
         elif "logprobs" in self._requested:
-            values["logprobs"] = [
-                self._logprobs(result, each, each.index in first) for each in samples
-            ]
+            logprobs = [self._logprobs(result, each, each.index in first) for each in samples]
+            values["logprobs"] = "BYTES", logprobs
         if "message" in self._requested:
-            values["message"] = map(self._message, samples)
-        return [output(name, values[name]) for name in OUTPUTS if name in self._requested]
+            values["message"] = "BYTES", map(self._message, samples)
+        return [Output.of_values(name, *values[name]) for name in values if name in self._requested]
 
     def _usage(self) -> bytes:
-        counts = [count for _, count in sorted(self._counts.items())]
-        prompt, cached = len(self._prompt), self._cached
-        usage = {"prompt_tokens": prompt, "completion_tokens": sum(counts), "samples": counts}
-        return json.dumps({**usage, "cached_tokens": cached}).encode()
+        usage = {
+            "prompt_tokens": len(self._prompt),
+            "completion_tokens": self._counts.total(),
+            "samples": [count for _, count in sorted(self._counts.items())],
+            "cached_tokens": self._cached,
+        }
+        return orjson.dumps(usage)
 
     def _message(self, sample: Any) -> bytes:
-        if self._call.make_parser is None:
-            return json.dumps({"content": sample.text}).encode()
-        parser = self._parsers.get(sample.index)
-        if parser is None:
-            parser = self._parsers[sample.index] = self._call.make_parser()
-        ended = sample.finish_reason is not None
-        parts = sample.text, list(sample.token_ids), self._prompt
-        return json.dumps(parser.parse(*parts, self._stream, ended)).encode()
+        parts = {"content": sample.text}
+        if self._call.make_parser is not None:
+            parts = self._parsers[sample.index].parse(sample, self._prompt, self._stream)
+        return json.dumps(parts).encode()
 
     def _logprobs(self, result: Any, sample: Any, first: bool) -> bytes:
         """Return the log probabilities in the form that the OpenAI API's handlers read."""
         call = self._call
         prompt = _listed(self._prompt, result.prompt_logprobs) if first else []
+        echoed = prompt if call.first is not None else []
         new = _listed(sample.token_ids, sample.logprobs)
-        content = [
-            _scored(*each, call.top) for each in (prompt if call.first is not None else []) + new
-        ]
-        if first and call.first and content:  # vLLM does not decode this token
+        content = [_scored(*each, call.top) for each in echoed + new]
+        if echoed and call.first:  # vLLM does not decode this token
             content[0] |= {"token": call.first, "bytes": list(call.first.encode())}
         for each in content:
-            offset = each["text_offset"] = self._offsets.get(sample.index, 0)
-            self._offsets[sample.index] = offset + len(each["token"])
+            each["text_offset"] = self._offsets[sample.index]
+            self._offsets[sample.index] += len(each["token"])
         encoded: dict[str, Any] = {"content": content}
         if call.prompt_top >= 0 and first:
             encoded["prompt"] = [each[1] and _scored(*each, call.prompt_top) for each in prompt]
-        return json.dumps(encoded).encode()
+        return orjson.dumps(encoded)
 
 
 Step = Mapping[int, Any]  # the log probabilities of tokens at one position
@@ -161,15 +140,5 @@ def _scored(token: int, step: Step | None, top: int) -> dict[str, Any]:
 
 def _token(token: int, score: Any) -> dict[str, Any]:
     text = (score and score.decoded_token) or ""
-    value = max(score.logprob, _LEAST_LOGPROB) if score else _LEAST_LOGPROB
-    return {"token_id": token, "token": text, "logprob": value, "bytes": list(text.encode())}
-
-
-def _plain_logprobs(steps: Iterable[Step] | None) -> bytes:
-    """Return log probabilities in the form of Triton's vllm_backend."""
-    names = ("logprob", "rank", "decoded_token")
-    encoded = [
-        {token: {name: getattr(each, name) for name in names} for token, each in step.items()}
-        for step in steps or ()
-    ]
-    return json.dumps(None if steps is None else encoded).encode()
+    value = score.logprob if score else LEAST_LOGPROB
+    return token_entry(token, text, value, list(text.encode()))

@@ -12,12 +12,14 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip, suggestion
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.workers.backends import Output
+from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +31,9 @@ _TOOLS = "tool_call_parser"  # also an argument of vLLM's server
 _PLAIN_ARGUMENTS = ("disable_log_requests", "engine_use_ray", "enable_auto_tool_choice")
 # Defaults of environment variables. Processes are not forked, because this one has threads.
 _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
-_PROMPTS = ("text_input", "input_ids", "messages")
 # Parameters that are read elsewhere, or have no effect.
 _PLAIN = ("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
-_UNLIMITED = 1 << 24  # number of tokens in chats without a limit
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,13 @@ class Parser:
         self._parser = parser
         self._request = request
 
-    def parse(
-        self, text: str, tokens: list[int], prompt: list[int], stream: bool, ended: bool
-    ) -> dict[str, Any]:
+    def parse(self, sample: Any, prompt: list[int], stream: bool) -> dict[str, Any]:
         """Return the content, the reasoning and the tool calls of a part of a text, or of all."""
         from vllm.renderers.chat_utils import make_tool_call_id
 
-        request = self._request
+        request, text, tokens = self._request, sample.text, list(sample.token_ids)
         if stream:
+            ended = sample.finish_reason is not None
             delta = self._parser.parse_delta(text, tokens, request, prompt, finished=ended)
             content, reasoning = (delta.content, delta.reasoning) if delta else (None, None)
             tool_calls = delta.tool_calls if delta else ()
@@ -176,13 +175,34 @@ class VllmEngine:
     All methods are called in the engine's event loop, except for `shutdown`.
     """
 
-    def __init__(self, engine: Any, renderer: Any, adapters: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Any, arguments: Arguments) -> None:
+        from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+        from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+        from vllm.lora.request import LoRARequest
+        from vllm.renderers.chat_utils import load_chat_template
+        from vllm.renderers.online_renderer import OnlineRenderer
+
         self._engine = engine
-        self._renderer = renderer
-        self._adapters = adapters
         self._config = engine.model_config
         self._tokenizer = engine.renderer.tokenizer
         self._defaults = self._config.get_diff_sampling_param()
+        numbered = enumerate(arguments.adapters.items(), 1)
+        self._adapters = {
+            name: LoRARequest(name, number, path) for number, (name, path) in numbered
+        }
+        chats = {"chat_template_content_format": "auto", **arguments.server, "request_logger": None}
+        tools = chats.pop(_TOOLS, None)
+        chats["chat_template"] = load_chat_template(chats.get("chat_template"))
+        self._renderer = OnlineRenderer(
+            self._config,
+            engine.renderer,
+            enable_auto_tools=bool(tools),
+            tool_parser=tools,
+            reasoning_parser=arguments.engine.get("reasoning_parser") or None,
+            **chats,
+        )
+        registry = OpenAIModelRegistry(self._config, [])
+        self._tokenization = ServingTokenization(registry, self._renderer, **chats)
 
     @classmethod
     async def start(cls, arguments: Arguments) -> VllmEngine:
@@ -192,26 +212,9 @@ class VllmEngine:
             InvalidArgument: As by `Arguments.for_vllm`. Errors of vLLM are passed on.
         """
         engine_args = arguments.for_vllm()
-        from vllm.lora.request import LoRARequest
-        from vllm.renderers.chat_utils import load_chat_template
-        from vllm.renderers.online_renderer import OnlineRenderer
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        engine = AsyncLLM.from_engine_args(engine_args)
-        server = {"chat_template_content_format": "auto", **arguments.server}
-        tools = server.pop(_TOOLS, None)
-        renderer = OnlineRenderer(
-            engine.model_config,
-            engine.renderer,
-            request_logger=None,
-            enable_auto_tools=bool(tools),
-            tool_parser=tools,
-            reasoning_parser=arguments.engine.get("reasoning_parser") or None,
-            **{**server, "chat_template": load_chat_template(server.get("chat_template"))},
-        )
-        numbered = enumerate(arguments.adapters.items(), 1)
-        adapters = {name: LoRARequest(name, number, path) for number, (name, path) in numbered}
-        return cls(engine, renderer, adapters)
+        return cls(AsyncLLM.from_engine_args(engine_args), arguments)
 
     @property
     def errored(self) -> bool:
@@ -221,10 +224,8 @@ class VllmEngine:
     def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
         """Return the iterator of the outputs of a call; closing it aborts the request."""
         options = {"priority": priority, **call.options}
-        results: AsyncIterator[Any] = self._engine.generate(
-            call.prompt, call.parameters, request_id, **options
-        )
-        return results
+        results = self._engine.generate(call.prompt, call.parameters, request_id, **options)
+        return cast("AsyncIterator[Any]", results)
 
     def shutdown(self) -> None:
         """End the engine's processes."""
@@ -264,29 +265,25 @@ class VllmEngine:
         Raises:
             InvalidArgument: An input or a parameter is wrong; other errors are for `refusal`.
         """
-        named = [name for name in _PROMPTS if name in inputs]
-        if len(named) != 1:
-            shown = " and ".join(named) or "none"
-            raise InvalidArgument(f"exactly one of {', '.join(_PROMPTS)} is required, got {shown}")
+        name = prompt_input(inputs)
         adapter = parameters.get("lora_name")
         if adapter is not None and adapter not in self._adapters:
             raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
         body = {key: each for key, each in parameters.items() if each is not None}
         echo = bool(body.pop("echo", False))
-        rules = {key: body.pop(f"guided_{key}", None) for key in _STRUCTURED}
-        rules = {**body.pop("guided_decoding", {}), **rules}
+        rules = body.pop("guided_decoding", {})
+        rules |= {key: body.pop(f"guided_{key}") for key in _STRUCTURED if f"guided_{key}" in body}
         rules = {key: each for key, each in rules.items() if each is not None and key != "backend"}
         if rules:
             body["structured_outputs"] = rules
-        if named[0] == "messages":
-            call = await self._chat(json.loads(inputs["messages"]), body)
+        if name == "messages":
+            call = await self._chat(_chat_body(inputs), body)
         else:
-            source = inputs[named[0]]
-            source = source if isinstance(source, str) else source.tolist()
+            text = name == "text_input"
+            source = inputs[name] if text else inputs[name].tolist()
             defaults = self._defaults if openai else {}
             call = await self._completion({**body, "prompt": source, "echo": echoes}, defaults)
             if echo:
-                text = isinstance(source, str)
                 call.text = source if text else self._tokenizer.decode(source)
         if adapter is not None:
             call.options["lora_request"] = self._adapters[adapter]
@@ -294,7 +291,7 @@ class VllmEngine:
 
     async def convert(
         self, task: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    ) -> list[Output]:
         """Return the tokens of a prompt and their strings as JSON, or the text of tokens.
 
         Raises:
@@ -302,40 +299,29 @@ class VllmEngine:
         """
         from vllm.entrypoints.serve.tokenize import protocol
 
-        render = self._renderer
-        name = "add_special_tokens"
-        special = {name: parameters[name]} if name in parameters else {}
+        server = self._tokenization
         if task == "detokenize" and "input_ids" in inputs:
             tokens = inputs["input_ids"].tolist()
             self._engine.renderer.validate_token_ids(tokens, parameter="tokens")
-            tok_params = protocol.DetokenizeRequest(tokens=tokens).build_tok_params(self._config)
-            reply = await render.renderer.tokenize_prompt_async(
-                {"prompt_token_ids": tokens}, tok_params
-            )
-            return {"text_output": [reply["prompt"].encode()]}
+            request = protocol.DetokenizeRequest(tokens=tokens)
+            reply = _accepted(await server.create_detokenize(request, None))
+            return [Output.of_values("text_output", "BYTES", [reply.prompt])]
+        name = "add_special_tokens"
+        body = {name: parameters[name]} if name in parameters else {}
         if task == "tokenize" and "messages" in inputs:
-            told = json.loads(inputs["messages"])
-            chat = told if isinstance(told, dict) else {"messages": told}
-            request = protocol.TokenizeChatRequest.model_validate({**chat, **special})
-            _, (prompt,) = await render.preprocess_chat(
-                request,
-                request.messages,
-                default_template=render.chat_template,
-                default_template_content_format=render.chat_template_content_format,
-                default_template_kwargs=render.default_chat_template_kwargs,
-                tool_dicts=[tool.model_dump() for tool in request.tools or ()] or None,
-            )
+            kind = protocol.TokenizeChatRequest
+            body = {**_chat_body(inputs), **body}
         elif task == "tokenize" and "text_input" in inputs:
-            text = inputs["text_input"]
-            request = protocol.TokenizeCompletionRequest(prompt=text, **special)
-            (prompt,) = await render.preprocess_completion(
-                request, prompt_input=text, prompt_embeds=None
-            )
+            kind, body["prompt"] = protocol.TokenizeCompletionRequest, inputs["text_input"]
         else:
             raise InvalidArgument(f"task: {clip(repr(task))} is unknown, or its input is missing")
-        tokens = prompt["prompt_token_ids"]
-        strings = self._tokenizer.convert_ids_to_tokens(tokens)
-        return {"token_ids": tokens, "text_output": [orjson.dumps(strings)]}
+        request = kind.model_validate({**body, "return_token_strs": True})
+        reply = _accepted(await server.create_tokenize(request, None))
+        strings = orjson.dumps(reply.token_strs)
+        return [
+            Output.of_values("token_ids", "INT32", reply.tokens),
+            Output.of_values("text_output", "BYTES", [strings]),
+        ]
 
     async def _completion(self, body: dict[str, Any], defaults: dict[str, Any]) -> VllmCall:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -349,13 +335,12 @@ class VllmEngine:
         call.only_prompt = request.echo and request.max_tokens == 0
         return call
 
-    async def _chat(self, conversation: Any, body: dict[str, Any]) -> VllmCall:
+    async def _chat(self, conversation: dict[str, Any], body: dict[str, Any]) -> VllmCall:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        encoded = {"messages": conversation} if isinstance(conversation, list) else conversation
-        if body.get("max_tokens") == _UNLIMITED:
+        if body.get("max_tokens") == UNLIMITED:
             del body["max_tokens"]
-        request = _parsed(ChatCompletionRequest, {**body, **encoded})
+        request = _parsed(ChatCompletionRequest, {**body, **conversation})
         kind = self._renderer.parser
         if request.tools and request.tool_choice != "none" and kind is None:
             raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOLS}")
@@ -388,6 +373,12 @@ class VllmEngine:
         if request.prompt_logprobs is not None:
             call.prompt_top = request.prompt_logprobs
         return call
+
+
+def _chat_body(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat, which is an object or only its list of messages."""
+    chat = json.loads(inputs["messages"])
+    return chat if isinstance(chat, dict) else {"messages": chat}
 
 
 def _parsed(kind: Any, body: dict[str, Any]) -> Any:

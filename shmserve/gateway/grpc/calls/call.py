@@ -1,6 +1,6 @@
 """Calls of a client: unary calls with one message and one response, and streaming calls.
 
-    begun ──> message received ──> handler ──> finish or fail ──> `on_ended`: all is sent
+    started ──> message received ──> handler ──> finish or fail ──> `on_ended`: all is sent
       ├──> disconnected, or deadline expired ──> `on_disconnect`, `on_ended`
       └──> late: the message was not received in time
 
@@ -22,58 +22,63 @@ from typing import Any, ClassVar, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.grpc.calls.headers import (
-    DONE,
+    DEADLINE_EXPIRED,
     ENCODINGS,
-    EXPIRED,
-    INTERNAL,
-    MISSING,
+    INTERNAL_FAILURE,
+    MISSING_REQUEST,
     REQUEST_TIMEOUT,
+    SUCCEEDED,
     CallHead,
     Ending,
     StatusCode,
-    percent_encoded,
+    percent_encode,
 )
 from shmserve.gateway.grpc.calls.messages import (
-    LARGE,
+    LARGE_MESSAGE_BYTES,
     PREFIX,
     ArrivingMessage,
     Assembly,
     BrokenMessage,
     Deflater,
-    Received,
+    ReceivedMessage,
     Sinks,
-    framed,
-    inflated,
-    release,
+    frame_message,
+    inflate_message,
+    release_message,
 )
 from shmserve.gateway.http2.connection import Http2Connection
-from shmserve.gateway.http2.header_blocks import STATUS_200, encode
+from shmserve.gateway.http2.header_blocks import STATUS_200, encode_block
 from shmserve.gateway.http2.incoming import Limits
-from shmserve.gateway.http2.outgoing import ResponseForm, Stream
+from shmserve.gateway.http2.outgoing import ResponseBlocks, Stream
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.settings import GrpcSettings
 
 logger = logging.getLogger(__name__)
 
-_READ = 64 * 1024  # initial size of the read buffer in bytes
+_READ_BUFFER_BYTES = 64 * 1024  # initial size of the read buffer in bytes
 # The header blocks of responses, which have the same bytes for every client.
-_FIELDS = (
+_RESPONSE_FIELDS = (
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
 )
-_HEAD = STATUS_200 + encode(_FIELDS)
-# The header block by the encoding of the messages; None: they are not compressed.
-HEADS: dict[str | None, bytes] = {
-    None: _HEAD,
-    **{name: _HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
+_RESPONSE_HEAD = STATUS_200 + encode_block(_RESPONSE_FIELDS)
+# The header block for each encoding of the messages, and for uncompressed messages (None).
+HEADS_BY_ENCODING: dict[str | None, bytes] = {
+    None: _RESPONSE_HEAD,
+    **{
+        name: _RESPONSE_HEAD + encode_block(((b"grpc-encoding", name.encode()),))
+        for name in ENCODINGS
+    },
 }
-OK_TRAILERS = encode(((b"grpc-status", b"0"),))
-_UNARY = {encoding: ResponseForm(head, OK_TRAILERS) for encoding, head in HEADS.items()}
+OK_TRAILERS = encode_block(((b"grpc-status", b"0"),))
+_UNARY_FORMS = {
+    encoding: ResponseBlocks(head, OK_TRAILERS) for encoding, head in HEADS_BY_ENCODING.items()
+}
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
-_EXPIRED_S = 0.005  # A call with less time left has expired.
+_MIN_TIME_LEFT_S = 0.005  # A call with less time left has expired.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +93,7 @@ class GrpcFront:
     """
 
     settings: GrpcSettings
-    begin: Callable[[Carrier, Stream, CallHead], Any]
+    create_call: Callable[[Carrier, Stream, CallHead], Any]
     budget: BodyBudget
     header_timeout_s: float
     body_timeout_s: float
@@ -96,7 +101,9 @@ class GrpcFront:
     tls: ssl.SSLContext | None
     deflater: Deflater | None
     limits: Limits = field(default_factory=Limits)
-    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ)))
+    read_buffer: memoryview = field(
+        default_factory=lambda: memoryview(bytearray(_READ_BUFFER_BYTES))
+    )
 
 
 class Carrier(Protocol):
@@ -105,7 +112,7 @@ class Carrier(Protocol):
     front: GrpcFront
     loop: asyncio.AbstractEventLoop
     client: ClientIdentity
-    guarded: bool  # whether calls of this client need authorisation
+    requires_authorisation: bool  # whether calls of this client need authorisation
     http2: Http2Connection[CallHead]
 
     def flush(self) -> None:
@@ -117,26 +124,26 @@ class Carrier(Protocol):
     def unwatch(self, call: Any) -> None:
         """End the watch, since the message was received or the call has ended."""
 
-    def call_ended(self) -> None:
+    def record_call_end(self) -> None:
         """Record that a call has ended and that all its frames are sent."""
 
 
-def response_start(http_status: int) -> bytes:
+def encode_response_start(http_status: int) -> bytes:
     """Return the beginning of the header block of a response that has no messages."""
     if http_status == 200:
-        return _HEAD
-    return encode(((b":status", str(http_status).encode()), *_FIELDS))
+        return _RESPONSE_HEAD
+    return encode_block(((b":status", str(http_status).encode()), *_RESPONSE_FIELDS))
 
 
-def trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]) -> bytes:
+def encode_trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]) -> bytes:
     """Return the trailers of a response."""
     if code is StatusCode.OK and not (details or metadata):
         return OK_TRAILERS
     fields = [(b"grpc-status", str(code.value).encode())]
     if details:
-        fields.append((b"grpc-message", percent_encoded(details)))
+        fields.append((b"grpc-message", percent_encode(details)))
     fields += [(key.encode(), value.encode()) for key, value in metadata]
-    return encode(fields)
+    return encode_block(fields)
 
 
 class GrpcCall(ABC):
@@ -152,7 +159,15 @@ class GrpcCall(ABC):
     delays_drain: ClassVar[bool]
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
-        *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_deadline", "_sinks"),
+        *(
+            "_arriving_message",
+            "_assembly",
+            "_is_head_sent",
+            "_compression",
+            "_connection",
+            "_deadline",
+            "_sinks",
+        ),
         *("_stream", "_timer", "client", "done", "head", "on_disconnect", "on_ended"),
     )
 
@@ -168,17 +183,17 @@ class GrpcCall(ABC):
         self.on_disconnect: Callable[[], object] | None = None
         self.on_ended: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
-        self._arriving: ArrivingMessage | None = None
-        self._begun = False  # whether the head of the response is sent
+        self._arriving_message: ArrivingMessage | None = None
+        self._is_head_sent = False  # whether the head of the response is sent
         self._compression: str | None = None
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
         deflater = connection.front.deflater
         if deflater is not None:
-            self._compression = deflater.encoding(head.accepts)
+            self._compression = deflater.select_encoding(head.accepted_encodings)
         if head.timeout_s is not None:
             self._deadline = time.monotonic() + head.timeout_s
-            self._timer = connection.loop.call_later(head.timeout_s, self._expired)
+            self._timer = connection.loop.call_later(head.timeout_s, self._on_deadline)
 
     # --- for the handler of the call
 
@@ -188,7 +203,7 @@ class GrpcCall(ABC):
 
     def is_out_of_time(self) -> bool:
         """Return whether the deadline has expired, or is too soon for a response."""
-        return bool(self._deadline) and self._deadline - time.monotonic() < _EXPIRED_S
+        return bool(self._deadline) and self._deadline - time.monotonic() < _MIN_TIME_LEFT_S
 
     def fail(
         self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()
@@ -196,27 +211,27 @@ class GrpcCall(ABC):
         """End the call with a status. An error discards responses that are not sent yet."""
         if self.done:
             return
-        self._end()
+        self._mark_done()
         self._send_status(code, details, metadata)
 
     def _send_status(
         self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]
     ) -> None:
         sending = self._connection.http2.sending
-        block = trailers(code, details, metadata)
-        self._stream.on_sent = self._all_sent
-        if self._begun:
+        block = encode_trailers(code, details, metadata)
+        self._stream.on_sent = self._on_all_sent
+        if self._is_head_sent:
             if code is not StatusCode.OK:
-                sending.discard(self._stream)
-            sending.trailers(self._stream, block)
+                sending.discard_queued(self._stream)
+            sending.send_trailers(self._stream, block)
         else:
-            head = response_start(self.head.status)
-            sending.head(self._stream, head + block, end=True)
+            head = encode_response_start(self.head.status)
+            sending.send_head(self._stream, head + block, end=True)
         self._connection.flush()
 
     # --- for the connection of the call
 
-    def data(self, piece: memoryview, ended: bool) -> None:
+    def receive_data(self, piece: memoryview, ended: bool) -> None:
         """Receive data; `ended` marks the last piece."""
         if self.done:
             return
@@ -224,14 +239,14 @@ class GrpcCall(ABC):
             if len(piece):
                 self._assemble(piece)
             if ended and not self.done:
-                self._half_closed()
+                self._handle_half_close()
         except BrokenMessage as broken:
             self.fail(*broken.ending)
         except ShmserveError as error:  # the memory for messages is exhausted
             self.fail(StatusCode.UNAVAILABLE, error.message)
         except Exception:
             logger.exception("a call failed")
-            self.fail(*INTERNAL)
+            self.fail(*INTERNAL_FAILURE)
 
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
@@ -241,35 +256,32 @@ class GrpcCall(ABC):
         assembly.feed(piece)
         self._take_messages(assembly, len(piece))
 
-    def next_buffer(self, most: int) -> memoryview | None:
-        """Return the memory that the next bytes are received into, at most `most` bytes.
-
-        Return None if it is unknown.
-        """
+    def next_buffer(self, byte_limit: int) -> memoryview | None:
+        """Return the memory for the next bytes, at most `byte_limit` bytes, or None if unknown."""
         assembly = self._assembly
-        return None if assembly is None or self.done else assembly.next_buffer(most)
+        return None if assembly is None or self.done else assembly.next_buffer(byte_limit)
 
     def _take_messages(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are complete with the last `size` bytes."""
-        while (message := assembly.take()) is not None:
+        while (message := assembly.take_message()) is not None:
             self._message_complete()
-            self._received(message)
+            self._handle_message(message)
             if self.done or self._is_queue_full():
                 return
-        if not assembly.begun:
+        if not assembly.received_bytes:
             return
-        received = assembly.begun if self._arriving is None else size
+        received = assembly.received_bytes if self._arriving_message is None else size
         arriving = self.await_message()
         arriving.received += received
         if assembly.sink is None:
             arriving.reserve(received)
         else:
-            arriving.register_block(assembly.sink.drop)
+            arriving.register_block(assembly.sink.discard)
         self._enlarge_window(assembly)
 
     def _enlarge_window(self, assembly: Assembly) -> None:
         """Enlarge the window for the rest of a large message."""
-        extra, assembly.extra = assembly.extra, 0
+        extra, assembly.beyond_window = assembly.beyond_window, 0
         self._connection.http2.send_window_update(self._stream, extra)
 
     def check_message(self) -> None:  # noqa: B027
@@ -277,89 +289,91 @@ class GrpcCall(ABC):
 
     def await_message(self) -> ArrivingMessage:
         """Start the time limit of a message that is incomplete or missing."""
-        if self._arriving is None:
+        if self._arriving_message is None:
             front = self._connection.front
-            self._arriving = ArrivingMessage(front.body_timeout_s, front.budget, self.on_timeout)
-            self._connection.watch(self, self._arriving)
-        return self._arriving
+            self._arriving_message = ArrivingMessage(
+                front.body_timeout_s, front.budget, self.on_timeout
+            )
+            self._connection.watch(self, self._arriving_message)
+        return self._arriving_message
 
     def _message_complete(self) -> None:
-        if self._arriving is not None:
-            self._arriving.release_budget()
-            self._arriving = None
+        if self._arriving_message is not None:
+            self._arriving_message.release_budget()
+            self._arriving_message = None
             self._connection.unwatch(self)
 
     def on_timeout(self) -> None:
         """End the call, since its message was not received in time."""
         self.fail(*REQUEST_TIMEOUT)
 
-    def disconnected(self) -> None:
+    def handle_disconnect(self) -> None:
         """End the call, since the client has disconnected or violated the protocol."""
         if not self.done:
-            self._end()
+            self._mark_done()
             self._notify_disconnected()
-        self._all_sent()
+        self._on_all_sent()
 
-    def _expired(self) -> None:
+    def _on_deadline(self) -> None:
         """End the call, since its deadline has expired."""
         if not self.done:
-            self._end()
+            self._mark_done()
             self._notify_disconnected()
-            self._send_status(*EXPIRED)
+            self._send_status(*DEADLINE_EXPIRED)
 
     def _notify_disconnected(self) -> None:
         on_disconnect, self.on_disconnect = self.on_disconnect, None
         if on_disconnect is not None:
             on_disconnect()
 
-    def _end(self) -> None:
+    def _mark_done(self) -> None:
         self.done = True
-        if self._arriving is not None:
+        if self._arriving_message is not None:
             self._message_complete()
         if self._assembly is not None:
-            self._assembly.drop()
+            self._assembly.discard()
             self._assembly = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _all_sent(self) -> None:
+    def _on_all_sent(self) -> None:
         self._stream.on_sent = None
         on_ended, self.on_ended = self.on_ended, None
         if on_ended is not None:
             on_ended()
-        self._connection.call_ended()
+        self._connection.record_call_end()
 
     # --- for subclasses
 
     def _is_queue_full(self) -> bool:
-        """Return whether the queue of unread messages is full, which delays further ones."""
+        """Return whether the queue of unread messages is full, which delays further messages."""
         return False
 
     @abstractmethod
-    def _received(self, message: Received) -> None:
+    def _handle_message(self, message: ReceivedMessage) -> None:
         """Handle a complete message."""
 
     @abstractmethod
-    def _half_closed(self) -> None:
+    def _handle_half_close(self) -> None:
         """Handle the end of the client's data."""
 
-    async def _inflated(self, message: Received) -> bytes:
+    async def _inflate_message(self, message: ReceivedMessage) -> bytes:
         data, front = message.data, self._connection.front
         assert isinstance(data, bytes)
-        return await inflated(data, self.head.encoding, front.largest_inflated, front.budget)
+        return await inflate_message(data, self.head.encoding, front.largest_inflated, front.budget)
 
-    async def _framed_in_turns(self, data: bytes) -> tuple[bytes, bytes]:
+    async def _frame_in_turns(self, data: bytes) -> tuple[bytes, bytes]:
         deflater = self._connection.front.deflater
-        if self._compression is None or deflater is None or len(data) < LARGE:
-            return self._framed(data)
-        return await deflater.framed_in_turns(data, self._compression)
+        if self._compression is None or deflater is None or len(data) < LARGE_MESSAGE_BYTES:
+            return self._frame(data)
+        return await deflater.frame_in_turns(data, self._compression)
 
-    def _framed(self, data: bytes) -> tuple[bytes, bytes]:
+    def _frame(self, data: bytes) -> tuple[bytes, bytes]:
         deflater = self._connection.front.deflater
         if self._compression is None or deflater is None:
-            return framed(data)
-        return deflater.framed(data, self._compression)
+            return frame_message(data)
+        return deflater.frame(data, self._compression)
 
 
 class UnaryCall(GrpcCall):
@@ -390,42 +404,48 @@ class UnaryCall(GrpcCall):
         if not (self._has_message or self.done):
             self.await_message()
 
-    def data(self, piece: memoryview, ended: bool) -> None:
+    def receive_data(self, piece: memoryview, ended: bool) -> None:
         """Receive data, which is nearly always the complete message."""
         size = len(piece)
-        if PREFIX.size <= size < LARGE and self._assembly is None and not self._has_message:
+        if (
+            PREFIX.size <= size < LARGE_MESSAGE_BYTES
+            and self._assembly is None
+            and not self._has_message
+        ):
             flag, length = PREFIX.unpack_from(piece)
             if not flag and length == size - PREFIX.size and not self.done:
                 self._has_message = True
                 self.on_message(bytes(piece[PREFIX.size :]), self)
                 return
-        super().data(piece, ended)
+        super().receive_data(piece, ended)
 
     def finish(self, response: bytes) -> None:
         """End the call with its response."""
         if self._compression is None:
-            self._send((PREFIX.pack(0, len(response)), response))
-        elif len(response) < LARGE:
-            self._send(self._framed(response))
+            self._send_response((PREFIX.pack(0, len(response)), response))
+        elif len(response) < LARGE_MESSAGE_BYTES:
+            self._send_response(self._frame(response))
         else:
             self.on_disconnect = None  # The inference has ended, and cannot be cancelled.
             self._task = asyncio.ensure_future(self._finish_in_turns(response))
 
     async def _finish_in_turns(self, response: bytes) -> None:
-        self._send(await self._framed_in_turns(response))
+        self._send_response(await self._frame_in_turns(response))
 
-    def _send(self, pieces: tuple[bytes, bytes]) -> None:
+    def _send_response(self, pieces: tuple[bytes, bytes]) -> None:
         if self.done:
             return
-        self._end()
-        self._stream.on_sent = self._all_sent
+        self._mark_done()
+        self._stream.on_sent = self._on_all_sent
         connection = self._connection
-        connection.http2.sending.respond(self._stream, _UNARY[self._compression], pieces)
+        connection.http2.sending.send_response(
+            self._stream, _UNARY_FORMS[self._compression], pieces
+        )
         connection.flush()
 
-    def _received(self, message: Received) -> None:
+    def _handle_message(self, message: ReceivedMessage) -> None:
         if self._has_message:
-            release(message.data)
+            release_message(message.data)
             self.fail(StatusCode.INTERNAL, "more than one message in a unary call")
             return
         self._has_message = True
@@ -434,24 +454,26 @@ class UnaryCall(GrpcCall):
         else:
             self.on_message(message.data, self)
 
-    async def _inflate(self, message: Received) -> None:
+    async def _inflate(self, message: ReceivedMessage) -> None:
         try:
-            data = await self._inflated(message)
+            data = await self._inflate_message(message)
         except BrokenMessage as broken:
             self.fail(*broken.ending)
             return
         if not self.done:
             self.on_message(data, self)
 
-    def _half_closed(self) -> None:
+    def _handle_half_close(self) -> None:
         if not self._has_message:
-            self.fail(*MISSING)
+            self.fail(*MISSING_REQUEST)
 
 
 StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
-_MOST_JOINED = 64 * 1024  # bytes of small messages that are joined in one frame
-_MOST_QUEUED = 256  # unread messages of a stream, since a small message uses more than its bytes
+_MAX_JOINED_BYTES = 64 * 1024  # bytes of small messages that are joined in one frame
+_MAX_QUEUED_MESSAGES = (
+    256  # unread messages of a stream, since a small message uses more than its bytes
+)
 
 
 class StreamingCall(GrpcCall):
@@ -463,7 +485,14 @@ class StreamingCall(GrpcCall):
     delays_drain = False
     _window_share = 1 / 2  # earlier messages may use the other half of the window
     __slots__ = (
-        *("_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue", "_task"),
+        *(
+            "_is_half_closed",
+            "_consumed",
+            "_has_unparsed_data",
+            "_message_waiter",
+            "_queue",
+            "_task",
+        ),
         "_write_waiter",
     )
 
@@ -471,9 +500,9 @@ class StreamingCall(GrpcCall):
         self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
     ) -> None:
         super().__init__(connection, stream, head, sinks)
-        self._queue: deque[Received] = deque()
+        self._queue: deque[ReceivedMessage] = deque()
         self._has_unparsed_data = False  # whether received data may contain more messages
-        self._closed = False  # whether the client has half-closed the stream
+        self._is_half_closed = False  # whether the client has half-closed the stream
         self._message_waiter: asyncio.Future[None] | None = None
         self._write_waiter: asyncio.Future[None] | None = None
         self._consumed = 0  # bytes that were read since the last window update
@@ -491,26 +520,26 @@ class StreamingCall(GrpcCall):
             ending = broken.ending
         except Exception:
             logger.exception("a stream failed")
-            ending = INTERNAL
+            ending = INTERNAL_FAILURE
         if not self.done:
-            code, details, metadata = ending or DONE
-            if not self._begun and code is StatusCode.OK:
-                self._begin()
+            code, details, metadata = ending or SUCCEEDED
+            if not self._is_head_sent and code is StatusCode.OK:
+                self._send_head()
             self.fail(code, details, metadata)
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    def _end(self) -> None:
-        super()._end()
+    def _mark_done(self) -> None:
+        super()._mark_done()
         self._has_unparsed_data = False
         while self._queue:
-            release(self._queue.popleft().data)
+            release_message(self._queue.popleft().data)
         self._wake(self._message_waiter)
         self._wake(self._write_waiter)
 
-    async def requests(self) -> AsyncIterator[Any]:
+    async def read_messages(self) -> AsyncIterator[Any]:
         """Yield the messages. The consumer releases them.
 
         Raises:
@@ -521,16 +550,16 @@ class StreamingCall(GrpcCall):
                 if self._has_unparsed_data:
                     self._take_more_messages()
                     continue
-                if self._closed or self.done:
+                if self._is_half_closed or self.done:
                     return
                 self._update_window()
                 self._message_waiter = self._connection.loop.create_future()
                 await self._message_waiter
                 self._message_waiter = None
             message = self._queue.popleft()
-            self._consumed += len(message.data) + PREFIX.size - message.extra
+            self._consumed += len(message.data) + PREFIX.size - message.beyond_window
             self._update_window()
-            yield await self._inflated(message) if message.compressed else message.data
+            yield (await self._inflate_message(message) if message.compressed else message.data)
 
     def _update_window(self) -> None:
         if self._consumed > self._connection.front.limits.window // 4:
@@ -541,12 +570,12 @@ class StreamingCall(GrpcCall):
         self._connection.flush()
 
     def _enlarge_window(self, assembly: Assembly) -> None:
-        if not self._queue:  # Queued messages are read first.
-            extra, assembly.extra = assembly.extra, 0
+        if not self._queue:  # the client may send more once the queued messages were read
+            extra, assembly.beyond_window = assembly.beyond_window, 0
             self._connection.http2.send_window_update(self._stream, extra)
 
     def _is_queue_full(self) -> bool:
-        return len(self._queue) >= _MOST_QUEUED
+        return len(self._queue) >= _MAX_QUEUED_MESSAGES
 
     def _take_messages(self, assembly: Assembly, size: int) -> None:
         if not self._is_queue_full():
@@ -563,57 +592,59 @@ class StreamingCall(GrpcCall):
             except ShmserveError as error:  # the memory for messages is exhausted
                 raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
 
-    def _received(self, message: Received) -> None:
+    def _handle_message(self, message: ReceivedMessage) -> None:
         self._queue.append(message)
         self._wake(self._message_waiter)
 
-    def _half_closed(self) -> None:
-        self._closed = True
+    def _handle_half_close(self) -> None:
+        self._is_half_closed = True
         self._wake(self._message_waiter)
 
     @staticmethod
-    def _wake(waiting: asyncio.Future[None] | None) -> None:
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+    def _wake(waiter: asyncio.Future[None] | None) -> None:
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
-    def _begin(self) -> None:
-        self._begun = True
+    def _send_head(self) -> None:
+        self._is_head_sent = True
         sending = self._connection.http2.sending
-        sending.head(self._stream, HEADS[self._compression])
+        sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
 
-    async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
+    async def write_all(
+        self, responses: Sequence[bytes], stall_timeout_s: float | None = None
+    ) -> None:
         """Write responses, and wait until the windows permit the last one, or for a disconnect.
 
         Raises:
-            TimeoutError: The client has not read the responses within `stall_s` seconds.
+            TimeoutError: The client has not read the responses within `stall_timeout_s` seconds.
         """
         if self.done or not responses:
             return
-        if not self._begun:
-            self._begin()
+        if not self._is_head_sent:
+            self._send_head()
         pieces: list[bytes] = []
         for response in responses:
             if self._compression is None:
-                pieces += framed(response)
+                pieces += frame_message(response)
             else:
-                pieces += await self._framed_in_turns(response)
+                pieces += await self._frame_in_turns(response)
         if self.done:
             return
         sending = self._connection.http2.sending
-        if sum(map(len, pieces)) <= _MOST_JOINED:
-            sending.data(self._stream, b"".join(pieces))
+        if sum(map(len, pieces)) <= _MAX_JOINED_BYTES:
+            sending.send_data(self._stream, b"".join(pieces))
         else:
             for piece in pieces:
-                sending.data(self._stream, piece)
+                sending.send_data(self._stream, piece)
         self._connection.flush()
-        if not self._stream.queued:
+        if not self._stream.queued_bytes:
             await asyncio.sleep(0)  # The responses are sent before the next ones are produced.
             return
-        self._stream.on_progress = self._progress
+        self._stream.on_progress = self._on_progress
         self._write_waiter = self._connection.loop.create_future()
-        async with asyncio.timeout(stall_s):
+        async with asyncio.timeout(stall_timeout_s):
             await self._write_waiter
 
-    def _progress(self) -> None:
-        if not self._stream.queued:
+    def _on_progress(self) -> None:
+        if not self._stream.queued_bytes:
             self._wake(self._write_waiter)

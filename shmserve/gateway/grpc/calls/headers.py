@@ -14,7 +14,7 @@ from enum import IntEnum
 from urllib.parse import quote
 
 from shmserve.errors import QueueFull, ShmserveError
-from shmserve.gateway.http2.header_blocks import Fields, content_length
+from shmserve.gateway.http2.header_blocks import Fields, parse_content_length
 
 
 class StatusCode(IntEnum):
@@ -37,15 +37,19 @@ class StatusCode(IntEnum):
 
 Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
 
-DONE: Ending = (StatusCode.OK, "", ())
-INTERNAL: Ending = (StatusCode.INTERNAL, "internal error", ())
-# The status of calls whose request is missing, late or malformed.
+SUCCEEDED: Ending = (StatusCode.OK, "", ())
+INTERNAL_FAILURE: Ending = (StatusCode.INTERNAL, "internal error", ())
+# Calls whose request is missing, late or malformed end with these statuses.
 REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
-MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # the error text is Triton's
+MISSING_REQUEST: Ending = (
+    StatusCode.INTERNAL,
+    "Unable to parse request",
+    (),
+)  # the error text is Triton's
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
-EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+DEADLINE_EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
-_STATUS = {
+_STATUS_BY_CODE = {
     "INVALID_ARG": StatusCode.INVALID_ARGUMENT,
     "ALREADY_EXISTS": StatusCode.ALREADY_EXISTS,
     "CANCELLED": StatusCode.CANCELLED,
@@ -57,8 +61,8 @@ _STATUS = {
     "UNAVAILABLE": StatusCode.UNAVAILABLE,
     "INTERNAL": StatusCode.INTERNAL,
 }
-_MOST_DETAILS = 7000  # maximum size of the percent-encoded details in bytes
-_WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+_MAX_DETAILS_BYTES = 7000  # maximum size of the percent-encoded details in bytes
+_UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -67,11 +71,11 @@ ENCODINGS = ("identity", "deflate", "gzip")
 
 _PROTOCOL_FIELDS = frozenset((b"te", b"content-type", b"content-length", b"accept-encoding"))
 _is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
-_STRICT = (b"triton_grpc_error", b"true")
-_UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-_LONGEST_S = 1e9
-_LONGEST_TIMEOUT = 30  # maximum number of digits of a timeout
-_LONGEST_NAME = 64  # characters of an unknown encoding's name in an error
+_STRICT_FIELD = (b"triton_grpc_error", b"true")
+_SECONDS_BY_UNIT = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_MAX_TIMEOUT_S = 1e9
+_MAX_TIMEOUT_DIGITS = 30  # maximum number of digits of a timeout
+_MAX_NAME_LENGTH = 64  # characters of an unknown encoding's name in an error
 
 
 class CallHead:
@@ -89,45 +93,47 @@ class CallHead:
     """
 
     __slots__ = (
-        *("_fields", "_metadata", "accepts", "data_size", "encoding", "path", "refusal"),
+        *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
         *("status", "strict", "timeout_s", "traceparent"),
     )
 
     def __init__(self, fields: Fields) -> None:
-        self.data_size = content_length(fields)
+        self.data_size = parse_content_length(fields)
         self._fields = fields
         self._metadata: Metadata | None = None
         self.status = 200
         self.refusal: Ending | None = None
         values = dict(fields)
         self.path = values[b":path"].decode("latin-1")
-        kind = values.get(b"content-type", b"")
+        content_type = values.get(b"content-type", b"")
         if values[b":method"] != b"POST":
-            self._refuse(405, StatusCode.UNIMPLEMENTED, "the method must be POST")
-        elif not kind.startswith(b"application/grpc") or kind.startswith(b"application/grpc-web"):
-            self._refuse(415, StatusCode.UNKNOWN, "the content-type is not application/grpc")
-        self.timeout_s = self._timeout(values.get(b"grpc-timeout"))
+            self._set_refusal(405, StatusCode.UNIMPLEMENTED, "the method must be POST")
+        elif not content_type.startswith(b"application/grpc") or content_type.startswith(
+            b"application/grpc-web"
+        ):
+            self._set_refusal(415, StatusCode.UNKNOWN, "the content-type is not application/grpc")
+        self.timeout_s = self._parse_timeout(values.get(b"grpc-timeout"))
         self.encoding = values.get(b"grpc-encoding", b"identity").decode("latin-1")
         if self.encoding not in ENCODINGS:
-            text = f"compression algorithm '{self.encoding[:_LONGEST_NAME]}' is not supported"
-            self._refuse(200, StatusCode.UNIMPLEMENTED, text)
+            details = f"compression algorithm '{self.encoding[:_MAX_NAME_LENGTH]}' is not supported"
+            self._set_refusal(200, StatusCode.UNIMPLEMENTED, details)
         self.traceparent = values.get(b"traceparent", b"").decode("latin-1")
-        self.strict = _STRICT in fields
-        accepted = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
-        self.accepts = frozenset(name.strip() for name in accepted.split(","))
+        self.strict = _STRICT_FIELD in fields
+        accept_encoding = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
+        self.accepted_encodings = frozenset(name.strip() for name in accept_encoding.split(","))
 
-    def _refuse(self, status: int, code: StatusCode, text: str) -> None:
+    def _set_refusal(self, status: int, code: StatusCode, details: str) -> None:
         if self.refusal is None:
-            self.status, self.refusal = status, (code, text, ())
+            self.status, self.refusal = status, (code, details, ())
 
-    def _timeout(self, value: bytes | None) -> float | None:
+    def _parse_timeout(self, value: bytes | None) -> float | None:
         if value is None:
             return None
-        matched = _is_timeout(value)
-        if matched is None or len(value) > _LONGEST_TIMEOUT:
-            self._refuse(200, StatusCode.INTERNAL, "malformed grpc-timeout")
+        match = _is_timeout(value)
+        if match is None or len(value) > _MAX_TIMEOUT_DIGITS:
+            self._set_refusal(200, StatusCode.INTERNAL, "malformed grpc-timeout")
             return None
-        return min(int(matched[1]) * _UNIT_S[matched[2]], _LONGEST_S)
+        return min(int(match[1]) * _SECONDS_BY_UNIT[match[2]], _MAX_TIMEOUT_S)
 
     @property
     def metadata(self) -> Metadata:
@@ -139,27 +145,31 @@ class CallHead:
                 if name[:1] != b":"
                 and name not in _PROTOCOL_FIELDS
                 and not name.startswith(b"grpc-")
-                for item in _entries(name, value)
+                for item in _metadata_items(name, value)
             ]
         return self._metadata
 
 
-def _entries(name: bytes, value: bytes) -> Metadata:
+def _metadata_items(name: bytes, value: bytes) -> Metadata:
     key = name.decode("latin-1")
     if not key.endswith("-bin"):
-        return [(key, _text(value))]
+        return [(key, _decode_text(value))]
     # Some clients join several values by commas.
-    return [(key, decoded) for part in value.split(b",") if (decoded := _binary(part)) is not None]
+    return [
+        (key, decoded)
+        for part in value.split(b",")
+        if (decoded := _decode_binary(part)) is not None
+    ]
 
 
-def _text(value: bytes) -> str:
+def _decode_text(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:
         return value.decode("latin-1")
 
 
-def _binary(value: bytes) -> bytes | None:
+def _decode_binary(value: bytes) -> bytes | None:
     """Decode base64 with optional padding; return None for other bytes."""
     try:
         return base64.b64decode(value.strip() + b"=" * (-len(value.strip()) % 4), validate=True)
@@ -167,7 +177,7 @@ def _binary(value: bytes) -> bytes | None:
         return None
 
 
-def ending_of(error: ShmserveError) -> Ending:
+def ending_from_error(error: ShmserveError) -> Ending:
     """Return the status of a call that failed with this error."""
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFull):
@@ -175,22 +185,22 @@ def ending_of(error: ShmserveError) -> Ending:
         metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
     if error.traceparent:
         metadata += (("traceparent", error.traceparent),)
-    return _STATUS[error.code], _fitting(error.message), metadata
+    return _STATUS_BY_CODE[error.code], _shorten_details(error.message), metadata
 
 
-def percent_encoded(text: str) -> bytes:
+def percent_encode(text: str) -> bytes:
     """Return the details of a status as gRPC sends them."""
-    return quote(text, safe=_WRITTEN_PLAINLY).encode()
+    return quote(text, safe=_UNESCAPED).encode()
 
 
-def _fitting(text: str) -> str:
+def _shorten_details(details: str) -> str:
     """Return the text, shortened so that the trailers fit into the 8 KB that clients accept."""
     # Each character has at most four bytes, each written as %XX.
-    if len(text) * 12 <= _MOST_DETAILS:
-        return text
+    if len(details) * 12 <= _MAX_DETAILS_BYTES:
+        return details
     size = 0
-    for at, char in enumerate(text):
-        size += len(quote(char, safe=_WRITTEN_PLAINLY))
-        if size > _MOST_DETAILS:
-            return f"{text[:at]}..."
-    return text
+    for index, char in enumerate(details):
+        size += len(quote(char, safe=_UNESCAPED))
+        if size > _MAX_DETAILS_BYTES:
+            return f"{details[:index]}..."
+    return details

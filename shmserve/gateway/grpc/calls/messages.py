@@ -1,4 +1,4 @@
-"""The messages of gRPC: assembled from data, inflated within limits; framed and deflated.
+"""The messages of gRPC: their assembly from data, decompression, framing and compression.
 
 A message has a byte that indicates compression, four bytes for its size, and its content. Messages
 are received in pieces of any size.
@@ -21,10 +21,12 @@ from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
-LARGE = 64 * 1024  # messages of at least this size are received into their final memory if possible
+LARGE_MESSAGE_BYTES = (
+    64 * 1024
+)  # messages of at least this size are received into their final memory if possible
 PREFIX = struct.Struct(">BI")
 
-_NOTHING = memoryview(b"")
+_EMPTY_VIEW = memoryview(b"")
 
 
 class BrokenMessage(Exception):
@@ -36,25 +38,25 @@ class BrokenMessage(Exception):
 
 
 # The bytes of a message, or an inference request whose tensors were received into the arena.
-Message = bytes | ArrivingRequest
+MessageContent = bytes | ArrivingRequest
 
 
 # Returns the destination of a call's next message, given its size. None: the message is assembled.
 Sinks = Callable[[CallHead, int], RequestSink[ArrivingRequest] | None]
 
 
-def release(message: Message) -> None:
+def release_message(message: MessageContent) -> None:
     """Release the memory of a message."""
     if not isinstance(message, bytes):
         message.release()
 
 
-class Received(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A complete message; `extra` bytes of it were permitted beyond the window."""
 
-    data: Message
+    data: MessageContent
     compressed: bool
-    extra: int
+    beyond_window: int
 
 
 class ArrivingMessage(Arrival):
@@ -64,19 +66,19 @@ class ArrivingMessage(Arrival):
     """
 
     def __init__(
-        self, patience_s: float, budget: BodyBudget, on_evicted: Callable[[], None]
+        self, time_limit_s: float, budget: BodyBudget, on_evicted: Callable[[], None]
     ) -> None:
-        super().__init__(patience_s, budget)
+        super().__init__(time_limit_s, budget)
         self._on_evicted = on_evicted
-        self.patience_s = patience_s
-        self.began = time.monotonic()
+        self.time_limit_s = time_limit_s
+        self.started_at = time.monotonic()
 
-    def overdue(self, now: float) -> bool:
+    def is_overdue(self, now: float) -> bool:
         """Return whether the time limit has expired."""
-        return now > self.began + self.patience_s + self.received / SLOWEST_RATE
+        return now > self.started_at + self.time_limit_s + self.received / SLOWEST_RATE
 
     def _total_wait_s(self, now: float) -> float:
-        return now - self.began
+        return now - self.started_at
 
     def evict(self) -> None:
         """Release the memory and end the call."""
@@ -85,108 +87,124 @@ class ArrivingMessage(Arrival):
 
 
 class Assembly:
-    """The assembly of one call's messages: `feed` it with data, and `take` complete messages.
+    """The assembly of one call's messages: `feed` receives data, `take_message` returns messages.
 
-    Clients may send `permitted` bytes of a message before the window is enlarged.
+    Clients may send `permitted_bytes` bytes of a message before the window is enlarged.
     """
 
     __slots__ = (
-        *("_compressed", "_copied", "_head", "_later", "_message", "_permitted", "_piece"),
-        *("_position", "_prefix", "_sinks", "_size", "extra", "missing", "sink"),
+        *(
+            "_compressed",
+            "_is_piece_copied",
+            "_head",
+            "_buffered_data",
+            "_message",
+            "_permitted_bytes",
+            "_piece",
+        ),
+        *("_position", "_prefix", "_sinks", "_size", "beyond_window", "missing_bytes", "sink"),
     )
 
-    def __init__(self, permitted: int, head: CallHead, sinks: Sinks | None) -> None:
-        self._permitted = permitted
+    def __init__(self, permitted_bytes: int, head: CallHead, sinks: Sinks | None) -> None:
+        self._permitted_bytes = permitted_bytes
         self._head = head
         self._sinks = sinks
         self.sink: RequestSink[ArrivingRequest] | None = None
-        self._piece = _NOTHING  # received data, of which `_position` bytes are consumed
+        self._piece = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
         self._position = 0
-        self._copied = True  # whether the piece was copied out of the read buffer
-        self._later = bytearray()  # data that was received after the piece
+        self._is_piece_copied = True  # whether the piece was copied out of the read buffer
+        self._buffered_data = bytearray()  # data that was received after the piece
         self._prefix = b""
         self._size = 0
         self._message = bytearray()  # the received part of a message without a sink
         self._compressed = False
-        self.missing = 0  # bytes that the incomplete message lacks
-        self.extra = 0  # bytes of the message that were permitted beyond the window
+        self.missing_bytes = 0  # bytes that the incomplete message lacks
+        self.beyond_window = 0  # bytes of the message that were permitted beyond the window
 
     @property
-    def begun(self) -> int:
-        """Return the received bytes of the incomplete message, once `take` has returned None."""
-        return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
+    def received_bytes(self) -> int:
+        """Return the number of received bytes of the incomplete message.
 
-    def next_buffer(self, most: int) -> memoryview | None:
-        """Return the memory that the next bytes are received into, at most `most` bytes.
-
-        Return None if it is unknown.
+        The result is valid once `take_message` has returned None.
         """
-        if self.sink is None or self._position < len(self._piece) or self._later:
+        return (
+            PREFIX.size + self._size - self.missing_bytes
+            if self.missing_bytes
+            else len(self._prefix)
+        )
+
+    def next_buffer(self, byte_limit: int) -> memoryview | None:
+        """Return the memory for the next bytes, at most `byte_limit` bytes, or None if unknown."""
+        if self.sink is None or self._position < len(self._piece) or self._buffered_data:
             return None
-        return self.sink.next_buffer(min(most, self.missing))
+        return self.sink.next_buffer(min(byte_limit, self.missing_bytes))
 
     def feed(self, piece: memoryview) -> None:
         """Receive bytes."""
-        if self._position == len(self._piece) and not self._later:
-            self._piece, self._position, self._copied = piece, 0, False
+        if self._position == len(self._piece) and not self._buffered_data:
+            self._piece, self._position, self._is_piece_copied = piece, 0, False
         else:
-            self._later += piece
+            self._buffered_data += piece
 
     def keep_piece(self) -> None:
         """Copy the unconsumed data out of the read buffer, which is about to be reused."""
-        if not self._copied:
+        if not self._is_piece_copied:
             self._piece, self._position = memoryview(bytes(self._piece[self._position :])), 0
-            self._copied = True
+            self._is_piece_copied = True
 
-    def take(self) -> Received | None:
+    def take_message(self) -> ReceivedMessage | None:
         """Return the next complete message, or None.
 
         Raises:
             BrokenMessage: The data is not a message, or the message is too large.
         """
         while self._position < len(self._piece) or self._next_piece():
-            if not self.missing:
+            if not self.missing_bytes:
                 size = PREFIX.size - len(self._prefix)
                 self._prefix += self._piece[self._position : self._position + size]
                 self._position = min(self._position + size, len(self._piece))
                 if len(self._prefix) < PREFIX.size:
                     continue
-                if not self._begin():
-                    return Received(b"", self._compressed, 0)
+                if not self._start_message():
+                    return ReceivedMessage(b"", self._compressed, 0)
                 continue
-            part = self._piece[self._position : self._position + self.missing]
+            part = self._piece[self._position : self._position + self.missing_bytes]
             self._position += len(part)
-            self.missing -= len(part)
+            self.missing_bytes -= len(part)
             if self.sink is None:
                 self._message += part
             else:
                 self.sink.feed(part)
-            if not self.missing:
-                data = self._whole()
-                extra, self.extra = self.extra, 0
-                return Received(data, self._compressed, extra)
+            if not self.missing_bytes:
+                data = self._finish_content()
+                extra, self.beyond_window = self.beyond_window, 0
+                return ReceivedMessage(data, self._compressed, extra)
         return None
 
     def _next_piece(self) -> bool:
-        self._piece, self._position, self._copied = memoryview(bytes(self._later)), 0, True
-        self._later.clear()
+        self._piece, self._position, self._is_piece_copied = (
+            memoryview(bytes(self._buffered_data)),
+            0,
+            True,
+        )
+        self._buffered_data.clear()
         return bool(self._piece)
 
-    def _whole(self) -> Message:
+    def _finish_content(self) -> MessageContent:
         sink, self.sink = self.sink, None
         if sink is not None:
-            return sink.whole()
+            return sink.finish()
         data = bytes(self._message)
         self._message = bytearray()
         return data
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Discard the received data."""
         sink, self.sink = self.sink, None
         if sink is not None:
-            sink.drop()
+            sink.discard()
 
-    def _begin(self) -> bool:
+    def _start_message(self) -> bool:
         flag, size = PREFIX.unpack(self._prefix)
         self._prefix = b""
         if flag > 1:
@@ -197,14 +215,14 @@ class Assembly:
                 f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})",
             )
         self._compressed = bool(flag)
-        self._size = self.missing = size
-        self.extra = max(0, size + PREFIX.size - self._permitted)
-        if size >= LARGE and not flag and self._sinks is not None:
+        self._size = self.missing_bytes = size
+        self.beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
+        if size >= LARGE_MESSAGE_BYTES and not flag and self._sinks is not None:
             self.sink = self._sinks(self._head, size)
         return bool(size)
 
 
-async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -> bytes:
+async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBudget) -> bytes:
     """Inflate a message in several turns of the event loop.
 
     The inflated part counts in `budget`, since other messages are inflated in the same turns.
@@ -218,10 +236,10 @@ async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -
         )
     inflater = Inflater(limit)
     pieces: list[bytes] = []
-    memory = Arrival(0.0, budget)
+    reservation = Arrival(0.0, budget)
     try:
         for piece in inflater.feed(data):
-            memory.reserve(len(piece))
+            reservation.reserve(len(piece))
             pieces.append(piece)
             if len(pieces) % 4 == 0:
                 await asyncio.sleep(0)
@@ -231,11 +249,11 @@ async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -
     except Unavailable as error:
         raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
     finally:
-        memory.release_budget()
+        reservation.release_budget()
     return b"".join(pieces)
 
 
-def framed(data: bytes) -> tuple[bytes, bytes]:
+def frame_message(data: bytes) -> tuple[bytes, bytes]:
     """Return a message with gRPC's prefix, as prefix and content."""
     return PREFIX.pack(0, len(data)), data
 
@@ -246,28 +264,28 @@ class Deflater:
     def __init__(self, level: int) -> None:
         self._level = level
 
-    def encoding(self, accepts: frozenset[str]) -> str | None:
+    def select_encoding(self, accepts: frozenset[str]) -> str | None:
         """Return the encoding for a client that accepts these encodings, or None."""
         return next((name for name in WBITS_BY_ENCODING if name in accepts), None)
 
-    def framed(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
+    def frame(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return a message with gRPC's prefix, compressed if that is shorter."""
-        stream = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
-        return _shorter(data, stream.compress(data) + stream.flush())
+        compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
+        return _frame_shorter(data, compressor.compress(data) + compressor.flush())
 
-    async def framed_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
+    async def frame_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return a message with gRPC's prefix, compressed in several turns of the event loop."""
-        stream = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
+        compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)
-        for at in range(0, len(data), LARGE):
-            pieces.append(stream.compress(view[at : at + LARGE]))
+        for offset in range(0, len(data), LARGE_MESSAGE_BYTES):
+            pieces.append(compressor.compress(view[offset : offset + LARGE_MESSAGE_BYTES]))
             await asyncio.sleep(0)
-        pieces.append(stream.flush())
-        return _shorter(data, b"".join(pieces))
+        pieces.append(compressor.flush())
+        return _frame_shorter(data, b"".join(pieces))
 
 
-def _shorter(data: bytes, small: bytes) -> tuple[bytes, bytes]:
-    if len(small) >= len(data):
-        return framed(data)
-    return PREFIX.pack(1, len(small)), small
+def _frame_shorter(data: bytes, compressed: bytes) -> tuple[bytes, bytes]:
+    if len(compressed) >= len(data):
+        return frame_message(data)
+    return PREFIX.pack(1, len(compressed)), compressed

@@ -1,7 +1,7 @@
 """The fingerprints of gRPC requests, and the cache of request templates by fingerprint and layout.
 
 The fingerprint of a request is its message without the bytes of its tensors, its id and its
-position in a sequence. Clients send the same request many times with other tensors. A serialized
+position in a sequence. Clients often send the same request with different tensors. A serialized
 ModelInferRequest has the bytes of its tensors (`raw_input_contents`, the field with the highest
 number) at its end. Names, shapes and parameters before them need not be parsed again. A message
 with another order of fields has no fingerprint, and is parsed.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 
-from shmserve.gateway.grpc.wire.response import varint
+from shmserve.gateway.grpc.wire.response import encode_varint
 from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
 from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
 from shmserve.gateway.model_table import GatewayModel, ModelTable
@@ -34,22 +34,22 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.schemas import BoundedCache
 
-_MOST_KNOWN = 1024
+_MAX_CACHED = 1024
 
 # Tags of the fields of a request.
-ID, PARAMETER = 0x1A, 0x22
-RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
-EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # the tags of fields 1 to 6
-MOST_SHIFT = 28  # in bits: a length has at most five bytes of seven bits
-_MOST_BYTES = INLINE_LIMIT + 4096
-_LONGEST_HEAD = 2048
+ID_TAG, PARAMETER_TAG = 0x1A, 0x22
+RAW_INPUT_TAG = 0x3A  # the tag of field 7, length-delimited
+HEAD_TAGS = frozenset((0x0A, 0x12, ID_TAG, PARAMETER_TAG, 0x2A, 0x32))  # the tags of fields 1 to 6
+MAX_SHIFT = 28  # in bits: a length has at most five bytes of seven bits
+_MAX_MESSAGE_BYTES = INLINE_LIMIT + 4096
+_MAX_HEAD_BYTES = 2048
 
 # A parameter is an entry of a map: field 1 is the key, field 2 a message with the value in a field
 # whose number depends on the type.
-KEY_AT, OF_SEQUENCE = 2, b"sequence_"
-_CORRELATION_ID = b"\x0a\x0bsequence_id\x12"
-_INT64, _STRING = 0x10, 0x1A
-_FLAGS = {
+KEY_OFFSET, SEQUENCE_KEY_PREFIX = 2, b"sequence_"
+_CORRELATION_ID_ENTRY = b"\x0a\x0bsequence_id\x12"
+_INT64_TAG, _STRING_TAG = 0x10, 0x1A
+_FLAG_ENTRIES = {
     b"\x0a" + key + b"\x12\x02\x08" + value: (bit, bit * value[0])
     for key, bit in ((b"\x0esequence_start", SEQUENCE_START), (b"\x0csequence_end", SEQUENCE_END))
     for value in (b"\0", b"\1")
@@ -58,7 +58,7 @@ _FLAGS = {
 Key = tuple[bytes, tuple[int, ...]]
 
 
-class Split(NamedTuple):
+class SplitMessage(NamedTuple):
     """The fingerprint of a request (`key`), and the parts that were cut out."""
 
     key: Key
@@ -66,56 +66,58 @@ class Split(NamedTuple):
     identity: RequestIdentity
 
 
-def split(raw: bytes) -> Split | None:
+def split_message(message: bytes) -> SplitMessage | None:
     """Cut a small message into its parts; return None if it has no fingerprint."""
-    if len(raw) > _MOST_BYTES:
+    if len(message) > _MAX_MESSAGE_BYTES:
         return None
     contents: list[bytes] = []
     ids: list[bytes] = []
     sequence: list[bytes] = []
-    head: list[bytes] = []  # the kept parts of the head
-    kept_from = at = head_end = 0
-    end = len(raw)
-    while at < end:
-        start = at
-        tag = raw[at]
-        at += 1
+    kept_head: list[bytes] = []  # the kept parts of the head
+    kept_from = position = head_end = 0
+    message_size = len(message)
+    while position < message_size:
+        start = position
+        tag = message[position]
+        position += 1
         size = shift = 0
-        while at < end:
-            byte = raw[at]
-            at += 1
+        while position < message_size:
+            byte = message[position]
+            position += 1
             size |= (byte & 127) << shift
             if byte < 128:
                 break
             shift += 7
         else:
             return None
-        if shift > MOST_SHIFT or size > end - at:
+        if shift > MAX_SHIFT or size > message_size - position:
             return None
-        if tag == RAW_INPUT:
-            contents.append(raw[at : at + size])
-        elif tag in EARLIER and not contents:
-            head_end = at + size
-            cut_parts = ids if tag == ID else None
-            if tag == PARAMETER and raw.startswith(OF_SEQUENCE, at + KEY_AT):
+        if tag == RAW_INPUT_TAG:
+            contents.append(message[position : position + size])
+        elif tag in HEAD_TAGS and not contents:
+            head_end = position + size
+            cut_parts = ids if tag == ID_TAG else None
+            if tag == PARAMETER_TAG and message.startswith(
+                SEQUENCE_KEY_PREFIX, position + KEY_OFFSET
+            ):
                 cut_parts = sequence
             if cut_parts is not None:
-                cut_parts.append(raw[at:head_end])
-                head.append(raw[kept_from:start])
+                cut_parts.append(message[position:head_end])
+                kept_head.append(message[kept_from:start])
                 kept_from = head_end
         else:
             return None
-        at += size
-    if head_end > _LONGEST_HEAD:
+        position += size
+    if head_end > _MAX_HEAD_BYTES:
         return None
-    cut_identity = identity(ids, sequence) if head else ANONYMOUS
+    cut_identity = parse_identity(ids, sequence) if kept_head else ANONYMOUS
     if cut_identity is None:
         return None
-    head.append(raw[kept_from:head_end])
-    return Split((b"".join(head), tuple(map(len, contents))), contents, cut_identity)
+    kept_head.append(message[kept_from:head_end])
+    return SplitMessage((b"".join(kept_head), tuple(map(len, contents))), contents, cut_identity)
 
 
-def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
+def parse_identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
     """Return the request id and sequence position in serialised fields.
 
     If a field is repeated, its last value is used, as in protobuf.
@@ -130,10 +132,10 @@ def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdenti
     correlation_id: int | str | None = 0
     flags = 0
     for entry in parameters:
-        if (flag := _FLAGS.get(entry)) is not None:
+        if (flag := _FLAG_ENTRIES.get(entry)) is not None:
             flags = flags & ~flag[0] | flag[1]
-        elif entry.startswith(_CORRELATION_ID):
-            correlation_id = _value(entry[len(_CORRELATION_ID) :])
+        elif entry.startswith(_CORRELATION_ID_ENTRY):
+            correlation_id = _decode_correlation_id(entry[len(_CORRELATION_ID_ENTRY) :])
             if correlation_id is None:
                 return None
         else:
@@ -146,19 +148,19 @@ def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdenti
     return RequestIdentity(request_id, correlation_id, flags)
 
 
-def _value(value: bytes) -> int | str | None:
+def _decode_correlation_id(value: bytes) -> int | str | None:
     """Return the integer or string in a serialised InferParameter; None for other values."""
     if len(value) < 3 or value[0] != len(value) - 1:
         return None
-    if value[1] == _INT64:
+    if value[1] == _INT64_TAG:
         number = shift = 0
         for byte in value[2:]:
             number |= (byte & 127) << shift
             shift += 7
-        ended = value[-1] < 128 and all(byte > 127 for byte in value[2:-1])
-        return number if ended and number < 1 << 64 else None
+        is_terminated = value[-1] < 128 and all(byte > 127 for byte in value[2:-1])
+        return number if is_terminated and number < 1 << 64 else None
     text = value[3:]
-    if value[1] != _STRING or value[2] != len(text) or len(text) > LONGEST_CORRELATION_ID:
+    if value[1] != _STRING_TAG or value[2] != len(text) or len(text) > LONGEST_CORRELATION_ID:
         return None
     try:
         return text.decode()
@@ -191,26 +193,26 @@ class _Layout(NamedTuple):
     templates: dict[tuple[bytes, ...], _CachedTemplate]
 
 
-class PreparedRequests:
+class TemplateCache:
     """The cache of the templates of all models."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
-        self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MOST_KNOWN)
+        self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MAX_CACHED)
         # Layouts by the size of the message.
-        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MOST_KNOWN)
+        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MAX_CACHED)
         self._layout_count = 0  # an upper bound of the number of templates in all layouts
 
-    def find(self, raw: bytes) -> BuiltRequest | None:
+    def find_by_layout(self, message: bytes) -> BuiltRequest | None:
         """Return the request in a message with a known layout, or None.
 
         Raises:
             AlreadyExists: An output overlaps an output in flight and may not.
         """
-        layout = self._layouts.find(len(raw))
+        layout = self._layouts.find(len(message))
         if layout is None:
             return None
-        parts = layout.struct.unpack(raw)
+        parts = layout.struct.unpack(message)
         kept_parts, cut_parts = parts[::2], parts[1::2]
         cached = layout.templates.get(kept_parts)
         if cached is None:
@@ -231,7 +233,7 @@ class PreparedRequests:
             built_request.identify(identity)
         return built_request
 
-    def repeat(self, raw: bytes, parts: Split) -> BuiltRequest | None:
+    def find_by_fingerprint(self, message: bytes, parts: SplitMessage) -> BuiltRequest | None:
         """Return the request in a message with a known fingerprint, or None.
 
         Raises:
@@ -242,7 +244,7 @@ class PreparedRequests:
             return None
         built_request = self._fill(cached, parts.contents, parts.identity)
         if built_request is not None:
-            self._add_layout(raw, parts, cached)
+            self._add_layout(message, parts, cached)
         return built_request
 
     def _fill(
@@ -260,9 +262,13 @@ class PreparedRequests:
         return None
 
     def store(
-        self, parts: Split, request: InferRequest, model: GatewayModel, template: RequestTemplate
+        self,
+        parts: SplitMessage,
+        request: InferRequest,
+        model: GatewayModel,
+        template: RequestTemplate,
     ) -> None:
-        """Store the template of a request, if the parsed request confirms what was cut out."""
+        """Store a template, if the parsed request has the identity that was cut out."""
         if parts.identity.is_identity_of(request):
             cached = _CachedTemplate(
                 *(parts.key, parts.identity, model, request.version),
@@ -270,26 +276,27 @@ class PreparedRequests:
             )
             self._cache.store(parts.key, cached)
 
-    def _add_layout(self, raw: bytes, parts: Split, cached: _CachedTemplate) -> None:
-        sizes = _layout(raw, parts)
+    def _add_layout(self, message: bytes, parts: SplitMessage, cached: _CachedTemplate) -> None:
+        sizes = _part_sizes(message, parts)
         if sizes is None:
             return
         struct = Struct("<" + "".join([f"{size}s" for size in sizes]))
-        if self._layout_count >= _MOST_KNOWN:
+        if self._layout_count >= _MAX_CACHED:
             self._layouts.clear()
             self._layout_count = 0
         has_id = bool(parts.identity.request_id)
-        layout = self._layouts.find(len(raw))
+        layout = self._layouts.find(len(message))
         if layout is None:
             layout = _Layout(struct, has_id, {})
-            self._layouts.store(len(raw), layout)
-        # The first of two layouts of one size stays, since messages of both can alternate.
+            self._layouts.store(len(message), layout)
+        # The cache keeps the first layout of a size. If messages of two layouts alternate,
+        # replacing it would cost more than it saves.
         if layout.struct.format == struct.format and layout.has_id == has_id:
-            layout.templates[struct.unpack(raw)[::2]] = cached
+            layout.templates[struct.unpack(message)[::2]] = cached
             self._layout_count += 1
 
 
-def _layout(raw: bytes, parts: Split) -> list[int] | None:
+def _part_sizes(message: bytes, parts: SplitMessage) -> list[int] | None:
     """Return the sizes of the kept and cut parts of a message, alternately.
 
     Returns:
@@ -298,24 +305,28 @@ def _layout(raw: bytes, parts: Split) -> list[int] | None:
     request_id, correlation_id, flags = parts.identity
     if correlation_id or flags:
         return None
-    tail = [_field(RAW_INPUT, content) for content in parts.contents]
+    tensor_fields = [_encode_field(RAW_INPUT_TAG, content) for content in parts.contents]
     head, encoded_id = parts.key[0], request_id.encode()
     if request_id:
-        field = _field(ID, encoded_id)
-        at = raw.find(field)
-        if at < 0:
+        encoded_field = _encode_field(ID_TAG, encoded_id)
+        id_position = message.find(encoded_field)
+        if id_position < 0:
             return None
-        head = head[:at] + field + head[at:]
-        sizes = [at + len(field) - len(encoded_id), len(encoded_id), len(head) - at - len(field)]
+        head = head[:id_position] + encoded_field + head[id_position:]
+        sizes = [
+            id_position + len(encoded_field) - len(encoded_id),
+            len(encoded_id),
+            len(head) - id_position - len(encoded_field),
+        ]
     else:
         sizes = [len(head)]
-    if b"".join((head, *tail)) != raw:
+    if b"".join((head, *tensor_fields)) != message:
         return None
-    for field, content in zip(tail, parts.contents, strict=True):
-        sizes[-1] += len(field) - len(content)
+    for encoded_field, content in zip(tensor_fields, parts.contents, strict=True):
+        sizes[-1] += len(encoded_field) - len(content)
         sizes += (len(content), 0)
     return sizes
 
 
-def _field(tag: int, value: bytes) -> bytes:
-    return b"%c%b%b" % (tag, varint(len(value)), value)
+def _encode_field(tag: int, value: bytes) -> bytes:
+    return b"%c%b%b" % (tag, encode_varint(len(value)), value)

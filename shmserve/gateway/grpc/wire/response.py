@@ -23,34 +23,34 @@ from shmserve.proto.grpc_service_pb2 import (
 
 LARGEST_MESSAGE = 2**31 - 1  # maximum message size of protobuf and gRPC
 
-_ID = b"\x1a"  # the tag of field 3, length-delimited
-_RAW_OUTPUT = b"\x32"  # the tag of field 6
-_NO_CONTENTS = _RAW_OUTPUT + b"\0"  # the field of an output in a region, without contents
-_INFER_RESPONSE = b"\x12"  # the tag of field 2 of ModelStreamInferResponse
-_MOST_HEADS = 256
+_ID_TAG = b"\x1a"  # the tag of field 3, length-delimited
+_RAW_OUTPUT_TAG = b"\x32"  # the tag of field 6
+_EMPTY_OUTPUT = _RAW_OUTPUT_TAG + b"\0"  # the field of an output in a region, without contents
+_INFER_RESPONSE_TAG = b"\x12"  # the tag of field 2 of ModelStreamInferResponse
+_MAX_HEADS = 256
 
 
 class GrpcResponseTemplate:
     """The responses of one schema, without the id and the bytes of the tensors.
 
     Args:
-        before: The serialized fields before the id.
+        prefix: The serialized fields before the id.
         sizes: The byte size of each output; -1 for BYTES, whose size varies; None for an output in
             a region, which has no contents.
     """
 
-    __slots__ = ("_before", "_count", "_empty", "_form", "_sizes")
+    __slots__ = ("_empty_outputs", "_format", "_output_count", "_prefix", "_sizes")
 
-    def __init__(self, before: bytes, sizes: list[int | None]) -> None:
-        self._before = before
+    def __init__(self, prefix: bytes, sizes: list[int | None]) -> None:
+        self._prefix = prefix
         self._sizes = sizes
-        self._count = len(sizes)
+        self._output_count = len(sizes)
         # The fields of outputs without contents, if no output has contents.
-        self._empty = _NO_CONTENTS * len(sizes) if set(sizes) == {None} else b""
-        self._form: bytes | None = None
+        self._empty_outputs = _EMPTY_OUTPUT * len(sizes) if set(sizes) == {None} else b""
+        self._format: bytes | None = None
         if all(size is not None and size >= 0 for size in sizes):
-            fields = [_RAW_OUTPUT + varint(size or 0) for size in sizes]
-            self._form = b"".join([field.replace(b"%", b"%%") + b"%b" for field in fields])
+            fields = [_RAW_OUTPUT_TAG + encode_varint(size or 0) for size in sizes]
+            self._format = b"".join([field.replace(b"%", b"%%") + b"%b" for field in fields])
 
     def fill(self, request_id: str, data: Sequence[Any]) -> bytes | None:
         """Return the response to the request with this id.
@@ -59,30 +59,30 @@ class GrpcResponseTemplate:
             None if the data of an output is not in the message, or has another size than its
             shape, or if the number of outputs differs.
         """
-        tail: bytes | None = None
-        if self._form is not None:
+        output_fields: bytes | None = None
+        if self._format is not None:
             try:
                 if list(map(len, data)) == self._sizes:
-                    tail = self._form % tuple(data)
+                    output_fields = self._format % tuple(data)
             except TypeError:  # the data is a memory range, or missing
                 return None
-        elif len(data) == self._count:
-            tail = self._empty or self._contents(data)
-        if tail is None:
+        elif len(data) == self._output_count:
+            output_fields = self._empty_outputs or self._encode_contents(data)
+        if output_fields is None:
             return None
         if not request_id:
-            return self._before + tail
-        return b"".join((self._before, *_id(request_id), tail))
+            return self._prefix + output_fields
+        return b"".join((self._prefix, *_id_field(request_id), output_fields))
 
-    def _contents(self, data: Sequence[Any]) -> bytes | None:
+    def _encode_contents(self, data: Sequence[Any]) -> bytes | None:
         pieces: list[bytes] = []
-        for size, raw in zip(self._sizes, data, strict=True):
+        for size, content in zip(self._sizes, data, strict=True):
             if size is None:
-                pieces.append(_NO_CONTENTS)
+                pieces.append(_EMPTY_OUTPUT)
                 continue
-            if type(raw) is not bytes or len(raw) != size >= 0:
+            if type(content) is not bytes or len(content) != size >= 0:
                 return None
-            pieces += (_RAW_OUTPUT, varint(len(raw)), raw)
+            pieces += (_RAW_OUTPUT_TAG, encode_varint(len(content)), content)
         return b"".join(pieces)
 
 
@@ -90,7 +90,7 @@ class ResponseEncoder:
     """A serializer of responses and of their templates, with a cache of heads by schema."""
 
     def __init__(self) -> None:
-        self._heads: BoundedCache[tuple[str, str, bytes], bytes] = BoundedCache(_MOST_HEADS)
+        self._heads: BoundedCache[tuple[str, str, bytes], bytes] = BoundedCache(_MAX_HEADS)
 
     def encode(
         self,
@@ -112,9 +112,12 @@ class ResponseEncoder:
         Raises:
             Internal: The response exceeds the largest message.
         """
-        pieces: list[bytes | memoryview] = [self._head(model, schema, inferred), *_id(request_id)]
+        pieces: list[bytes | memoryview] = [
+            self._encode_head(model, schema, inferred),
+            *_id_field(request_id),
+        ]
         for content in contents:
-            pieces += (_RAW_OUTPUT, varint(len(content)), content)
+            pieces += (_RAW_OUTPUT_TAG, encode_varint(len(content)), content)
         size = sum(map(len, pieces))
         if size > LARGEST_MESSAGE:
             raise Internal(
@@ -123,7 +126,7 @@ class ResponseEncoder:
             )
         return b"".join(pieces)
 
-    def template(
+    def create_template(
         self, model: GatewayModel, schema: bytes, inferred: Inferred, in_regions: Container[str]
     ) -> GrpcResponseTemplate:
         """Return the template of responses with this schema.
@@ -140,9 +143,9 @@ class ResponseEncoder:
             else tensor_schema(tensor.name, tensor.datatype, tensor.shape).byte_size
             for tensor in inferred.outputs
         ]
-        return GrpcResponseTemplate(self._head(model, schema, inferred), sizes)
+        return GrpcResponseTemplate(self._encode_head(model, schema, inferred), sizes)
 
-    def _head(self, model: GatewayModel, schema: bytes, inferred: Inferred) -> bytes:
+    def _encode_head(self, model: GatewayModel, schema: bytes, inferred: Inferred) -> bytes:
         key = (model.name, model.version, schema)
         head = self._heads.find(key) if schema else None
         if head is None:
@@ -157,15 +160,15 @@ class ResponseEncoder:
         return head
 
 
-def _id(request_id: str) -> tuple[bytes, ...]:
+def _id_field(request_id: str) -> tuple[bytes, ...]:
     """Return the field with the id of a request, or nothing for an empty id."""
     if not request_id:
         return ()
-    raw = request_id.encode()
-    return (_ID, varint(len(raw)), raw)
+    encoded_id = request_id.encode()
+    return (_ID_TAG, encode_varint(len(encoded_id)), encoded_id)
 
 
-def _parameters(values: dict[str, Any]) -> bytes:
+def _encode_parameters(values: dict[str, Any]) -> bytes:
     response = ModelInferResponse()
     for key, value in values.items():
         set_parameter(response.parameters[key], value)
@@ -188,20 +191,27 @@ def set_parameter(parameter: InferParameter, value: Any) -> None:
             parameter.string_param = str(value)
 
 
-_FINAL = "triton_final_response"
-FINAL = _parameters({_FINAL: True})
-_NOT_FINAL = _parameters({_FINAL: False})
+_FINAL_PARAMETER = "triton_final_response"
+FINAL_FIELD = _encode_parameters({_FINAL_PARAMETER: True})
+_NOT_FINAL_FIELD = _encode_parameters({_FINAL_PARAMETER: False})
 # Used for an empty error text, because clients take an empty message for success.
-_NO_MESSAGE = "<EMPTY MESSAGE>"
+_EMPTY_ERROR_TEXT = "<EMPTY MESSAGE>"
 
 
-def streamed(response: bytes, *, final: bool = True) -> bytes:
+def encode_streamed(response: bytes, *, final: bool = True) -> bytes:
     """Return a ModelInferResponse as a message of a stream; `final` marks a request's last one."""
-    end = FINAL if final else _NOT_FINAL
-    return b"".join((_INFER_RESPONSE, varint(len(response) + len(end)), response, end))
+    final_field = FINAL_FIELD if final else _NOT_FINAL_FIELD
+    return b"".join(
+        (
+            _INFER_RESPONSE_TAG,
+            encode_varint(len(response) + len(final_field)),
+            response,
+            final_field,
+        )
+    )
 
 
-def streamed_end(model_name: str, requested_version: str, request_id: str) -> bytes:
+def encode_stream_end(model_name: str, requested_version: str, request_id: str) -> bytes:
     """Return the message without outputs that ends the responses to a request.
 
     `requested_version` is the version of the model in the request.
@@ -209,10 +219,10 @@ def streamed_end(model_name: str, requested_version: str, request_id: str) -> by
     response = ModelInferResponse(
         model_name=model_name, model_version=requested_version, id=request_id
     )
-    return streamed(response.SerializeToString())
+    return encode_streamed(response.SerializeToString())
 
 
-def streamed_error(
+def encode_stream_error(
     message: str, request_id: str, model_name: str = "", *, final: bool = True
 ) -> bytes:
     """Return the message for a failed request.
@@ -220,19 +230,19 @@ def streamed_error(
     A request that was refused before it reached a scheduler has no `model_name`. `final` marks the
     last response of any other request.
     """
-    response = ModelStreamInferResponse(error_message=message or _NO_MESSAGE)
+    response = ModelStreamInferResponse(error_message=message or _EMPTY_ERROR_TEXT)
     response.infer_response.id = request_id
     if model_name:
         response.infer_response.model_name = model_name
-        response.infer_response.parameters[_FINAL].bool_param = final
+        response.infer_response.parameters[_FINAL_PARAMETER].bool_param = final
     serialized: bytes = response.SerializeToString()
     return serialized
 
 
-def varint(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
     """Return a `value` >= 0 as a varint: seven bits in a byte, the lowest first."""
     if value < 128:
-        return _SMALL[value]
+        return _ONE_BYTE_VARINTS[value]
     parts = bytearray()
     while value >= 128:
         parts.append(value & 127 | 128)
@@ -241,4 +251,4 @@ def varint(value: int) -> bytes:
     return bytes(parts)
 
 
-_SMALL = tuple(bytes((value,)) for value in range(128))
+_ONE_BYTE_VARINTS = tuple(bytes((value,)) for value in range(128))

@@ -21,8 +21,8 @@ FLAT: Any = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "s
 with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     messages: list[Any] = [{"role": "user", "content": "Weather?"}]
     chat: dict[str, Any] = {"model": "scripted", "tools": [TOOL]}
-    whole = client.chat.completions.create(messages=messages, **chat)
-    (choice,) = whole.choices
+    unary = client.chat.completions.create(messages=messages, **chat)
+    (choice,) = unary.choices
     assert choice.finish_reason == "tool_calls", choice
     assert choice.message.content == "Look: " and choice.message.tool_calls
     assert choice.message.to_dict()["reasoning_content"] == "hm so"

@@ -4,14 +4,14 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """One response a request, in order."""
+    """A model with one response per request, in order."""
 
     def execute(self, requests):
         """Call the model that the request names, twice."""
         return [self.answer(request) for request in requests]
 
     def answer(self, request):
-        """The response to one request; what the other model reports is passed on."""
+        """Return the response to one request; errors of the called model are passed on."""
         target = pb_utils.get_input_tensor_by_name(request, "TARGET").as_numpy().flat[0].decode()
         first = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
         second = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()

@@ -1,4 +1,4 @@
-"""OUTPUT0 = 1, whatever comes: tests write other numbers to see which code runs."""
+"""A model whose OUTPUT0 is 1; tests write other numbers to see which code runs."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -7,7 +7,7 @@ ANSWER = 1
 
 
 class TritonPythonModel:
-    """One response a request, in order."""
+    """A model with one response per request, in order."""
 
     def execute(self, requests):
         tensor = np.array([ANSWER], dtype=np.int32)

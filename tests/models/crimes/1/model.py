@@ -1,4 +1,4 @@
-"""OUTPUT0 = INPUT0, unless a request's COMMAND says to do something terrible."""
+"""A model with OUTPUT0 = INPUT0, unless the COMMAND of a request causes a fault."""
 
 import ctypes
 import json
@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class Speechless(Exception):
-    """Cannot say what is wrong."""
+    """An exception without a text."""
 
     def __str__(self):
         raise SystemExit(1)
@@ -80,7 +80,7 @@ class TritonPythonModel:
 
     @staticmethod
     def wait():
-        """Stand before the gate; an open one does not listen."""
+        """Wait at the gate; an open gate has no listener."""
         with socket.socket(socket.AF_UNIX) as gate:
             try:
                 gate.connect(os.environ["GATE"])

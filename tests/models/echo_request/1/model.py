@@ -1,4 +1,4 @@
-"""Tells, as JSON, what a model can see of its request and of itself."""
+"""A model that returns, as JSON, all it can read of its request and of itself."""
 
 import json
 
@@ -7,10 +7,10 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """One response a request, in order."""
+    """A model with one response per request, in order."""
 
     def initialize(self, args):
-        """Keep what it was started with."""
+        """Store the arguments of the start."""
         assert all(isinstance(value, str) for value in args.values())
         self.args = {key: value for key, value in args.items() if key != "model_config"}
         config = json.loads(args["model_config"])

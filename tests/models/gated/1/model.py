@@ -8,10 +8,12 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """One response a request, in order."""
+    """A model with one response per request, in order."""
 
     def execute(self, requests):
-        """Tell what came, wait, return it as it is after the wait."""
+        """Report the requests to the gate, wait, and return the inputs as they are after the
+        wait.
+        """
         inputs = [pb_utils.get_input_tensor_by_name(request, "INPUT0") for request in requests]
         arrays = [tensor.as_numpy() for tensor in inputs]
         batch = [int(array.flat[0]) if array.size else None for array in arrays]
@@ -20,7 +22,7 @@ class TritonPythonModel:
 
     @staticmethod
     def wait(told):
-        """Stand before the gate; an open one does not listen."""
+        """Wait at the gate; an open gate has no listener."""
         with socket.socket(socket.AF_UNIX) as gate:
             try:
                 gate.connect(os.environ["GATE"])

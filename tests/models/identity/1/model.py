@@ -6,7 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """One response a request, in order."""
+    """A model with one response per request, in order."""
 
     def initialize(self, args):
         """Note the inputs that have no numpy type and go through DLPack."""
@@ -14,14 +14,14 @@ class TritonPythonModel:
         self.by_dlpack = {t["name"] for t in config["input"] if t["data_type"] == "TYPE_BF16"}
 
     def execute(self, requests):
-        """Return what came."""
+        """Return each input as the output."""
         return [
             pb_utils.InferenceResponse([self.renamed(tensor) for tensor in request.inputs()])
             for request in requests
         ]
 
     def renamed(self, tensor):
-        """The tensor under its output's name."""
+        """Return the tensor under its output's name."""
         name = tensor.name().replace("INPUT", "OUTPUT")
         if tensor.name() in self.by_dlpack:
             return pb_utils.Tensor.from_dlpack(name, tensor.to_dlpack())

@@ -1,4 +1,4 @@
-"""Goes to every socket of the server that it runs in, and says what only others may say."""
+"""A model that connects to every socket of its server and sends messages of other roles."""
 
 import json
 import os
@@ -27,7 +27,7 @@ PATIENCE_S = 5.0
 
 
 def commands(pid):
-    """What changes something, from whoever may say it; `pid` is the process that it is about."""
+    """Return commands with an effect from each role; `pid` is the process that they concern."""
     return [
         m.Started(),
         m.GatewayReady(),
@@ -55,7 +55,7 @@ class TritonPythonModel:
     """PLAN: {"run_dir", "pids"}; REPORT: by socket and name, whether it was let in."""
 
     def initialize(self, args):
-        """Links that are let in are kept, for later."""
+        """Create the lists of accepted links, which stay open."""
         self.links = []
 
     def execute(self, requests):
@@ -68,7 +68,7 @@ class TritonPythonModel:
         return responses
 
     def intrude(self, run_dir, pids):
-        """Every socket, in the name of every process, this one included."""
+        """Connect to every socket in the name of every process, including this one."""
         findings = {}
         for path in sorted(Path(run_dir).rglob("*")):
             if not stat.S_ISSOCK(path.stat().st_mode):
@@ -84,7 +84,7 @@ class TritonPythonModel:
         return findings
 
     def let_in(self, path, name, said, patience_s):
-        """Whether the other end keeps the link after all that was said."""
+        """Return whether the peer keeps the link after all commands."""
         link = Dealer(f"ipc://{path}", name)
         for message in said:
             link.send(message)
@@ -97,7 +97,7 @@ class TritonPythonModel:
 
     @staticmethod
     def at_the_door(path):
-        """What a guest is told when it says what only others may say."""
+        """Return the errors that a local client receives for messages of other roles."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
             door.settimeout(PATIENCE_S)
             door.connect(str(path))

@@ -1,4 +1,6 @@
-"""Counts, shows and observes AMOUNT in metrics of its own; TOTAL is what this instance counted."""
+"""A model that counts, shows and observes AMOUNT in metrics of its own; TOTAL is this
+instance's count.
+"""
 
 import os
 import signal
@@ -11,7 +13,7 @@ class TritonPythonModel:
     """A negative AMOUNT kills the instance; nothing is counted then."""
 
     def initialize(self, args):
-        """Make one family of each kind."""
+        """Create one metric family of each kind."""
         kinds = pb_utils.MetricFamily
         self.families = [
             kinds(name=f"metering_{name}", description=f"A {name}", kind=kind)

@@ -29,7 +29,7 @@ class TritonPythonModel:
                 time.sleep(wait[0] / 1000)
 
     def repeat(self, request):
-        """Send the elements of IN, until the client has gone."""
+        """Send the elements of IN until the client disconnects."""
         sender = request.get_response_sender()
         values = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()
         delays = pb_utils.get_input_tensor_by_name(request, "DELAY").as_numpy()
@@ -45,6 +45,6 @@ class TritonPythonModel:
         self.threads.discard(threading.current_thread())
 
     def finalize(self):
-        """Let what is being sent end."""
+        """Wait for the running responses."""
         for thread in list(self.threads):
             thread.join(5)

@@ -1,5 +1,7 @@
-"""OUTPUT0 = the sum of a sequence's INPUT0 until now, after the gate has let the execution through,
-which is told all that the model saw, row by row."""
+"""A model whose OUTPUT0 is the sum of a sequence's INPUT0 so far.
+
+It waits at the gate, which receives all that the model saw, row by row.
+"""
 
 import json
 import os
@@ -12,26 +14,26 @@ CONTROLS = ("START", "END", "READY", "CORRID")
 
 
 class TritonPythonModel:
-    """Sums up each sequence by its row: what is in a row without a START goes on from before."""
+    """A model that adds up each sequence by its row; a row without a START continues its sum."""
 
     def initialize(self, args):
-        """Nothing is summed up yet."""
+        """Create the table of sums."""
         self.name = args["model_instance_name"]
         self.sums = {}
 
     def execute(self, requests):
-        """Tell what came, wait, return the sums."""
-        seen = [self.seen(request) for request in requests]
+        """Report the requests to the gate, wait, and return the sums."""
+        rows = [self.seen(request) for request in requests]
         report = {
-            name: [row[name] for row in seen] for name in (*CONTROLS, "INPUT0", "shape", "id")
+            name: [row[name] for row in rows] for name in (*CONTROLS, "INPUT0", "shape", "id")
         }
-        report |= {"batch": report["INPUT0"], "rows": [1] * len(seen)}
+        report |= {"batch": report["INPUT0"], "rows": [1] * len(rows)}
         self.wait(report | {"pid": os.getpid(), "instance": int(self.name.rpartition("_")[2])})
-        return [self.response(row) for row in seen]
+        return [self.response(row) for row in rows]
 
     @staticmethod
     def seen(request):
-        """The controls of a request that there are, and its input."""
+        """Return the controls that a request has, and its input."""
         row = {"id": request.correlation_id(), "shape": None, "flags": request.flags()}
         for name in (*CONTROLS, "INPUT0"):
             tensor = pb_utils.get_input_tensor_by_name(request, name)
@@ -44,7 +46,7 @@ class TritonPythonModel:
         return row
 
     def response(self, row):
-        """The sum of a row's sequence."""
+        """Return the sum of a row's sequence."""
         if row["flags"] & 1:
             self.sums[row["id"]] = 0
         total = self.sums[row["id"]] = self.sums.get(row["id"], 0) + row["INPUT0"]
@@ -55,7 +57,7 @@ class TritonPythonModel:
 
     @staticmethod
     def wait(told):
-        """Stand before the gate; an open one does not listen."""
+        """Wait at the gate; an open gate has no listener."""
         with socket.socket(socket.AF_UNIX) as gate:
             try:
                 gate.connect(os.environ.get("GATE", ""))

@@ -4,7 +4,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """One response a request, in order."""
+    """A model with one response per request, in order."""
 
     def execute(self, requests):
         responses = []
@@ -12,13 +12,13 @@ class TritonPythonModel:
             a = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
             b = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()
             outputs = {"OUTPUT0": a + b, "OUTPUT1": a - b}
-            asked = request.requested_output_names()
+            requested_names = request.requested_output_names()
             responses.append(
                 pb_utils.InferenceResponse(
                     [
                         pb_utils.Tensor(name, array)
                         for name, array in outputs.items()
-                        if name in asked
+                        if name in requested_names
                     ]
                 )
             )

@@ -41,8 +41,10 @@ def arrive(
     sizes: Sequence[int] | None,
     in_place: Collection[int] = (),
 ) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
-    """The bytes in pieces, those with these numbers read to their place where there is one, with
-    the rooms that were asked for, and by which heads."""
+    """Pass the bytes in pieces, and read the bytes with these numbers in place if possible.
+
+    Returns the requested sizes and the parsed heads.
+    """
     recorded: list[RecordedTensors] = []
     heads: list[bytes] = []
 
@@ -78,7 +80,7 @@ def test_tensors_are_received_in_place_for_any_split(
     message = request(contents)
     sizes = [len(content) for content in contents]
     arriving, (tensors,), (head,) = arrive(message.SerializeToString(), cuts, sizes, in_place)
-    assert arriving.whole() is tensors and not tensors.releases
+    assert arriving.finish() is tensors and not tensors.releases
     assert list(map(bytes, tensors.blocks)) == contents
     del message.raw_input_contents[:]
     assert ModelInferRequest.FromString(head) == message
@@ -96,7 +98,7 @@ def test_tensors_of_unexpected_sizes_are_collected(
     raw = request(contents).SerializeToString()
     arriving, recorded, _ = arrive(raw, cuts, sizes, in_place)
     fits = sizes == [len(content) for content in contents]
-    assert arriving.whole() == (recorded[0] if fits else raw)
+    assert arriving.finish() == (recorded[0] if fits else raw)
     assert all(tensors.releases == (not fits) for tensors in recorded)
 
 
@@ -104,7 +106,7 @@ def test_tensors_of_unexpected_sizes_are_collected(
 def test_malformed_messages_are_collected(junk: bytes, cuts: list[int], behind: bool) -> None:
     raw = request([b"a" * 40]).SerializeToString() + junk if behind else junk
     arriving, recorded, _ = arrive(raw, cuts, [40])
-    message = arriving.whole()
+    message = arriving.finish()
     if isinstance(message, RecordedTensors):
         assert message is recorded[-1] and bytes(message.blocks[0]) and not message.releases
         assert raw.endswith(message.blocks[0])
@@ -118,12 +120,12 @@ def test_a_message_with_a_long_head_is_collected(size: int) -> None:
     message.parameters["key"].string_param = "v" * size
     raw = message.SerializeToString()
     arriving, recorded, _ = arrive(raw, range(0, len(raw), 999), [40])
-    assert arriving.whole() == raw and not recorded
+    assert arriving.finish() == raw and not recorded
 
 
 def test_memory_is_released_once() -> None:
     raw = request([b"a" * 4000]).SerializeToString()
     arriving, (tensors,), _ = arrive(raw[:-10], (), [4000])
-    arriving.drop()
-    arriving.drop()
+    arriving.discard()
+    arriving.discard()
     assert tensors.releases == 1 and arriving.next_buffer(1) is None

@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
-from shmserve.gateway.grpc.calls.messages import LARGE
+from shmserve.gateway.grpc.calls.messages import LARGE_MESSAGE_BYTES
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, played
 from tests.support.wire.http2 import (
     ACK,
@@ -48,7 +48,7 @@ def test_a_response_is_written_in_one_piece() -> None:
 
 
 class TensorSink:
-    """Where a message goes as it arrives; `copied`: so many bytes of it were not read to it."""
+    """The sink of an arriving message; `copied` counts the bytes that were not read in place."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
@@ -64,10 +64,10 @@ class TensorSink:
             self.copied += len(piece)
         self.remaining = self.remaining[len(piece) :]
 
-    def whole(self) -> bytes:
+    def finish(self) -> bytes:
         return bytes(self.data)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         raise AssertionError
 
 
@@ -82,7 +82,7 @@ def test_a_large_message_is_received_in_place() -> None:
         scene.send(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))
         scene.send(frame(DATA, 0, 1, sent[200_000:200_100]) + frame(DATA, 0, 1, sent[200_100:]))
         ((raw, call),) = scene.calls
-        assert raw == data and not sink.remaining and sink.copied < 3 * LARGE
+        assert raw == data and not sink.remaining and sink.copied < 3 * LARGE_MESSAGE_BYTES
         assert not scene.transport.frames()
         call.finish(b"")
         scene.send(frame(DATA, END_STREAM, 1))
@@ -92,8 +92,8 @@ def test_a_large_message_is_received_in_place() -> None:
 
 def test_a_call_that_is_reset_at_once_never_begins() -> None:
     async def play(scene: Scene) -> None:
-        asked = frame(DATA, END_STREAM, 1, message(b"abc"))
-        scene.send(scene.head(1) + asked + frame(RESET, 0, 1, bytes(4)))
+        request_frames = frame(DATA, END_STREAM, 1, message(b"abc"))
+        scene.send(scene.head(1) + request_frames + frame(RESET, 0, 1, bytes(4)))
         assert not scene.begun
 
     played(play)
@@ -183,9 +183,9 @@ def test_a_flood_waits_for_its_next_turn() -> None:
 
 def test_many_calls_at_once_are_begun_in_turns() -> None:
     async def play(scene: Scene) -> None:
-        asked = frame(DATA, END_STREAM, 0, message(b"abc"))
+        request_frames = frame(DATA, END_STREAM, 0, message(b"abc"))
         calls = b"".join(
-            scene.head(number) + asked[:5] + number.to_bytes(4, "big") + asked[9:]
+            scene.head(number) + request_frames[:5] + number.to_bytes(4, "big") + request_frames[9:]
             for number in range(1, 401, 2)
         )
         scene.send(calls)
@@ -356,14 +356,14 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
-    """However many come at once, and in how many frames; the last is none, when its turn comes."""
+    """Holds for any number of messages and frames at a time; the last message may be malformed."""
 
     async def play(scene: Scene) -> None:
         resume, ended, seen = asyncio.Event(), asyncio.Event(), []
 
         async def slow(call: StreamingCall) -> Ending | None:
             await resume.wait()
-            async for request in call.requests():
+            async for request in call.read_messages():
                 seen.append(request)  # noqa: PERF401
             return None
 
@@ -388,12 +388,12 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
 
 
 def test_unread_messages_do_not_keep_the_read_buffer() -> None:
-    """A buffer of the socket is larger than what is in it for a stream, and may be used again."""
+    """The socket's read buffer is larger than the stream's bytes in it, and may be reused."""
 
     async def play(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
         buffer = bytearray(message(b"x") * 1000)
-        scene.begun[0].data(memoryview(buffer), True)
+        scene.begun[0].receive_data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
         ended = asyncio.Event()
         scene.begun[0].on_ended = ended.set
@@ -409,7 +409,7 @@ def test_reading_messages_enlarges_the_window() -> None:
 
     async def play(scene: Scene) -> None:
         async def take(call: StreamingCall) -> Ending | None:
-            async for _ in call.requests():
+            async for _ in call.read_messages():
                 pass
             return None
 
@@ -418,9 +418,9 @@ def test_reading_messages_enlarges_the_window() -> None:
         scene.send(scene.head(1, STREAM))
         sent = granted = updates = 0
         for _ in range(300):
-            asked = message(bytes(10_000))
-            scene.send(frame(DATA, 0, 1, asked))
-            sent += len(asked)
+            request_frames = message(bytes(10_000))
+            scene.send(frame(DATA, 0, 1, request_frames))
+            sent += len(request_frames)
             for _ in range(3):
                 await asyncio.sleep(0)
             window_updates = [
@@ -428,20 +428,22 @@ def test_reading_messages_enlarges_the_window() -> None:
             ]
             updates += len(window_updates)
             granted += sum(int.from_bytes(more, "big") for more in window_updates)
-            assert sent - window // 4 - len(asked) <= granted <= sent
+            assert sent - window // 4 - len(request_frames) <= granted <= sent
         assert 0 < updates <= 4 * sent // window
 
     played(play)
 
 
 def test_an_ended_stream_ends_its_handler() -> None:
-    """Who waits for a message, or for the client to take one, waits no longer."""
+    """A handler that waits for a message, or for the client to read one, continues with an
+    error.
+    """
 
     async def play(scene: Scene) -> None:
         ended: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
-            async for request in call.requests():
+            async for request in call.read_messages():
                 await call.write_all([request])
             ended.append(1)
             return None

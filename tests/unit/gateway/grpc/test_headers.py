@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shmserve.gateway.grpc.calls import call
 from shmserve.gateway.grpc.calls.headers import ENCODINGS, CallHead, StatusCode
 from shmserve.gateway.http2.frames import StreamFault
-from shmserve.gateway.http2.header_blocks import check_trailers, request_fields
+from shmserve.gateway.http2.header_blocks import check_trailers, validate_request
 
 START = [
     *((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/inference.X/Y")),
@@ -66,8 +66,8 @@ def test_other_methods_than_post_are_refused() -> None:
 def test_an_unknown_encoding_is_refused() -> None:
     for name in ENCODINGS:
         assert head((b"grpc-encoding", name.encode())).refusal is None
-    for wrong in (b"br", b"", b"GZIP", b"\xff", b"x" * 60000):
-        parsed = head((b"grpc-encoding", wrong))
+    for wrong_value in (b"br", b"", b"GZIP", b"\xff", b"x" * 60000):
+        parsed = head((b"grpc-encoding", wrong_value))
         assert parsed.status == 200
         assert parsed.refusal is not None and parsed.refusal[0] is StatusCode.UNIMPLEMENTED
         assert len(parsed.refusal[1]) < 200  # the client's own words do not grow
@@ -141,16 +141,16 @@ def test_a_field_may_contain_several_binary_values() -> None:
 
 
 def test_malformed_base64_is_ignored() -> None:
-    for wrong in (b"!", b"a", b"YQ=", b"Y\xff", b"YQ==="):
-        assert list(head((b"k-bin", wrong), (b"a", b"b")).metadata)[-1] == ("a", "b")
+    for wrong_value in (b"!", b"a", b"YQ=", b"Y\xff", b"YQ==="):
+        assert list(head((b"k-bin", wrong_value), (b"a", b"b")).metadata)[-1] == ("a", "b")
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.binary(max_size=9)), max_size=5))
 def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]]) -> None:
-    """Whatever passes as fields of a request is a head, whose metadata is text or bytes."""
+    """Fields that pass as those of a request have text or binary metadata."""
     sent = [*START, KIND, *fields]
     try:
-        parsed = CallHead(request_fields(sent))
+        parsed = CallHead(validate_request(sent))
     except StreamFault:
         return
     for key, value in parsed.metadata:
@@ -159,8 +159,8 @@ def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]
 
 def test_the_encodings_that_a_client_accepts() -> None:
     parsed = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
-    assert parsed.accepts == {"identity", "gzip", "deflate", "x"}
-    assert head().accepts == {""}
+    assert parsed.accepted_encodings == {"identity", "gzip", "deflate", "x"}
+    assert head().accepted_encodings == {""}
 
 
 # --- responses
@@ -175,7 +175,7 @@ def fields_of(block: bytes) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("compression", [None, *ENCODINGS])
 def test_the_head_of_a_response(compression: str | None) -> None:
-    headers = dict(fields_of(call.HEADS[compression]))
+    headers = dict(fields_of(call.HEADS_BY_ENCODING[compression]))
     assert headers[b":status"] == b"200"
     assert headers[b"content-type"] == b"application/grpc"
     assert headers[b"grpc-accept-encoding"] == b"identity,deflate,gzip"
@@ -184,7 +184,7 @@ def test_the_head_of_a_response(compression: str | None) -> None:
 
 @pytest.mark.parametrize("status", [200, 405, 415])
 def test_a_response_without_messages(status: int) -> None:
-    block = call.response_start(status) + call.trailers(StatusCode.INTERNAL, "no", ())
+    block = call.encode_response_start(status) + call.encode_trailers(StatusCode.INTERNAL, "no", ())
     headers = fields_of(block)
     assert headers[0] == (b":status", str(status).encode())
     assert headers[-2:] == [(b"grpc-status", b"13"), (b"grpc-message", b"no")]
@@ -192,19 +192,19 @@ def test_a_response_without_messages(status: int) -> None:
 
 def test_the_trailers_of_a_response() -> None:
     assert fields_of(call.OK_TRAILERS) == [(b"grpc-status", b"0")]
-    assert call.trailers(StatusCode.OK, "", ()) is call.OK_TRAILERS
-    headers = fields_of(call.trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
+    assert call.encode_trailers(StatusCode.OK, "", ()) is call.OK_TRAILERS
+    headers = fields_of(call.encode_trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
     assert headers == [(b"grpc-status", b"14"), (b"retry", b"5")]
 
 
 @given(st.text(max_size=40))
 def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
-    """It is a field that is well-formed, and says what it said."""
+    """The encoded field is valid and decodes to the same text."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return
-    headers = fields_of(call.trailers(StatusCode.INTERNAL, text, ()))
+    headers = fields_of(call.encode_trailers(StatusCode.INTERNAL, text, ()))
     check_trailers([(name, value.strip()) for name, value in headers])
     encoded = dict(headers).get(b"grpc-message", b"")
     assert encoded.isascii()

@@ -23,7 +23,7 @@ from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, public
 pytest.importorskip("grpc")
 
 from shmserve.gateway.grpc import infer as grpc
-from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
+from shmserve.gateway.grpc.wire.fingerprint import TemplateCache, split_message
 from shmserve.proto import grpc_service_pb2 as pb
 from tests.support.messages import inference_of
 
@@ -93,8 +93,8 @@ def test_similar_http_requests_are_not_confused(
         memory_range = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
         header: dict[str, Any] = {"id": request_id} if request_id else {}
         header["parameters"] = {**(memory_range if sequence else {}), "timeout": 5}
-        given = {"name": "IN", "datatype": "INT8", "shape": [1]}
-        header["inputs"] = [{**given, "parameters": {"binary_data_size": 1}}]
+        tensor = {"name": "IN", "datatype": "INT8", "shape": [1]}
+        header["inputs"] = [{**tensor, "parameters": {"binary_data_size": 1}}]
         text = json.dumps(header).encode()
         request: Any = SimpleNamespace(
             headers={HEADER_LENGTH: str(len(text))}, content=WholeBody(text + b"x")
@@ -109,7 +109,7 @@ def test_similar_http_requests_are_not_confused(
 def test_similar_grpc_requests_are_not_confused(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
-    read = Read(monkeypatch, grpc, "infer_request")
+    read = Read(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
     def asked(request_fields: Any) -> BuiltRequest:
@@ -125,7 +125,7 @@ def test_similar_grpc_requests_are_not_confused(
             request.parameters["sequence_end"].bool_param = end
         request.inputs.add(name="IN", datatype="INT8", shape=[1])
         request.raw_input_contents.append(b"x")
-        return inferences._read(request.SerializeToString(), {}, streamed=False)
+        return inferences._decode(request.SerializeToString(), {}, streamed=False)
 
     check(asked)
     assert read.count == 1
@@ -139,7 +139,7 @@ def _of(request_id: str, content: bytes) -> bytes:
 
 
 def _overlong(raw: bytes, field: bytes) -> bytes:
-    """The message with the length of this field, a digit, in two bytes."""
+    """Return the message with the one-byte length of this field encoded in two bytes."""
     assert raw.count(field) == 1
     return raw.replace(field, field[:1] + bytes((field[1] | 128, 0)) + field[2:])
 
@@ -152,13 +152,15 @@ ODD: dict[str, Callable[[int], bytes]] = {
 
 @pytest.mark.parametrize("form", ODD)
 def test_a_message_in_another_notation_is_parsed(gateway: Any, form: str) -> None:
-    """Ids and contents are what the message says, though its size is that of others."""
+    """Ids and contents are parsed as in the message, though its size equals that of known
+    messages.
+    """
     inferences = grpc.Inferences(gateway)
     for _ in range(4):
         for number in range(1, 4):
             raw = ODD[form](number)
             request_fields = pb.ModelInferRequest.FromString(raw)
-            built_request = inferences._read(raw, {}, streamed=False)
+            built_request = inferences._decode(raw, {}, streamed=False)
             assert built_request.infer_request.id == request_fields.id
             (tensor,) = inference_of(built_request).inputs
             assert tensor.data == request_fields.raw_input_contents[0]
@@ -167,22 +169,24 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, form: str) -> Non
 def test_ids_and_values_are_cut_at_any_position(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
-    """Whatever bytes are in them: those of fields, too. Few are looked at field by field: the first
-    ones of each length."""
-    split = Read(monkeypatch, grpc, "split")
+    """The bytes may be those of fields, too.
+
+    Few messages are parsed field by field: the first ones of each schema.
+    """
+    split = Read(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
-    asked = 0
+    request_count = 0
     for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
         for value in (b"x", b"\x1a", b":"):
-            built_request = inferences._read(_of(request_id, value), {}, streamed=False)
-            asked += 1
+            built_request = inferences._decode(_of(request_id, value), {}, streamed=False)
+            request_count += 1
             assert built_request.infer_request.id == request_id
             (tensor,) = inference_of(built_request).inputs
             assert tensor.data == value
-    assert split.count < asked / 3
+    assert split.count < request_count / 3
     broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
-        inferences._read(broken, {}, streamed=False)
+        inferences._decode(broken, {}, streamed=False)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -193,12 +197,12 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
     plain.inputs.add(name="IN", datatype="INT8", shape=[1])
     two = plain.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
     assert len(named) == len(two)
-    prepared = PreparedRequests(gateway.models)
+    prepared = TemplateCache(gateway.models)
     built_request = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
     for turn in range(4):
         for which in (first, 1 - first):
             raw, seen = (named, two)[which], built_request[which]
-            parts = split(raw)
+            parts = split_message(raw)
             assert parts is not None
             template: Any = SimpleNamespace(
                 fill=lambda datas, seen=seen: (
@@ -206,7 +210,7 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
                     or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
                 )
             )
-            matched = prepared.find(raw) or prepared.repeat(raw, parts)
+            matched = prepared.find_by_layout(raw) or prepared.find_by_fingerprint(raw, parts)
             assert (matched is not None) == bool(turn)
             if matched is None:
                 request = InferRequest(parts.identity.request_id, [], [])

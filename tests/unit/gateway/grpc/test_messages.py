@@ -1,4 +1,4 @@
-"""gRPC's messages: however their bytes are cut they are the same; what is none is refused."""
+"""gRPC messages: any split of the bytes gives the same messages, and malformed ones are refused."""
 
 import asyncio
 import gzip
@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from shmserve.gateway.grpc.calls.headers import CallHead, StatusCode
 from shmserve.gateway.grpc.calls.messages import (
-    LARGE,
+    LARGE_MESSAGE_BYTES,
     PREFIX,
     ArrivingMessage,
     Assembly,
     BrokenMessage,
     Deflater,
-    Received,
-    framed,
-    inflated,
+    ReceivedMessage,
+    frame_message,
+    inflate_message,
 )
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
@@ -35,15 +35,15 @@ def message(data: bytes, *, compressed: bool = False) -> bytes:
     return PREFIX.pack(compressed, len(data)) + data
 
 
-def fed(assembly: Assembly, piece: bytes) -> list[Received]:
+def fed(assembly: Assembly, piece: bytes) -> list[ReceivedMessage]:
     assembly.feed(memoryview(piece))
-    return list(iter(assembly.take, None))
+    return list(iter(assembly.take_message, None))
 
 
-def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Received]:
+def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[ReceivedMessage]:
     assembly = Assembly(WINDOW, HEAD, sinks)
     items = [it for piece in pieces for it in fed(assembly, piece)]
-    assert not assembly.begun
+    assert not assembly.received_bytes
     return items
 
 
@@ -70,7 +70,9 @@ def test_messages_are_assembled_for_any_split(
 )
 @example([b"", b"x"], [(5, 0), (1, 1)])
 def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[int, int]]) -> None:
-    """What is not taken at once is there later, in its order, out of the buffer that it came in."""
+    """Messages that are not taken at once stay in order, copied from the buffer in which they
+    arrived.
+    """
     stream = b"".join(map(message, sent))
     assembly = Assembly(WINDOW, HEAD, None)
     errors = []
@@ -79,13 +81,15 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
         step, takes = steps[count % len(steps)]
         buffer = bytearray(stream[at : at + step])
         assembly.feed(memoryview(buffer))
-        errors += [it.data for it in (assembly.take() for _ in range(takes)) if it is not None]
+        errors += [
+            it.data for it in (assembly.take_message() for _ in range(takes)) if it is not None
+        ]
         assembly.keep_piece()
         buffer[:] = bytes(len(buffer))
         at, count = at + step, count + 1
-    errors += [it.data for it in iter(assembly.take, None)]
+    errors += [it.data for it in iter(assembly.take_message, None)]
     assert errors == sent
-    assert not assembly.begun
+    assert not assembly.received_bytes
 
 
 def test_pieces_of_all_sizes_are_one_message() -> None:
@@ -112,19 +116,19 @@ def test_a_large_message_requests_a_window_update() -> None:
     for size in (0, 1, WINDOW - PREFIX.size):
         assembly = Assembly(WINDOW, HEAD, None)
         fed(assembly, PREFIX.pack(0, size))
-        assert assembly.extra == 0
+        assert assembly.beyond_window == 0
     assembly = Assembly(WINDOW, HEAD, None)
     fed(assembly, PREFIX.pack(0, 10 * WINDOW))
-    assert WINDOW + assembly.extra == 10 * WINDOW + PREFIX.size
-    assert assembly.begun == PREFIX.size
+    assert WINDOW + assembly.beyond_window == 10 * WINDOW + PREFIX.size
+    assert assembly.received_bytes == PREFIX.size
 
 
 def test_a_message_reports_its_window_updates() -> None:
     size = 2 * WINDOW
     assembly = Assembly(WINDOW, HEAD, None)
     (sent_message,) = fed(assembly, message(bytes(size)))
-    assert sent_message.extra == size + PREFIX.size - WINDOW
-    assert assembly.extra == 0
+    assert sent_message.beyond_window == size + PREFIX.size - WINDOW
+    assert assembly.beyond_window == 0
 
 
 @pytest.mark.parametrize("flag", [2, 3, 128, 255])
@@ -135,7 +139,7 @@ def test_an_unknown_flag_is_refused(flag: int) -> None:
 
 
 def test_a_message_that_is_too_large_is_refused() -> None:
-    """By what it says of itself, before anything is kept for it."""
+    """The message is refused by its announced size, before memory is allocated."""
     assembly = Assembly(WINDOW, HEAD, None)
     fed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
     for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
@@ -158,41 +162,46 @@ class Kept:
     def feed(self, piece: memoryview) -> None:
         self.data += piece
 
-    def whole(self) -> bytes:
+    def finish(self) -> bytes:
         return self.data
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         self.dropped = True
 
 
 def test_large_messages_are_received_by_a_sink() -> None:
-    asked: list[int] = []
+    pending_calls: list[int] = []
     sinks: list[Kept] = []
 
     def find(head: CallHead, size: int) -> Kept | None:
         assert head is HEAD
-        asked.append(size)
-        if len(asked) == 2:
+        pending_calls.append(size)
+        if len(pending_calls) == 2:
             return None
         sinks.append(Kept())
         return sinks[-1]
 
-    sent = [b"small", bytes(LARGE), b"x" * (LARGE + 1), b"y" * (2 * LARGE)]
-    stream = b"".join(map(message, sent)) + message(bytes(LARGE), compressed=True)
+    sent = [
+        b"small",
+        bytes(LARGE_MESSAGE_BYTES),
+        b"x" * (LARGE_MESSAGE_BYTES + 1),
+        b"y" * (2 * LARGE_MESSAGE_BYTES),
+    ]
+    stream = b"".join(map(message, sent)) + message(bytes(LARGE_MESSAGE_BYTES), compressed=True)
     pieces = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
     parts: list[Any] = [it.data for it in assemble(pieces, find)]
-    assert parts == [*sent, bytes(LARGE)]
-    assert asked == [LARGE, LARGE + 1, 2 * LARGE]
-    assert [len(sink.data) for sink in sinks] == [LARGE, 2 * LARGE]
+    assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
+    assert pending_calls == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
+    assert [len(sink.data) for sink in sinks] == [LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES]
     assert not any(sink.dropped for sink in sinks)
 
 
 def test_a_dropped_message_releases_its_sink() -> None:
     sink: Any = Kept()
     assembly = Assembly(WINDOW, HEAD, lambda *_: sink)
-    fed(assembly, PREFIX.pack(0, LARGE) + b"some")
-    assembly.drop()
-    assembly.drop()
+    fed(assembly, PREFIX.pack(0, LARGE_MESSAGE_BYTES) + b"some")
+    assembly.discard()
+    assembly.discard()
     assert sink.dropped
     assert sink.data == b"some"
 
@@ -201,26 +210,26 @@ def test_a_dropped_message_releases_its_sink() -> None:
 
 
 def inflate(data: bytes, encoding: str, limit: int = 1 << 20) -> bytes:
-    return asyncio.run(inflated(data, encoding, limit, BodyBudget(limit, MallocTrim())))
+    return asyncio.run(inflate_message(data, encoding, limit, BodyBudget(limit, MallocTrim())))
 
 
 @given(st.binary(max_size=2000), st.sampled_from(["gzip", "deflate"]), st.integers(0, 9))
 def test_compressed_messages_are_inflated(data: bytes, encoding: str, level: int) -> None:
-    prefix, sent = Deflater(level).framed(data, encoding)
+    prefix, sent = Deflater(level).frame(data, encoding)
     flag, size = PREFIX.unpack(prefix)
     assert size == len(sent)
     assert (inflate(sent, encoding) if flag else sent) == data
     assert len(sent) <= len(data)
 
 
-@pytest.mark.parametrize("size", [0, 1, LARGE, 3 * LARGE + 5])
+@pytest.mark.parametrize("size", [0, 1, LARGE_MESSAGE_BYTES, 3 * LARGE_MESSAGE_BYTES + 5])
 def test_a_large_message_is_deflated_in_turns(size: int) -> None:
     data = (bytes(range(256)) * (size // 256 + 1))[:size]
     turns = 0
 
     async def run() -> tuple[bytes, bytes]:
         nonlocal turns
-        task = asyncio.ensure_future(Deflater(6).framed_in_turns(data, "gzip"))
+        task = asyncio.ensure_future(Deflater(6).frame_in_turns(data, "gzip"))
         while not task.done():
             turns += 1
             await asyncio.sleep(0)
@@ -230,37 +239,37 @@ def test_a_large_message_is_deflated_in_turns(size: int) -> None:
     flag, length = PREFIX.unpack(prefix)
     assert length == len(sent) <= len(data)
     assert (gzip.decompress(sent) if flag else sent) == data
-    assert turns >= size // LARGE
+    assert turns >= size // LARGE_MESSAGE_BYTES
 
 
 def test_encodings_have_their_standard_formats() -> None:
     data = b"abc" * 1000
-    assert gzip.decompress(Deflater(6).framed(data, "gzip")[1]) == data
-    assert zlib.decompress(Deflater(6).framed(data, "deflate")[1]) == data
+    assert gzip.decompress(Deflater(6).frame(data, "gzip")[1]) == data
+    assert zlib.decompress(Deflater(6).frame(data, "deflate")[1]) == data
 
 
 def test_the_encoding_is_chosen_from_accepted_encodings() -> None:
     deflater = Deflater(6)
-    assert deflater.encoding(frozenset(["identity", "deflate", "gzip"])) == "gzip"
-    assert deflater.encoding(frozenset(["deflate"])) == "deflate"
-    assert deflater.encoding(frozenset(["identity", "br", ""])) is None
+    assert deflater.select_encoding(frozenset(["identity", "deflate", "gzip"])) == "gzip"
+    assert deflater.select_encoding(frozenset(["deflate"])) == "deflate"
+    assert deflater.select_encoding(frozenset(["identity", "br", ""])) is None
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_decompression_bomb_is_refused(encoding: str) -> None:
     """What would be larger than the limit, of however few bytes."""
-    _, bomb = Deflater(9).framed(bytes(50 << 20), encoding)
+    _, bomb = Deflater(9).frame(bytes(50 << 20), encoding)
     with pytest.raises(BrokenMessage) as caught:
         inflate(bomb, encoding, 1 << 20)
     assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_concurrent_decompression_bombs_are_refused() -> None:
-    """Each is within the limit; what they would take together is not there."""
+    """Each message is within the limit, but their sum exceeds the budget."""
     size = 4 << 20
-    _, bomb = Deflater(9).framed(bytes(size), "gzip")
+    _, bomb = Deflater(9).frame(bytes(size), "gzip")
     budget = BodyBudget(2 * size, MallocTrim())
-    bombs = (inflated(bomb, "gzip", size, budget) for _ in range(20))
+    bombs = (inflate_message(bomb, "gzip", size, budget) for _ in range(20))
     results = await asyncio.gather(*bombs, return_exceptions=True)
     assert budget._used == 0
     fine = [it for it in results if it == bytes(size)]
@@ -282,8 +291,8 @@ def test_data_in_another_encoding_is_refused() -> None:
 
 
 def test_a_framed_message() -> None:
-    assert framed(b"abc") == (b"\0\0\0\0\3", b"abc")
-    assert framed(b"") == (bytes(5), b"")
+    assert frame_message(b"abc") == (b"\0\0\0\0\3", b"abc")
+    assert frame_message(b"") == (bytes(5), b"")
 
 
 # --- the arrival of one
@@ -294,15 +303,15 @@ def test_a_slow_message_is_evicted() -> None:
     budget = BodyBudget(1000, MallocTrim())
     arriving = ArrivingMessage(10.0, budget, lambda: evicted.append(1))
     arriving.reserve(500)
-    assert not arriving.is_slow(arriving.began + 0.1)
-    assert arriving.is_slow(arriving.began + 1.0)
+    assert not arriving.is_slow(arriving.started_at + 0.1)
+    assert arriving.is_slow(arriving.started_at + 1.0)
     arriving.evict()
     assert evicted == [1]
 
 
 def test_the_time_limit_grows_with_received_bytes() -> None:
     arriving = ArrivingMessage(10.0, BodyBudget(1000, MallocTrim()), lambda: None)
-    assert not arriving.overdue(arriving.began + 9)
-    assert arriving.overdue(arriving.began + 11)
+    assert not arriving.is_overdue(arriving.started_at + 9)
+    assert arriving.is_overdue(arriving.started_at + 11)
     arriving.received += 10 << 20
-    assert not arriving.overdue(arriving.began + 100)
+    assert not arriving.is_overdue(arriving.started_at + 100)

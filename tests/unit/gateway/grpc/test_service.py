@@ -10,7 +10,7 @@ from shmserve.gateway.grpc.service import (
     REFLECTION_METHODS,
     RPCS,
 )
-from shmserve.gateway.grpc.wire.fingerprint import split
+from shmserve.gateway.grpc.wire.fingerprint import split_message
 from shmserve.gateway.inference.request import ANONYMOUS, RequestIdentity
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto import health_pb2
@@ -51,7 +51,10 @@ def test_a_fingerprint_excludes_the_tensors() -> None:
     plain.raw_input_contents.extend([b"a" * 64, b"b" * 200])
     other = request()
     other.raw_input_contents.extend([b"c" * 64, b"d" * 200])
-    key, identical = split(plain.SerializeToString()), split(other.SerializeToString())
+    key, identical = (
+        split_message(plain.SerializeToString()),
+        split_message(other.SerializeToString()),
+    )
     assert key is not None and identical is not None
     assert key[0] == identical[0]
     assert key[1] == [b"a" * 64, b"b" * 200]
@@ -60,14 +63,14 @@ def test_a_fingerprint_excludes_the_tensors() -> None:
     with_other_parameter = request()
     with_other_parameter.parameters["key"].string_param = "other"
     for changed in (longer, with_other_parameter):
-        key = split(changed.SerializeToString())
+        key = split_message(changed.SerializeToString())
         assert key is not None and key[0] != identical[0]
 
 
 def test_a_fingerprint_without_raw_contents_is_the_whole_message() -> None:
     raw = request("").SerializeToString()
-    assert split(raw) == ((raw, ()), [], ANONYMOUS)
-    assert split(request("one").SerializeToString()) == (
+    assert split_message(raw) == ((raw, ()), [], ANONYMOUS)
+    assert split_message(request("one").SerializeToString()) == (
         (raw, ()),
         [],
         RequestIdentity("one", 0, 0),
@@ -82,9 +85,9 @@ def test_a_fingerprint_without_raw_contents_is_the_whole_message() -> None:
     ],
 )
 def test_other_notations_have_no_fingerprint(junk: bytes) -> None:
-    assert split(junk) is None
+    assert split_message(junk) is None
 
 
 def test_fields_after_the_tensors_have_no_fingerprint() -> None:
     message = pb.ModelInferRequest(raw_input_contents=[b"abcd"])
-    assert split(message.SerializeToString() + request().SerializeToString()) is None
+    assert split_message(message.SerializeToString() + request().SerializeToString()) is None

@@ -36,10 +36,10 @@ class Taking(ActiveCount):
         self.large: list[int] = []
         self.gateway = SimpleNamespace(malloc_trim=SimpleNamespace(schedule=self.large.append))
 
-    def response(self, inference: UnaryInference) -> bytes:
+    def encode_response(self, inference: UnaryInference) -> bytes:
         return bytes(40_000)  # no other is written with it
 
-    def headers(self, call: Any) -> dict[str, str]:
+    def select_headers(self, call: Any) -> dict[str, str]:
         return {}
 
 
@@ -50,7 +50,7 @@ class Deaf:
     head = SimpleNamespace(strict=False, traceparent="")
 
     def __init__(self, requests: AsyncIterator[bytes]) -> None:
-        self.requests = lambda: requests
+        self.read_messages = lambda: requests
         self.taken = 0
         self.on_ended: Callable[[], None] | None = None
 
@@ -90,7 +90,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     cancelled: list[str] = []
 
     class Inferences(Taking):
-        def begin(self, raw: bytes, *_: Any) -> UnaryInference:
+        def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             return Asked(cancelled, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
@@ -124,13 +124,13 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     ("size", "most"), [(10, 1024), (30_000, 1024), (1 << 20, 32), (10 << 20, 4), (40 << 20, 1)]
 )
 def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int) -> None:
-    """The others are not even read; one is, however large it is."""
+    """Further requests are not read; one request of any size is."""
     cancelled: list[str] = []
     request = bytes(size)
     asked = 0
 
     class Inferences(Taking):
-        def begin(self, raw: bytes, *_: Any) -> UnaryInference:
+        def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             nonlocal asked
             asked += 1
             return Asked(cancelled, str(asked))
@@ -149,7 +149,7 @@ def test_memory_is_trimmed_when_the_call_ends() -> None:
     """The call may hold much of it until then, long after the stream was given up."""
 
     class Inferences(Taking):
-        def begin(self, raw: bytes, *_: Any) -> UnaryInference:
+        def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             return Asked([], "")
 
     async def requests() -> AsyncIterator[bytes]:
@@ -171,7 +171,7 @@ def test_an_error_of_the_reader_fails_the_call() -> None:
     """Its client would wait for a response, or take the stream for complete."""
 
     class Inferences(Taking):
-        def begin(self, raw: bytes, *_: Any) -> UnaryInference:
+        def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             if raw == b"bad":
                 raise KeyError("a fault of ours")
             return Asked([], "")

@@ -9,8 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.grpc.wire.fingerprint import split
-from shmserve.gateway.grpc.wire.response import ResponseEncoder, streamed, streamed_error, varint
+from shmserve.gateway.grpc.wire.fingerprint import split_message
+from shmserve.gateway.grpc.wire.response import (
+    ResponseEncoder,
+    encode_stream_error,
+    encode_streamed,
+    encode_varint,
+)
 from shmserve.gateway.inference.request import ANONYMOUS
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
@@ -18,13 +23,13 @@ from shmserve.proto import grpc_service_pb2 as ours
 
 pytest.importorskip("grpc")
 
-from shmserve.gateway.grpc.wire.request import infer_request
+from shmserve.gateway.grpc.wire.request import decode_request
 
 theirs = pytest.importorskip("tritonclient.grpc.service_pb2")
 
 
 def fields(messages: Iterable[Any]) -> set[tuple[object, ...]]:
-    """Everything about the messages that shows on the wire, or in a program."""
+    """Return all properties of the messages that appear on the wire or in a program."""
     return {
         found
         for message in messages
@@ -53,14 +58,14 @@ def test_the_service_is_that_of_triton() -> None:
 def request(**parameters: object) -> ours.ModelInferRequest:
     made = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
-        kind, _, wanted = str(value).partition(":")
-        parsed = {"bool": wanted == "True", "string": wanted}.get(kind)
-        setattr(made.parameters[key], f"{kind}_param", int(wanted) if parsed is None else parsed)
+        kind, _, expected = str(value).partition(":")
+        parsed = {"bool": expected == "True", "string": expected}.get(kind)
+        setattr(made.parameters[key], f"{kind}_param", int(expected) if parsed is None else parsed)
     return made
 
 
 def test_parameters() -> None:
-    wire = infer_request(
+    wire = decode_request(
         request(
             sequence_id="int64:-1",
             sequence_start="bool:True",
@@ -79,7 +84,7 @@ def test_narrow_integers_wrap() -> None:
     made = request()
     tensor = made.inputs.add(name="x", datatype="INT8", shape=[2])
     tensor.contents.int_contents.extend([257, -129])
-    assert infer_request(made).inputs[0].data == b"\x01\x7f"
+    assert decode_request(made).inputs[0].data == b"\x01\x7f"
 
 
 @pytest.mark.parametrize("count", [1, 40, 5000])
@@ -97,8 +102,8 @@ def test_typed_numbers_keep_their_bits(datatype: str, tag: bytes, value: bytes, 
     tensor = made.inputs.add(name="x", datatype=datatype, shape=[count])
     unknown = b"\x7a\3abc"  # a field of a later version
     values = value * count
-    tensor.contents.MergeFromString(unknown + tag + varint(len(values)) + values)
-    assert infer_request(made).inputs[0].data == values
+    tensor.contents.MergeFromString(unknown + tag + encode_varint(len(values)) + values)
+    assert decode_request(made).inputs[0].data == values
 
 
 def output(**parameters: object) -> ours.ModelInferRequest:
@@ -110,11 +115,11 @@ def output(**parameters: object) -> ours.ModelInferRequest:
 
 
 def test_classification() -> None:
-    assert infer_request(output(int64_param=3)).classes == {"y": 3}
+    assert decode_request(output(int64_param=3)).classes == {"y": 3}
     with pytest.raises(InvalidArgument, match="expected >= 0"):
-        infer_request(output(int64_param=0))
+        decode_request(output(int64_param=0))
     with pytest.raises(InvalidArgument, match="expected int64_param"):
-        infer_request(output(string_param="1"))
+        decode_request(output(string_param="1"))
 
 
 def test_the_key_of_a_fingerprint() -> None:
@@ -122,14 +127,14 @@ def test_the_key_of_a_fingerprint() -> None:
     made.inputs.add(name="x", datatype="INT8", shape=[200])
     made.raw_input_contents.append(bytes(200))
     made.raw_input_contents.append(b"")
-    key, contents, _ = split(made.SerializeToString()) or pytest.fail("no plan")
+    key, contents, _ = split_message(made.SerializeToString()) or pytest.fail("no plan")
     assert contents == [bytes(200), b""] and key[1] == (200, 0)
     del made.raw_input_contents[:]
     assert key[0] == made.SerializeToString()
-    assert split(key[0]) == ((key[0], ()), [], ANONYMOUS)
+    assert split_message(key[0]) == ((key[0], ()), [], ANONYMOUS)
     late = made.SerializeToString() + b":\x01a" + b"\x0a\x01n"
     assert ours.ModelInferRequest.FromString(late).model_name == "n"
-    assert split(late) is None  # a field behind the contents
+    assert split_message(late) is None  # a field behind the contents
 
 
 PLACES = st.fixed_dictionaries(
@@ -148,7 +153,7 @@ PLACES = st.fixed_dictionaries(
 def test_the_identity_is_not_part_of_the_fingerprint(
     request_id: str, memory_ranges: dict[str, str]
 ) -> None:
-    """Whatever its id and its place in a sequence: they are what the whole message says."""
+    """Its id and its position in a sequence are read from each message."""
     plain = request(own="int64:1")
     plain.inputs.add(name="x", datatype="INT8", shape=[1])
     plain.raw_input_contents.append(b"1")
@@ -156,12 +161,15 @@ def test_the_identity_is_not_part_of_the_fingerprint(
     made.id = request_id
     made.inputs.extend(plain.inputs)
     made.raw_input_contents.append(b"1")
-    parts, expected = split(made.SerializeToString()), split(plain.SerializeToString())
+    parts, expected = (
+        split_message(made.SerializeToString()),
+        split_message(plain.SerializeToString()),
+    )
     if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the long way: it may be too long
         return
     assert parts is not None and expected is not None
-    assert parts.identity.is_identity_of(infer_request(made))
+    assert parts.identity.is_identity_of(decode_request(made))
     assert parts.key == expected.key and parts.contents == expected.contents
 
 
@@ -170,35 +178,35 @@ def test_the_identity_is_not_part_of_the_fingerprint(
     [{"sequence_start": "int64:1"}, {"sequence_id": "bool:True"}, {"sequence_else": "int64:1"}],
 )
 def test_other_notations_of_a_sequence_have_no_fingerprint(parameters: dict[str, str]) -> None:
-    assert split(request(**parameters).SerializeToString()) is None
+    assert split_message(request(**parameters).SerializeToString()) is None
 
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_have_at_most_one_fingerprint(raw: bytes) -> None:
-    parts = split(raw)
+    parts = split_message(raw)
     if parts is not None:
         (head, sizes), contents, _ = parts
         assert tuple(map(len, contents)) == sizes
-        again = head + b"".join(b":" + varint(len(c)) + c for c in contents)
-        assert split(again) == (*parts[:2], ANONYMOUS)
+        again = head + b"".join(b":" + encode_varint(len(c)) + c for c in contents)
+        assert split_message(again) == (*parts[:2], ANONYMOUS)
 
 
 @given(st.integers(0, 2**62))
-def test_varints_are_those_of_protobuf(value: int) -> None:
+def test_varints_decode_as_in_protobuf(value: int) -> None:
     tag = b"\x20"  # field 4
-    message = ours.ModelStatistics.FromString(tag + varint(value))
+    message = ours.ModelStatistics.FromString(tag + encode_varint(value))
     assert message.inference_count == value
 
 
 def test_messages_of_a_stream() -> None:
     inner = ours.ModelInferResponse(id="7", model_name="m" * 300)
-    parsed = theirs.ModelStreamInferResponse.FromString(streamed(inner.SerializeToString()))
+    parsed = theirs.ModelStreamInferResponse.FromString(encode_streamed(inner.SerializeToString()))
     assert parsed.infer_response.id == "7" and parsed.infer_response.model_name == "m" * 300
     assert parsed.infer_response.parameters["triton_final_response"].bool_param
-    failed = theirs.ModelStreamInferResponse.FromString(streamed_error("why", "7"))
+    failed = theirs.ModelStreamInferResponse.FromString(encode_stream_error("why", "7"))
     assert (failed.error_message, failed.infer_response.id) == ("why", "7")
     assert not failed.infer_response.parameters
-    answered = theirs.ModelStreamInferResponse.FromString(streamed_error("", "7", "m"))
+    answered = theirs.ModelStreamInferResponse.FromString(encode_stream_error("", "7", "m"))
     assert answered.error_message  # or it would be a success
     assert (answered.infer_response.id, answered.infer_response.model_name) == ("7", "m")
     assert answered.infer_response.parameters["triton_final_response"].bool_param
@@ -219,7 +227,7 @@ def test_a_template_equals_the_encoder(
     response = Inferred(tuple(outputs), parameters)
     encoder = ResponseEncoder()
     schema, _ = pack_inferred(response)
-    template = encoder.template(model, schema, response, ())
+    template = encoder.create_template(model, schema, response, ())
     others = [bytes(byte ^ 255 for byte in data) for data in contents]
     for these in (contents, others):
         filled = template.fill(request_id, these)
@@ -240,6 +248,6 @@ def test_a_template_rejects_other_data(
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
     outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
-    template = ResponseEncoder().template(model, b"schema", Inferred(outputs), placed)
+    template = ResponseEncoder().create_template(model, b"schema", Inferred(outputs), placed)
     filled = template.fill("7", data)
     assert filled is None or (placed and len(data) == 2)  # a place may be anything here

@@ -1,4 +1,4 @@
-"""Bodies that are arriving: whose memory counts, and who gives way when there is no more of it."""
+"""Arriving bodies: whose memory counts, and which body is evicted when memory is short."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tensors(views: list[memoryview]) -> ArrivingTensors:
 
 
 class Client:
-    """A body that comes as the test sends it. Who was waited for it for 10 ms may be slow."""
+    """A client that sends its body as the test demands. A body awaited for 10 ms may be slow."""
 
     def __init__(self, body_timeout_s: float = 0.3) -> None:
         protocol = SimpleNamespace(connected=True, resume_reading=lambda **_: None)
@@ -62,7 +62,7 @@ class Client:
         self.body = Body(cast("HttpRequest", request), settings, budget)
 
     async def upload(self, arena: Arena, size: int) -> None:
-        """Have a block of the arena and wait for what goes into it."""
+        """Allocate a block of the arena, and wait for the bytes that fill it."""
         holds = resources_in(arena)
         try:
             with self.body.arrival.registered_block(holds.release):
@@ -95,7 +95,7 @@ def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
 async def started(
     clock: Clock, *ways: Coroutine[object, object, object]
 ) -> list[asyncio.Task[object]]:
-    """Tasks that have waited for 50 ms."""
+    """Return tasks that have waited for 50 ms."""
     tasks = [asyncio.create_task(way) for way in ways]
     await clock.advance(0)
     await clock.advance(0.05)
@@ -103,7 +103,9 @@ async def started(
 
 
 def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], Clock]) -> None:
-    """Memory for JSON is none for tensors: who has none of what is wanted goes on."""
+    """A body without a block of the requested kind is not evicted: memory for JSON is not
+    memory for tensors.
+    """
 
     async def run(arena: Arena) -> None:
         clock = make_clock()
@@ -149,7 +151,7 @@ def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> N
 
 
 def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]) -> None:
-    """Between the end of its time and the moment at which it knows."""
+    """The eviction happens between the expiry of its time limit and the body's reaction."""
 
     async def run(arena: Arena) -> None:
         clock = make_clock()
@@ -178,7 +180,7 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
 
 
 def test_thousands_of_bodies_are_evicted_at_once() -> None:
-    """The loop answers nobody meanwhile."""
+    """The event loop is not blocked meanwhile."""
 
     async def run(arena: Arena) -> None:
         with ExitStack() as stack:

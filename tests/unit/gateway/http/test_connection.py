@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection import HttpConnection
-from shmserve.gateway.http.messages import Answer, HttpRequest, HttpResponse, json_response
+from shmserve.gateway.http.messages import HttpRequest, HttpResponse, WriteResponse, json_response
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.listener import Acceptor, LimitedConnection, ListenerKind, ListenerRules
@@ -38,7 +38,7 @@ _HEADS = (
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written."""
+    """A transport that stores the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Answering(App):
         self.answer = answer
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
-        begun, request.begun = request.begun, None
+        begun, request.begun_request = request.begun_request, None
         if begun is None:
             self.active += 1
         response = await (self.answer(request) if begun is None else begun.response())
@@ -101,11 +101,13 @@ AT_ONCE = -2
 
 
 class Underway:
-    """A request without a task: it is answered after a turn of the loop and so many more, with
-    bytes or by the task, or never (-1), or by the task at once (-2)."""
+    """A request without a task.
+
+    It is answered after a number of turns of the loop, with bytes or by the task, or never (-1).
+    """
 
     def __init__(
-        self, request: HttpRequest, body: bytes, answer: Answer, turns: int, *, whole: bool
+        self, request: HttpRequest, body: bytes, answer: WriteResponse, turns: int, *, whole: bool
     ) -> None:
         self.request = request
         self.cancelled = False
@@ -136,15 +138,18 @@ class Underway:
 
 
 class Repeats:
-    """Repeats what is asked, as `repeat`; where a head comes again, in these ways, one after the
-    other: without a task, after so many turns, or (None) as ever."""
+    """A handler that repeats requests.
+
+    For a repeated head it returns these results in order: an answer without a task after some
+    turns, or None for a task.
+    """
 
     def __init__(self, *ways: tuple[int, bool] | None) -> None:
         self._ways = itertools.cycle(ways or (None,))
         self.begun: list[Underway] = []
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
-        def begin(body: bytes, answer: Answer) -> Underway | None:
+        def begin(body: bytes, answer: WriteResponse) -> Underway | None:
             if (way := next(self._ways)) is None:
                 return None
             self.begun.append(Underway(request, body, answer, way[0], whole=way[1]))
@@ -155,7 +160,7 @@ class Repeats:
 
 
 def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str) -> bytes:
-    """A request; `how` says how its body is framed."""
+    """Return a request; `how` is the framing of its body."""
     if how == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
@@ -181,7 +186,7 @@ requests = st.lists(
 def connected(
     answer: Handle = repeat, settings: GatewaySettings = _SETTINGS
 ) -> tuple[HttpConnection, Transport]:
-    """A new connection whose requests are repeated, or answered otherwise."""
+    """Return a new connection whose requests are repeated, or answered by another handler."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
     make = partial(HttpConnection, app=Answering(answer), settings=settings)
     connection = Acceptor(make, listener, 10)()
@@ -194,7 +199,9 @@ def connected(
 async def answers(
     pieces: list[tuple[bytes, int]], count: int, answer: Handle = repeat
 ) -> list[Any]:
-    """The answers to bytes that come in `pieces`, with so many turns of the loop after each."""
+    """Return the answers to bytes that arrive in `pieces`, with some turns of the loop after
+    each.
+    """
     loop = asyncio.get_running_loop()
     connection, transport = connected(answer)
     for piece, turns in pieces:
@@ -261,11 +268,11 @@ def test_every_request_receives_its_own_response(
     for mark in sorted(marks):
         pieces.append((stream[start:mark], marks[mark]))
         start = mark
-    wanted = [
+    expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
         for (method, path, lines), body, _ in asked
     ]
-    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == wanted
+    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == expected
 
 
 _OFFERS = (
@@ -301,16 +308,16 @@ def test_upgrade_offers_lose_no_request(
 
     before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
     answers = replies(before + behind)
-    wanted = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
-    assert answers == wanted[: len(answers)]
-    assert closes or len(answers) == len(wanted)
+    expected = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
+    assert answers == expected[: len(answers)]
+    assert closes or len(answers) == len(expected)
 
 
 def test_only_an_identical_head_is_reused() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
     async def first(request: HttpRequest) -> HttpResponse:
-        has_match, request.match = request.match is not None, (first, ())
+        has_match, request.route_match = request.route_match is not None, (first, ())
         return json_response(has_match)
 
     async def run() -> list[Any]:
@@ -335,7 +342,7 @@ async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
     """A token that is taken back opens nothing more, on connections that are there either."""
 
     async def first(request: HttpRequest) -> HttpResponse:
-        has_match, request.match = request.match is not None, (first, ())
+        has_match, request.route_match = request.route_match is not None, (first, ())
         return json_response(has_match)
 
     connection, transport = connected(first)
@@ -355,7 +362,7 @@ KNOWN = packed("POST", "/a", (), b"{}", "length")
 
 
 async def begun(way: tuple[int, bool]) -> tuple[HttpConnection, Transport, Underway]:
-    """A connection with a request that is under way without its task."""
+    """Return a connection with an unanswered request that has no task."""
     repeats = Repeats(way)
     connection, transport = connected(repeats)
     await settle()
@@ -457,7 +464,7 @@ async def test_pipelined_requests_yield_to_other_connections() -> None:
 
 
 async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> None:
-    """One that is on its way out, and waits for its client to read, counts as idle."""
+    """A connection that is closing and waits for its client to read counts as idle."""
     connection, transport = connected()
     await asyncio.sleep(0)
     last = packed("GET", "/a", ("Connection: close",), b"", "length")
@@ -476,7 +483,9 @@ async def settle(count: int = 20) -> None:
 
 
 async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
-    """One coarse clock a connection: it ends only what was there during all of its time."""
+    """A connection has one coarse timer, which ends it only if the state lasted for the whole
+    limit.
+    """
     known = packed("POST", "/a", (), b"{}", "length")
     connection, transport = connected()
     await settle()
@@ -555,7 +564,7 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
 def test_a_client_that_does_not_read_does_not_delay_the_close(
     end: Callable[[Any], None],
 ) -> None:
-    """Its connection would be beyond every limit for as long as it likes."""
+    """Otherwise the connection could stay open beyond every limit."""
     ended = asyncio.Event()
 
     class Kept(Acceptor):

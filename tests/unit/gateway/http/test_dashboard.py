@@ -38,16 +38,16 @@ def run_dir() -> Iterator[Path]:
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How often the schedulers were asked; a model more answers each time, and looks follow one
     another at once."""
-    asked: list[float] = []
+    pending_calls: list[float] = []
 
     async def collect(*_: Any) -> list[dict[str, Any]]:
-        asked.append(0)
-        reports = {"a": report(len(asked)), "still": report()}
+        pending_calls.append(0)
+        reports = {"a": report(len(pending_calls)), "still": report()}
         return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
 
     monkeypatch.setattr(management, "collect_reports", collect)
-    monkeypatch.setattr(live, "_EVERY_S", 0.01)
-    return asked
+    monkeypatch.setattr(live, "_SNAPSHOT_INTERVAL_S", 0.01)
+    return pending_calls
 
 
 def model(name: str) -> SimpleNamespace:
@@ -73,11 +73,11 @@ async def told(viewer: Viewer) -> dict[str, Any]:
 
 
 def no_counters() -> None:
-    """Counters are not asked for here."""
+    """Return no counters."""
 
 
 def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
-    """A story beside a publisher of events, with nothing left at its end."""
+    """Run a test beside a publisher of events, and check that nothing remains at its end."""
 
     async def whole_events() -> None:
         holder: list[EventFeed] = []
@@ -163,7 +163,7 @@ def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[flo
     async def story(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:
             await told(viewer)
-            feed.end()
+            feed.end_streams()
             async for _ in viewer:
                 pass
 
@@ -184,7 +184,7 @@ def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
 
 
 def test_the_policy_allows_only_the_content_of_the_page() -> None:
-    body, headers = live._page()
+    body, headers = live._load_page()
     policy = dict(re.findall(r"([a-z]+-src) ([^;\r]+)", headers.decode()))
     assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
     for tag in ("style", "script"):

@@ -1,4 +1,6 @@
-"""Flat JSON: what becomes an input and of which shape, what a parameter, and what comes back."""
+"""Flat JSON: which members become inputs of which shape, which become parameters, and the
+response.
+"""
 
 import json
 import math
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.generate import parse_generate, response_json
-from shmserve.gateway.http.messages import JSON_LINES, SERVER_SENT_EVENTS, accepted
+from shmserve.gateway.http.messages import JSON_LINES, SERVER_SENT_EVENTS, find_accepted_framing
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 
@@ -214,7 +216,7 @@ def test_integers_of_any_size(values: list[int], scalar: bool) -> None:
     ],
 )
 def test_the_accept_header_selects_the_framing(header: str, framing: Any) -> None:
-    assert accepted(header) is framing
+    assert find_accepted_framing(header) is framing
 
 
 def test_frames() -> None:

@@ -99,7 +99,7 @@ class ClientIdentity(threading.Thread):
         self._http.close()
 
     def reply(self) -> Reply:
-        """The answer, once it is here."""
+        """Return the answer when it has arrived."""
         self.join(10)
         assert self._reply is not None, "no answer"
         return self._reply
@@ -364,7 +364,7 @@ def test_a_moved_scheduler_receives_later_requests(gateway: Rig, simple: Schedul
 
 
 def content(memory_range: Any) -> bytes:
-    """What a worker would read at a place."""
+    """Return the bytes that a worker reads from a memory range."""
     assert isinstance(memory_range, Range)
     fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
     try:
@@ -376,7 +376,7 @@ def content(memory_range: Any) -> bytes:
 
 @pytest.fixture
 def large(gateway: Rig) -> Scheduler:
-    """A model that takes whatever and returns one byte."""
+    """Publish a model that accepts any input and returns one byte."""
 
     def compute(request: Inference) -> Inferred:
         return Inferred((TensorRef("OUT", "INT8", (1,), b"\x07"),))
@@ -459,7 +459,7 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, large: Sched
     caller = ClientIdentity(gateway.port, "large", *large_body(ARENA - 12 * MIB))
     until("the request is there", lambda: large.waiting, 20)
     peer = large.waiting[0][0]
-    submit = fail(large, "Request timeout expired", early=True)
+    submit = fail(large, "Request timeout expired", is_early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
     large.held = False
     refused = http.infer("large", *large_body(ARENA - 12 * MIB))
@@ -807,7 +807,7 @@ def test_a_region_is_in_use_until_the_scheduler_responds(
     caller = ClientIdentity(gateway.port, "m", region_request())
     until("the request is there", lambda: through_regions.waiting)
     peer = through_regions.waiting[0][0]
-    submit = fail(through_regions, early=True)
+    submit = fail(through_regions, is_early=True)
     assert caller.reply().status == 503
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert not gateway.received_of(RegionReleased)

@@ -1,4 +1,4 @@
-"""The v2 protocol's JSON and binary tensors: what is taken, what is refused, what survives."""
+"""The v2 protocol's JSON and binary tensors: accepted and refused requests, and exact values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shmserve.gateway.compression import (
     compress_pieces,
     preferred_encoding,
 )
-from shmserve.gateway.grpc.wire.request import infer_request
+from shmserve.gateway.grpc.wire.request import decode_request
 from shmserve.gateway.http.body import _parse, header_size
 from shmserve.gateway.http.json import parser, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
@@ -51,8 +51,8 @@ LIMIT = 1 << 20
 
 
 def one_input(**members: Any) -> dict[str, Any]:
-    given = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
-    return {"inputs": [{key: value for key, value in given.items() if value is not None}]}
+    tensor = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
+    return {"inputs": [{key: value for key, value in tensor.items() if value is not None}]}
 
 
 # --- parsing ---------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_a_large_text_is_parsed_without_garbage_collection() -> None:
 
 
 def test_lenient_parsing_has_a_size_limit() -> None:
-    """One client's request keeps all others waiting for as long as it takes."""
+    """Parsing a request blocks all other requests for as long as it takes."""
     assert len(loads(b"[NaN," + b"1," * (1 << 20) + b"1]")) == (1 << 20) + 2
     with pytest.raises(JsonFault, match="failed to parse the request JSON"):
         loads(b"[NaN," + b"1," * (5 << 20) + b"1]")
@@ -111,7 +111,7 @@ def test_the_number_of_tensors_is_limited(noun: str) -> None:
     for _ in range(20_000):
         getattr(message, noun).add(name="A")
     with pytest.raises(InvalidArgument, match=f"at most 16384 {noun}, got 20000"):
-        infer_request(message)
+        decode_request(message)
 
 
 @pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
@@ -338,9 +338,9 @@ def test_classification() -> None:
 
     assert classes(2) == {"Y": 2}
     assert classes(0) == classes(2**32) == {}
-    for wrong in (-1, "2", 2.5, True, None, [1], 2**64):
+    for wrong_value in (-1, "2", 2.5, True, None, [1], 2**64):
         with pytest.raises(JsonFault) as caught:
-            classes(wrong)
+            classes(wrong_value)
         assert caught.value.message == (
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
@@ -548,8 +548,9 @@ def test_only_data_of_inputs_is_cut() -> None:
     ids=["short arrays", "blanks", "strings", "strings, cut off", "objects"],
 )
 def test_cutting_takes_linear_time(text: bytes) -> None:
-    """Nobody else is answered meanwhile. The measure is what the standard library's parser takes
-    for as many bytes of strings; what this is about took tens of times as long."""
+    """Other requests wait meanwhile. The time is compared with that of the standard library's
+    parser for the same number of bytes.
+    """
     began = process_time()
     json.loads(b"[" + b'"",' * (len(text) // 3) + b"1]")
     parser = process_time() - began
@@ -573,7 +574,7 @@ def _names(count: int) -> list[str]:
 
 
 def test_dimensions_and_parameters_are_limited() -> None:
-    """They go on to schedulers and workers, and into texts."""
+    """They are sent to schedulers and workers, and quoted in errors."""
     tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
     with pytest.raises(InvalidArgument, match="'A' may have at most 1024 dimensions, got 1025"):
         parse_request({"inputs": [tensor]}, 0, "m", LIMIT)

@@ -50,7 +50,7 @@ def test_names_are_unique_and_references_resolve() -> None:
     assert used == {f"#/components/schemas/{name}" for name in DOCUMENT["components"]["schemas"]}
 
 
-def test_the_log_settings_are_those_of_the_server() -> None:
+def test_the_documented_log_settings_equal_the_servers() -> None:
     settings = DOCUMENT["components"]["schemas"]["Logging"]["properties"]
     assert settings["log_format"]["enum"] == list(FORMATS)
     assert settings["log_verbose_level"]["maximum"] == MOST_VERBOSE

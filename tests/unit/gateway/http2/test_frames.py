@@ -18,14 +18,14 @@ from tests.support.wire.http2_engine import Engine, frames_of
 
 @given(st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**31 - 1), st.binary(max_size=300))
 def test_a_frame(kind: int, flags: int, stream: int, payload: bytes) -> None:
-    frame_bytes = frames.frame(kind, flags, stream, payload)
+    frame_bytes = frames.encode_frame(kind, flags, stream, payload)
     assert frame_bytes == wire.frame(kind, flags, stream, payload)
     assert frames_of(frame_bytes) == [(kind, flags, stream, payload)]
 
 
 @given(st.integers(0, 2**24 - 1))
 def test_the_size_of_a_frame(size: int) -> None:
-    high, low, *_ = frames.HEAD.unpack(frames.head(size, 0, 0, 1))
+    high, low, *_ = frames.FRAME_HEADER.unpack(frames.encode_frame_header(size, 0, 0, 1))
     assert high << 8 | low == size
 
 
@@ -33,21 +33,21 @@ def test_the_size_of_a_frame(size: int) -> None:
 def test_settings(values: list[tuple[int, int]]) -> None:
     payload = b"".join(struct.pack(">HI", *value) for value in values)
     assert list(frames.parse_settings(payload)) == values
-    assert frames.settings(dict(values))[9:] == b"".join(
+    assert frames.encode_settings(dict(values))[9:] == b"".join(
         struct.pack(">HI", *value) for value in dict(values).items()
     )
 
 
 def test_a_32_bit_integer() -> None:
-    assert frames.parse_long(b"\xff\0\0\1", "it") == 0xFF000001
-    for wrong in (b"", b"123", b"12345"):
+    assert frames.parse_uint32(b"\xff\0\0\1", "it") == 0xFF000001
+    for wrong_value in (b"", b"123", b"12345"):
         with pytest.raises(ConnectionFault, match="it of an invalid length") as caught:
-            frames.parse_long(wrong, "it")
+            frames.parse_uint32(wrong_value, "it")
         assert caught.value.code is FaultCode.FRAME_SIZE_ERROR
 
 
 def test_goaway() -> None:
-    it = frames_of(frames.goaway(7, FaultCode.ENHANCE_YOUR_CALM, "too many"))
+    it = frames_of(frames.encode_goaway(7, FaultCode.ENHANCE_YOUR_CALM, "too many"))
     assert it == [(7, 0, 0, struct.pack(">II", 7, 11) + b"too many")]
 
 
@@ -78,7 +78,7 @@ def _seen(engine: Engine) -> Any:
         number: (it.fields, it.data, it.ended, it.cancelled)
         for number, it in engine.requests.items()
     }
-    return requests, engine.sent, engine.gone, engine.acknowledged, engine.http2.frames_in
+    return requests, engine.sent, engine.gone, engine.acknowledged, engine.http2.received_frames
 
 
 @settings(max_examples=300)
@@ -91,7 +91,7 @@ def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: l
     """Nor how many frames are handled in a turn."""
     stream = wire.OPENED + b"".join(sent) + rest
     limits = Limits(frame=16384, window=70000)
-    whole = Engine(limits).take(stream)
+    uncut = Engine(limits).take(stream)
     cut, slow = Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1))
     at = count = 0
     while at < len(stream):
@@ -99,13 +99,13 @@ def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: l
         cut.take(stream[at : at + step])
         at, count = at + step, count + 1
     slow.take(stream)
-    assert _seen(cut) == _seen(whole)
-    assert _seen(slow) == _seen(whole)
+    assert _seen(cut) == _seen(uncut)
+    assert _seen(slow) == _seen(uncut)
 
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_parsed_or_refused(data: bytes) -> None:
-    """They are frames, or the connection is told what is wrong."""
+    """The bytes are frames, or the connection is closed with an error."""
     engine = Engine().take(wire.OPENED + data)
     assert engine.gone is None or engine.http2.closing
-    assert Engine().take(data).http2.frames_in == 0
+    assert Engine().take(data).http2.received_frames == 0

@@ -1,4 +1,6 @@
-"""Header blocks: what is kept of them is never wrong, whatever they do to the table."""
+"""Header blocks: cached blocks are decoded correctly whatever the client does to the dynamic
+table.
+"""
 
 import random
 
@@ -11,9 +13,9 @@ from shmserve.gateway.http2.frames import ConnectionFault, FaultCode, StreamFaul
 from shmserve.gateway.http2.header_blocks import (
     Fields,
     HeaderDecoder,
-    content_length,
-    encode,
-    request_fields,
+    encode_block,
+    parse_content_length,
+    validate_request,
 )
 from tests.support.wire.http2_engine import RequestFields
 
@@ -25,7 +27,7 @@ values = st.sampled_from([b"", b"b", b"trailers", b"1S", b"y" * 60, b"z" * 200])
 
 
 def _string(value: bytes) -> bytes:
-    return encode(((value, b""),))[1:-1]
+    return encode_block(((value, b""),))[1:-1]
 
 
 def _literal(start: int, name: bytes, value: bytes) -> bytes:
@@ -55,18 +57,18 @@ def test_cached_blocks_equal_decoded_blocks(known: list[bytes], order: list[int]
             expected = list(theirs.decode(block, raw=True))
         except HPACKError:
             with pytest.raises(ConnectionFault):
-                ours.request(block)
+                ours.decode_request(block)
             return
         if what == 1:
-            ours.skip(block)
+            ours.skip_block(block)
             continue
         try:
-            fields = list(request_fields(expected))
+            fields = list(validate_request(expected))
         except StreamFault:
             with pytest.raises(StreamFault):
-                ours.request(block)
+                ours.decode_request(block)
         else:
-            assert list(ours.request(block)) == fields
+            assert list(ours.decode_request(block)) == fields
         mine, other = ours._decoder.header_table, theirs.header_table
         assert list(mine.dynamic_entries) == list(other.dynamic_entries)
 
@@ -84,7 +86,7 @@ def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, byte
             encoder.header_table_size = chance.choice([0, 40, 100, 4096])
         for _ in range(3):
             block = encoder.encode([*start, *fields], huffman=chance.random() < 0.5)
-            assert list(ours.request(block)) == [*start, *fields]
+            assert list(ours.decode_request(block)) == [*start, *fields]
 
 
 def test_a_repeated_block_is_decoded_once() -> None:
@@ -95,81 +97,89 @@ def test_a_repeated_block_is_decoded_once() -> None:
         return RequestFields(fields)
 
     decoder = HeaderDecoder(read, _LARGEST)
-    first = decoder.request(REQUEST)
-    assert decoder.request(REQUEST) is first
+    first = decoder.decode_request(REQUEST)
+    assert decoder.decode_request(REQUEST) is first
     assert len(reads) == 1
-    decoder.skip(b"\x40\x01a\x01b")  # the table is another
-    assert decoder.request(REQUEST) is not first
+    decoder.skip_block(b"\x40\x01a\x01b")  # the table is another
+    assert decoder.decode_request(REQUEST) is not first
 
 
 def test_a_change_of_the_table_is_detected_at_equal_length() -> None:
-    """A field that comes takes the place of one that goes: the same bytes mean another."""
+    """A new field replaces an evicted one, so that the same bytes have another meaning."""
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     newest = REQUEST + b"\xbe"
-    decoder.request(b"\x3f\x03" + REQUEST + b"\x40\x01a\x01b")  # room for one
+    decoder.decode_request(b"\x3f\x03" + REQUEST + b"\x40\x01a\x01b")  # room for one
     for _ in range(2):
-        assert decoder.request(newest)[-1] == (b"a", b"b")
-    decoder.request(REQUEST + b"\x40\x01c\x01d")
-    assert decoder.request(newest)[-1] == (b"c", b"d")
-    decoder.skip(b"\x40\x01e\x01f")
-    assert decoder.request(newest)[-1] == (b"e", b"f")
+        assert decoder.decode_request(newest)[-1] == (b"a", b"b")
+    decoder.decode_request(REQUEST + b"\x40\x01c\x01d")
+    assert decoder.decode_request(newest)[-1] == (b"c", b"d")
+    decoder.skip_block(b"\x40\x01e\x01f")
+    assert decoder.decode_request(newest)[-1] == (b"e", b"f")
 
 
 def test_a_malformed_request_stays_malformed() -> None:
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     for _ in range(3):
         with pytest.raises(StreamFault):
-            decoder.request(REQUEST[:2])
+            decoder.decode_request(REQUEST[:2])
 
 
 def test_the_cache_is_bounded() -> None:
-    """And no long ones: memory is for what comes often."""
+    """Long blocks are not cached, since the memory is meant for frequent ones."""
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     for number in range(1000):
-        decoder.request(REQUEST + encode(((b"a", b"%d" % number),)))
+        decoder.decode_request(REQUEST + encode_block(((b"a", b"%d" % number),)))
         assert len(decoder._heads) <= 64
-    long = REQUEST + encode(((b"a", b"x" * 1000),))
-    decoder.request(long)
+    long = REQUEST + encode_block(((b"a", b"x" * 1000),))
+    decoder.decode_request(long)
     assert long not in decoder._heads
 
 
 def test_nothing_is_cached_without_access_to_the_table() -> None:
     decoder = HeaderDecoder(RequestFields, _LARGEST)
-    decoder._caches = False
-    assert decoder.request(REQUEST) is not decoder.request(REQUEST)
+    decoder._can_cache = False
+    assert decoder.decode_request(REQUEST) is not decoder.decode_request(REQUEST)
 
 
 @given(st.lists(st.tuples(st.binary(max_size=300), st.binary(max_size=300)), max_size=5))
 def test_encoded_blocks_are_decoded_by_clients(fields: list[tuple[bytes, bytes]]) -> None:
-    """It is what it was, and leaves no trace in a client's table."""
+    """The client decodes the same fields, and its dynamic table does not change."""
     decoder = Decoder()
-    assert list(decoder.decode(encode(fields), raw=True)) == fields
+    assert list(decoder.decode(encode_block(fields), raw=True)) == fields
     assert not decoder.header_table.dynamic_entries
 
 
 def test_lengths_at_the_limits_of_integers() -> None:
     for size in (0, 126, 127, 128, 254, 255, 16510, 16511, 40000):
         field = (b"n" * size, b"v" * size)
-        assert list(Decoder(10**6).decode(encode([field]), raw=True)) == [field]
+        assert list(Decoder(10**6).decode(encode_block([field]), raw=True)) == [field]
 
 
 def test_a_header_list_that_is_too_large_is_refused() -> None:
-    """By the sum of its fields, as HPACK counts them, before they are all there."""
+    """By the sum of its fields, as HPACK counts them: the stream fails, and later ones do not.
+
+    A list of several times that size ends the connection before all fields are decoded.
+    """
     decoder = HeaderDecoder(RequestFields, 1000)
     field = b"\x00" + _string(b"n" * 34) + _string(b"v" * 34)  # 100 bytes
     start = 43 + 43 + 38  # of REQUEST: method, scheme, path
-    assert len(decoder.request(REQUEST + field * ((1000 - start) // 100))) == 3 + 8
+    assert len(decoder.decode_request(REQUEST + field * ((1000 - start) // 100))) == 3 + 8
+    indexed = b"\x40" + _string(b"k") + _string(b"v")
+    with pytest.raises(StreamFault) as refused:
+        decoder.decode_request(REQUEST + indexed + field * ((1000 - start) // 100 + 1))
+    assert refused.value.code is FaultCode.ENHANCE_YOUR_CALM
+    assert decoder.decode_request(REQUEST + b"\xbe")[-1] == (b"k", b"v")
     with pytest.raises(ConnectionFault) as caught:
-        decoder.request(REQUEST + field * ((1000 - start) // 100 + 1))
+        decoder.decode_request(REQUEST + field * 40)
     assert caught.value.code is FaultCode.ENHANCE_YOUR_CALM
 
 
 def test_content_lengths() -> None:
     field = b"content-length"
-    assert content_length([]) == -1
-    assert content_length([(field, b"0")]) == 0
-    assert content_length([(field, b"17"), (b"a", b"b"), (field, b"17")]) == 17
-    assert content_length([(field, b"9" * 19)]) == 10**19 - 1
-    for wrong in (b"9" * 20, b"-1", b"1.0", b"0x1", b" 1", b"1_0", b""):
+    assert parse_content_length([]) == -1
+    assert parse_content_length([(field, b"0")]) == 0
+    assert parse_content_length([(field, b"17"), (b"a", b"b"), (field, b"17")]) == 17
+    assert parse_content_length([(field, b"9" * 19)]) == 10**19 - 1
+    for wrong_value in (b"9" * 20, b"-1", b"1.0", b"0x1", b" 1", b"1_0", b""):
         with pytest.raises(StreamFault):
-            content_length([(field, wrong)])
+            parse_content_length([(field, wrong_value)])

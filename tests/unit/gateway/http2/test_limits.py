@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
-from shmserve.gateway.http2.header_blocks import encode
+from shmserve.gateway.http2.header_blocks import encode_block
 from shmserve.gateway.http2.incoming import Budget, Limits
-from shmserve.gateway.http2.outgoing import ResponseForm
+from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
     ACK,
     CONTINUATION,
@@ -34,7 +34,7 @@ from tests.support.wire.http2_engine import Engine
 
 PADDED, UNKNOWN = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
-FORM = ResponseForm(b"\x88", b"\x88")
+FORM = ResponseBlocks(b"\x88", b"\x88")
 SMALL = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
 _ENOUGH = 200  # of anything, for small limits
 
@@ -44,7 +44,7 @@ def begin(stream: int, *, end: bool = False, block: bytes = REQUEST) -> bytes:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that a test advances."""
 
     now = 1000.0
 
@@ -61,10 +61,11 @@ GIVEN_UP: dict[str, Callable[[int], bytes]] = {
     "a window that is too large": lambda n: begin(n, end=True) + window(n, 2**31 - 1),
     "a broken PRIORITY": lambda n: begin(n) + frame(PRIORITY, 0, n, b"1"),
     "more data than is said": lambda n: (
-        begin(n, block=REQUEST + encode([(b"content-length", b"1")])) + frame(DATA, 0, n, b"12")
+        begin(n, block=REQUEST + encode_block([(b"content-length", b"1")]))
+        + frame(DATA, 0, n, b"12")
     ),
     "less data than is said": lambda n: begin(
-        n, end=True, block=REQUEST + encode([(b"content-length", b"1")])
+        n, end=True, block=REQUEST + encode_block([(b"content-length", b"1")])
     ),
     "more data than was granted": lambda n: (
         begin(n) + frame(DATA, 0, n, bytes(SMALL.window)) + frame(DATA, 0, n, b"1")
@@ -91,7 +92,7 @@ def test_too_many_stream_resets_end_the_connection(name: str) -> None:
 
 
 def test_resets_are_refilled_over_time() -> None:
-    """Who gives up streams more slowly may go on."""
+    """A client that resets streams more slowly stays connected."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED)
     for number in range(1, 1000, 2):
@@ -105,7 +106,7 @@ def test_responses_earn_stream_resets() -> None:
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 4000, 4):
         engine.take(begin(number, end=True))
-        engine.http2.sending.respond(engine.stream(number), FORM, (b"12345",))
+        engine.http2.sending.send_response(engine.stream(number), FORM, (b"12345",))
         engine.take(GIVEN_UP["rapid reset of whole requests"](number + 2))
         if number % 3 == 0:
             engine.take(frame(RESET, 0, number, bytes(4)))
@@ -142,10 +143,12 @@ CONTROL: dict[str, Callable[[int], bytes]] = {
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_floods_end_the_connection(name: str) -> None:
-    """A number of them at once ends it; what is answered is bounded by what comes."""
+    """A burst of such frames ends the connection; the answers are bounded by the received
+    frames.
+    """
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.respond(engine.stream(3), FORM, ())
+    engine.http2.sending.send_response(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
     before = len(engine.sent)
@@ -157,10 +160,10 @@ def test_floods_end_the_connection(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
-    """As time allows, or with calls: it may go on."""
+    """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.respond(engine.stream(3), FORM, ())
+    engine.http2.sending.send_response(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_ENOUGH):
         engine.take(CONTROL[name](2 * number))
@@ -174,14 +177,14 @@ def test_calls_earn_control_frames() -> None:
     for number in range(1, 2000, 2):
         beside = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
         engine.take(begin(number, end=True) + beside)
-        engine.http2.sending.respond(engine.stream(number), FORM, (b"12345",))
+        engine.http2.sending.send_response(engine.stream(number), FORM, (b"12345",))
     assert engine.gone is None
 
 
 def test_sent_data_earns_window_updates() -> None:
     engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
     for _ in range(1000):
-        engine.http2.sending.data(engine.stream(1), b"token")
+        engine.http2.sending.send_data(engine.stream(1), b"token")
         engine.take(window(0, 5) + window(1, 5))
     assert engine.gone is None
 
@@ -191,7 +194,7 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
     engine = Engine(SMALL, Clock()).take(
         OPENED + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
     )
-    engine.http2.sending.data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
+    engine.http2.sending.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
     for _ in range(5000):
         engine.take(window(1, 32))
     assert engine.gone is None
@@ -222,7 +225,7 @@ def test_an_endless_header_block_is_refused() -> None:
 
 
 def test_a_header_list_is_limited_while_it_is_decoded() -> None:
-    """A large field of the table, of which each mention takes a byte."""
+    """The table has a large field, of which each reference takes one byte."""
     field = b"\x40\x01a\x7f\xc1\x1e" + b"x" * 4032
     engine = Engine().take(OPENED + begin(1, block=REQUEST + field))
     tracemalloc.start()
@@ -242,7 +245,9 @@ def test_many_small_fields_are_refused() -> None:
 
 
 def test_too_many_streams_are_refused() -> None:
-    """So many at once; who goes on beginning them is shown out."""
+    """Streams beyond the limit are refused; a client that continues to open them is
+    disconnected.
+    """
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 1000, 2):
         engine.take(begin(number))
@@ -252,7 +257,7 @@ def test_too_many_streams_are_refused() -> None:
 
 
 def test_data_beyond_the_window_is_refused() -> None:
-    """What is not granted again ends the stream."""
+    """Data beyond the granted window ends the stream."""
     engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
     for _ in range(SMALL.window // 16384 + 1):
         engine.take(frame(DATA, 0, 1, bytes(16384)))
@@ -261,7 +266,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 
 def test_incomplete_frames_are_bounded() -> None:
-    """Data is not collected; of any other frame no more than a size is."""
+    """Data is not buffered; of any other incomplete frame at most its maximum size is."""
     engine = Engine().take(OPENED + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])
     for _ in range(60):
         engine.take(bytes(16384))
@@ -272,14 +277,14 @@ def test_incomplete_frames_are_bounded() -> None:
 
 
 def test_a_client_that_does_not_read_is_bounded() -> None:
-    """What is owed to it is bounded, however many calls it makes that are answered at once."""
+    """The queued bytes are bounded for any number of calls that are answered at once."""
     engine = Engine(SMALL, Clock()).take(OPENED)
     engine.http2.sending.paused = True
     before = len(engine.sent)
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
         if number in engine.requests:
-            engine.http2.sending.head(engine.stream(number), b"\x88", end=True)
+            engine.http2.sending.send_head(engine.stream(number), b"\x88", end=True)
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) - before <= SMALL.resets + 1
 
@@ -288,14 +293,14 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
 
 
 def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
-    """How many frames are handled in each turn that these bytes take."""
-    before = engine.http2.frames_in
+    """Return the number of frames handled in each turn for these bytes."""
+    before = engine.http2.received_frames
     engine.http2.receive(sent)
     while True:
-        yield engine.http2.frames_in - before
+        yield engine.http2.received_frames - before
         if not engine.http2.pending:
             break
-        before = engine.http2.frames_in
+        before = engine.http2.received_frames
         engine.http2.receive(b"")
 
 
@@ -310,7 +315,7 @@ def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
     ],
 )
 def test_the_work_of_a_turn_is_bounded(piece: bytes, most: int) -> None:
-    """By frames, all of which are handled in the end; what carries nothing counts as more."""
+    """The limit counts frames, and empty frames count more; all are handled in the end."""
     engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
     handled = list(_turns(engine, piece * 1000))
     turns = [most] * (1000 // most)
@@ -320,7 +325,7 @@ def test_the_work_of_a_turn_is_bounded(piece: bytes, most: int) -> None:
 @pytest.mark.parametrize(("size", "most"), [(0, 10), (70, 8), (5000, 1)])
 def test_requests_count_as_more_work(size: int, most: int) -> None:
     """Long header blocks more than short ones, in one frame or in several."""
-    field = encode([(b"a", b"x" * size)])
+    field = encode_block([(b"a", b"x" * size)])
     for sent in (
         [begin(number, block=REQUEST + field) for number in range(1, 81, 2)],
         [
@@ -328,7 +333,7 @@ def test_requests_count_as_more_work(size: int, most: int) -> None:
             for number in range(1, 81, 2)
         ],
     ):
-        engine = Engine(Limits(frames=100, begin=9)).take(OPENED)
+        engine = Engine(Limits(frames=100, stream_cost=9)).take(OPENED)
         handled = list(_turns(engine, b"".join(sent)))
         assert max(handled) <= 2 * most
         assert len(engine.http2.streams) == 40
@@ -369,7 +374,7 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
     engine.http2.sending.window = 0
     for number in streams:
         stream = engine.stream(number)
-        engine.http2.sending.data(stream, bytes(100_000))
+        engine.http2.sending.send_data(stream, bytes(100_000))
         stream.on_progress = look
     engine.take(window(0, 1) * 60)
     assert looks <= 2
@@ -407,7 +412,7 @@ def test_time_refills_a_budget() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["spend", "earn", "wait"]), st.integers(0, 50))))
 def test_a_refill_does_not_exceed_the_capacity(deeds: list[tuple[str, int]]) -> None:
-    """In all; and at once no more than twice the most: what is there, and what time has earned."""
+    """The sum is bounded by the capacity and the refill, and a burst by twice the capacity."""
     clock = Clock()
     budget = Budget(10, 2.0, clock, "things")
     spent, had = 0, 10.0

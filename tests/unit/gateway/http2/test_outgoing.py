@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.gateway.http2.frames import FaultCode
-from shmserve.gateway.http2.outgoing import ResponseForm
+from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
     CONTINUATION,
     DATA,
@@ -23,7 +23,7 @@ from tests.support.wire.http2 import (
 from tests.support.wire.http2_engine import Engine, Frame
 
 HEAD, TRAILERS = b"\x88", b"\x00\x01t\x01t"
-FORM = ResponseForm(HEAD, TRAILERS)
+FORM = ResponseBlocks(HEAD, TRAILERS)
 INITIAL_WINDOW, MAX_FRAME = 4, 5
 _STREAMS = (1, 3, 5)
 
@@ -33,13 +33,13 @@ def setting(key: int, value: int) -> bytes:
 
 
 def begin(*streams: int, end: bool = True) -> bytes:
-    """Requests, ended as they are in the usual case."""
+    """Return requests that end their streams."""
     flags = END_HEADERS | end
     return b"".join(frame(HEADERS, flags, stream, post("/x")) for stream in streams)
 
 
 class Client:
-    """The client of an engine: it counts what it has granted, and what comes of that."""
+    """The client of an engine, which checks the sent data against its granted windows."""
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -55,7 +55,7 @@ class Client:
         self.seen = len(self.engine.sent)
 
     def look(self) -> None:
-        """Check what has been sent since the last look."""
+        """Check the frames sent since the last call."""
         self.engine.flush()
         fresh, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
         for it in fresh:
@@ -86,15 +86,15 @@ class Client:
         if what == "data" and server:
             piece = bytes((size & 0xFF,)) * size
             self.queued[stream] += piece
-            self.sending.data(target, piece)
+            self.sending.send_data(target, piece)
         elif what == "trailers" and server:
             self.trailers.add(stream)
-            self.sending.trailers(target, TRAILERS)
+            self.sending.send_trailers(target, TRAILERS)
         elif what == "respond" and server and not self.queued[stream]:
             self.trailers.add(stream)
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
-            self.sending.respond(target, FORM, pieces)
+            self.sending.send_response(target, FORM, pieces)
         elif what == "grant" and stream not in self.over | self.given_up:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
@@ -146,7 +146,7 @@ def test_data_is_sent_within_any_windows(done: list[tuple[str, int, int]]) -> No
     client.do("grant all", 1, 2**25)
     assert client.over | client.given_up == set(_STREAMS)
     assert not client.engine.http2.streams
-    assert not client.sending.waiting
+    assert not client.sending.waiting_streams
     assert client.engine.gone is None
 
 
@@ -155,17 +155,17 @@ def test_a_response_is_three_frames() -> None:
     done: list[int] = []
     stream = engine.stream(1)
     stream.on_sent = lambda: done.append(1)
-    engine.http2.sending.respond(stream, FORM, (b"01", b"23"))
+    engine.http2.sending.send_response(stream, FORM, (b"01", b"23"))
     assert engine.flush() == [
         Frame(HEADERS, END_HEADERS, 1, HEAD),
         Frame(DATA, 0, 1, b"0123"),
         Frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
     ]
     assert done == [1]
-    engine.http2.sending.respond(stream, FORM, (b"again",))
-    engine.http2.sending.head(stream, HEAD)
-    engine.http2.sending.data(stream, b"more")
-    engine.http2.sending.trailers(stream, TRAILERS)
+    engine.http2.sending.send_response(stream, FORM, (b"again",))
+    engine.http2.sending.send_head(stream, HEAD)
+    engine.http2.sending.send_data(stream, b"more")
+    engine.http2.sending.send_trailers(stream, TRAILERS)
     assert engine.flush() == []
     assert done == [1]
 
@@ -173,7 +173,7 @@ def test_a_response_is_three_frames() -> None:
 def test_a_response_before_the_end_of_the_request() -> None:
     """8.1: the rest of the request is not wanted."""
     engine = Engine().take(OPENED + begin(1, end=False))
-    engine.http2.sending.respond(engine.stream(1), FORM, (b"no",))
+    engine.http2.sending.send_response(engine.stream(1), FORM, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
@@ -182,11 +182,11 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     engine = Engine().take(OPENED + begin(1, 3, 5, 7) + setting(INITIAL_WINDOW, 2**20))
     sending = engine.http2.sending
     for number in (1, 3, 5, 7):
-        sending.data(engine.stream(number), bytes(100_000))
-    before = {number: engine.stream(number).sent for number in (1, 3, 5, 7)}
+        sending.send_data(engine.stream(number), bytes(100_000))
+    before = {number: engine.stream(number).sent_bytes for number in (1, 3, 5, 7)}
     for _ in range(40):
         engine.take(window(0, 100))
-    gained = [engine.stream(number).sent - sent for number, sent in before.items()]
+    gained = [engine.stream(number).sent_bytes - sent for number, sent in before.items()]
     assert gained == [1000] * 4
 
 
@@ -194,32 +194,34 @@ def test_a_long_response_does_not_block_other_streams() -> None:
     """Of a window for all of them each has a turn, not the first all of it."""
     engine = Engine().take(OPENED + begin(1, 3) + setting(INITIAL_WINDOW, 2**30))
     sending = engine.http2.sending
-    sending.data(engine.stream(1), bytes(2**23))
-    sending.data(engine.stream(3), bytes(2**16))
+    sending.send_data(engine.stream(1), bytes(2**23))
+    sending.send_data(engine.stream(3), bytes(2**16))
     engine.take(window(0, 2**22))
-    assert engine.stream(3).sent == 2**16
-    assert engine.stream(1).sent > 2**21
+    assert engine.stream(3).sent_bytes == 2**16
+    assert engine.stream(1).sent_bytes > 2**21
 
 
 def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1, 3))
     sending = engine.http2.sending
-    sending.data(engine.stream(1), bytes(100))
-    sending.data(engine.stream(3), bytes(10))
-    sending.trailers(engine.stream(3), TRAILERS)
-    assert (engine.stream(1).sent, engine.stream(3).sent) == (10, 10)
+    sending.send_data(engine.stream(1), bytes(100))
+    sending.send_data(engine.stream(3), bytes(10))
+    sending.send_trailers(engine.stream(3), TRAILERS)
+    assert (engine.stream(1).sent_bytes, engine.stream(3).sent_bytes) == (10, 10)
     assert list(engine.http2.streams) == [1]
-    assert list(sending.waiting) == [engine.stream(1)]
+    assert list(sending.waiting_streams) == [engine.stream(1)]
 
 
 def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
-    """While the socket takes nothing, a stream is not over, however little is to be said on it."""
+    """While the socket accepts no bytes, a stream is not finished, even if little is left to
+    send.
+    """
     engine = Engine().take(OPENED + begin(1, 3))
     sending = engine.http2.sending
     sending.paused = True
-    sending.head(engine.stream(1), HEAD + TRAILERS, end=True)
-    sending.head(engine.stream(3), HEAD)
-    sending.trailers(engine.stream(3), TRAILERS)
+    sending.send_head(engine.stream(1), HEAD + TRAILERS, end=True)
+    sending.send_head(engine.stream(3), HEAD)
+    sending.send_trailers(engine.stream(3), TRAILERS)
     assert [it.stream for it in engine.flush()] == [3]
     assert list(engine.http2.streams) == [1, 3]
     engine.take(window(0, 1))
@@ -234,21 +236,21 @@ def test_trailers_need_no_window() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 0) + begin(1, 3))
     sending = engine.http2.sending
     sending.window = 0
-    sending.respond(engine.stream(1), FORM, ())
+    sending.send_response(engine.stream(1), FORM, ())
     sending.paused = True
-    sending.respond(engine.stream(3), FORM, ())
+    sending.send_response(engine.stream(3), FORM, ())
     sending.paused = False
     sending.resume()
     assert not engine.http2.streams
 
 
 def test_progress_is_reported() -> None:
-    """Whoever waits for a client to take what it has written hears of it."""
+    """A task that waits for the client to read written data is woken."""
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
-    engine.http2.sending.data(stream, bytes(25))
+    engine.http2.sending.send_data(stream, bytes(25))
     left: list[int] = []
-    stream.on_progress = lambda: left.append(stream.queued)
+    stream.on_progress = lambda: left.append(stream.queued_bytes)
     engine.take(window(1, 5) + window(1, 100))
     assert left[0] == 10
     assert left[-1] == 0
@@ -259,9 +261,9 @@ def test_a_long_header_block_is_split() -> None:
     engine = Engine().take(OPENED + begin(1, 3))
     block = bytes(40000)
     sending, stream = engine.http2.sending, engine.stream(1)
-    sending.head(stream, HEAD)
-    sending.data(stream, b"x")
-    sending.trailers(stream, block)
+    sending.send_head(stream, HEAD)
+    sending.send_data(stream, b"x")
+    sending.send_trailers(stream, block)
     sent = engine.flush()
     assert [(it.kind, it.flags, len(it.payload)) for it in sent] == [
         (HEADERS, END_HEADERS, 1),
@@ -274,9 +276,9 @@ def test_a_long_header_block_is_split() -> None:
 
 def test_a_dropped_stream_is_released() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
-    engine.http2.sending.data(engine.stream(1), bytes(100))
+    engine.http2.sending.send_data(engine.stream(1), bytes(100))
     engine.take(frame(RESET, 0, 1, bytes(4)))
-    assert not engine.http2.sending.waiting
+    assert not engine.http2.sending.waiting_streams
     before = len(engine.sent)
     engine.take(window(1, 100) + setting(INITIAL_WINDOW, 1000))
     assert {it.kind for it in engine.sent[before:]} == {SETTINGS}

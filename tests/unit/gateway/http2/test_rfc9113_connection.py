@@ -170,11 +170,11 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """What comes is as the section says, however it is cut."""
+    """The result is that of the section for any split of the bytes."""
     case.check(Limits(frame=16384))
 
 
-def test_the_servers_settings_come_first() -> None:
+def test_the_servers_settings_are_its_first_frame() -> None:
     """3.4: SETTINGS are the first that a server sends, which may come before the preface."""
     engine = Engine(Limits(streams=7, window=70000, frame=20000, header_list=5000))
     first = engine.sent[0]
@@ -196,8 +196,8 @@ def test_each_settings_frame_is_acknowledged() -> None:
     engine = Engine().take(OPENED + setting((3, 1)) + setting((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
     assert engine.http2.sending.initial_window == 2
-    assert not engine.http2.acknowledged
-    assert engine.take(frame(SETTINGS, ACK, 0)).http2.acknowledged
+    assert not engine.http2.settings_acknowledged
+    assert engine.take(frame(SETTINGS, ACK, 0)).http2.settings_acknowledged
 
 
 def test_goaway_names_the_last_stream() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.gateway.http2.frames import FaultCode
-from shmserve.gateway.http2.header_blocks import encode
+from shmserve.gateway.http2.header_blocks import encode_block
 from tests.support.wire.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, frame
 from tests.support.wire.http2_engine import Case
 
@@ -15,8 +15,8 @@ PSEUDO = (METHOD, SCHEME, PATH)
 
 
 def request(*fields: tuple[bytes, bytes], end: bool = False, pseudo: Fields = PSEUDO) -> bytes:
-    """HEADERS of stream 1."""
-    return frame(HEADERS, END_HEADERS | end, 1, encode((*pseudo, *fields)))
+    """Return HEADERS of stream 1."""
+    return frame(HEADERS, END_HEADERS | end, 1, encode_block((*pseudo, *fields)))
 
 
 def data(size: int, *, end: bool = True) -> bytes:
@@ -24,8 +24,8 @@ def data(size: int, *, end: bool = True) -> bytes:
 
 
 def trailers(*fields: tuple[bytes, bytes]) -> bytes:
-    """HEADERS that end stream 1."""
-    return frame(HEADERS, END_HEADERS | END_STREAM, 1, encode(fields))
+    """Return HEADERS that end stream 1."""
+    return frame(HEADERS, END_HEADERS | END_STREAM, 1, encode_block(fields))
 
 
 def fine(section: str, title: str, sent: bytes, size: int = 0) -> Case:
@@ -167,5 +167,5 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """What comes is as the section says, however it is cut."""
+    """The result is that of the section for any split of the bytes."""
     case.check()

@@ -6,7 +6,7 @@ import pytest
 
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.incoming import Limits
-from shmserve.gateway.http2.outgoing import ResponseForm
+from shmserve.gateway.http2.outgoing import ResponseBlocks
 from tests.support.wire.http2 import (
     ACK,
     CONTINUATION,
@@ -34,7 +34,7 @@ PADDED, HAS_PRIORITY = 0x8, 0x20
 WHOLE = END_HEADERS | END_STREAM
 
 GET = post("/x")
-FORM = ResponseForm(b"\x88", b"\x88")
+FORM = ResponseBlocks(b"\x88", b"\x88")
 BEGUN = frame(HEADERS, END_HEADERS, 1, GET)
 ASKED = frame(HEADERS, WHOLE, 1, GET)
 LAST = frame(DATA, END_STREAM, 1, b"data")
@@ -50,7 +50,7 @@ def priority(stream: int, on: int = 0) -> bytes:
 
 
 def continued(*pieces: bytes, flags: int = END_STREAM) -> bytes:
-    """A header block in several frames, of stream 1."""
+    """Return a header block in several frames of stream 1."""
     first, *middle, last = pieces
     return (
         frame(HEADERS, flags, 1, first)
@@ -234,7 +234,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """What comes is as the section says, however it is cut."""
+    """The result is that of the section for any split of the bytes."""
     case.check()
 
 
@@ -258,7 +258,7 @@ def test_frames_for_a_stream_that_the_server_has_ended(name: str, late: bytes, h
     if how == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
-        engine.http2.sending.head(engine.stream(1), b"\x88", end=True)
+        engine.http2.sending.send_head(engine.stream(1), b"\x88", end=True)
     engine.take(late)
     assert list(engine.resets) == [1]
     engine.check_goes_on()
@@ -291,7 +291,7 @@ def test_frames_for_a_completed_stream() -> None:
         (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
         engine = Engine().take(OPENED + ASKED)
-        engine.http2.sending.respond(engine.stream(1), FORM, (b"data",))
+        engine.http2.sending.send_response(engine.stream(1), FORM, (b"data",))
         assert not engine.http2.streams
         assert engine.take(late).gone is ends
 
@@ -304,26 +304,26 @@ def test_too_many_concurrent_streams_are_refused() -> None:
     assert list(engine.requests) == [1, 3]
     assert engine.resets == {5: FaultCode.REFUSED_STREAM}
     engine.take(frame(DATA, END_STREAM, 5, b"on its way") + LAST)
-    engine.http2.sending.respond(engine.stream(1), FORM, ())
+    engine.http2.sending.send_response(engine.stream(1), FORM, ())
     engine.check_goes_on()
 
 
 def test_a_response_may_overlap_its_request() -> None:
-    """5.1, half closed: what is sent does not depend on what comes."""
+    """5.1, half closed: sending does not depend on receiving."""
     engine = Engine().take(OPENED + BEGUN)
     sending, stream = engine.http2.sending, engine.stream(1)
-    sending.head(stream, b"\x88")
-    sending.data(stream, b"some")
+    sending.send_head(stream, b"\x88")
+    sending.send_data(stream, b"some")
     engine.take(LAST + window(1, 5) + priority(1))
-    sending.data(stream, b"more")
-    sending.trailers(stream, b"\x88")
+    sending.send_data(stream, b"more")
+    sending.send_trailers(stream, b"\x88")
     sent = engine.flush()
     assert [(it.kind, it.payload) for it in sent] == [(DATA, b"more"), (HEADERS, b"\x88")]
     assert not engine.http2.streams
 
 
 def test_data_beyond_the_window_is_refused() -> None:
-    """6.9.1: of a stream; what is granted counts, padding does, too."""
+    """6.9.1: the window of a stream; window updates and padding count."""
     limits = Limits(window=65535, frame=16384)
     full = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
     assert Engine(limits).take(OPENED + BEGUN + full).resets == {}
@@ -338,7 +338,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 
 def test_padding_is_returned_to_the_window() -> None:
-    """6.9.1: it uses up the window, and no receiver of data knows of it."""
+    """6.9.1: padding uses the window, and the receiver of the data does not see it."""
     limits = Limits(window=65535, frame=16384)
     engine = Engine(limits).take(OPENED + BEGUN)
     for _ in range(2000):

@@ -48,7 +48,7 @@ def test_one_step_after_the_other() -> None:
     rig.finish("b", second.id, b"efgh")
     (output,) = inferred_of(only(rig.client_messages(), m.Finished)).outputs
     assert (output.name, output.data) == ("OUT", b"efgh")
-    assert rig.ensemble.live == 0
+    assert rig.ensemble.live_requests == 0
 
 
 def test_every_step_has_the_priority_of_the_request() -> None:
@@ -126,10 +126,10 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     assert rig.sent(m.Cancel) == [("a", m.Cancel(submit.id))]
     rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
     only(rig.client_messages(), m.Settled)
-    assert rig.ensemble.live == 0
+    assert rig.ensemble.live_requests == 0
 
 
-def test_an_output_that_never_comes_is_a_deadlock() -> None:
+def test_a_missing_output_is_a_deadlock() -> None:
     """Section 3.7: the error text is Triton's."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a", decoupled=True)])
     plain = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
@@ -168,7 +168,7 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
     for endpoint, submit in rig.sent():
         rig.finish(endpoint, submit.id)
     failure = only(rig.client_messages(), m.Failed)
-    assert (failure.code, rig.core.live, rig.memory.used) == ("UNSUPPORTED", 0, 0)
+    assert (failure.code, rig.core.live_requests, rig.memory.used) == ("UNSUPPORTED", 0, 0)
     assert "has become decoupled" in failure.message
 
 
@@ -181,7 +181,7 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
     rig.finish("b", rig.runs()["b"])
     only(rig.client_messages(), m.Finished)
-    assert rig.core.live == 0
+    assert rig.core.live_requests == 0
 
 
 def test_only_so_many_requests_of_a_step_at_a_time() -> None:
@@ -209,7 +209,7 @@ def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() ->
     assert only(rig.client_messages(), m.Failed).early
     rig.from_control(ProcessExited(7000, ""))
     rig.from_step("a", m.Failed(number, "CANCELLED", "request cancelled", 0, False))
-    assert (rig.client_messages(), rig.core.live) == ([], 0)
+    assert (rig.client_messages(), rig.core.live_requests) == ([], 0)
 
 
 def test_requests_waiting_for_capacity_are_bounded() -> None:
@@ -230,7 +230,7 @@ def test_requests_of_an_exited_client_do_not_run() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.from_control(ProcessExited(7000, ""))  # the pid of the gateway
     rig.submit()
-    assert (rig.runs(), rig.client_messages(), rig.core.live) == ({}, [], 0)
+    assert (rig.runs(), rig.client_messages(), rig.core.live_requests) == ({}, [], 0)
 
 
 def test_endpoints_of_withdrawn_models_are_removed() -> None:

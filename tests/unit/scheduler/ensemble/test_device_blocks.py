@@ -117,7 +117,7 @@ def test_a_python_model_that_takes_tensors_on_its_device() -> None:
     assert memory_range is not None and memory_range.memory.cuda is not None
 
 
-def test_where_there_is_no_cuda_or_no_room_tensors_go_by_the_host(
+def test_tensors_pass_through_the_host_without_cuda_or_space(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def none() -> Exporting:
@@ -145,6 +145,6 @@ def test_blocks_are_used_again_and_bounded() -> None:
     for block in first:
         assert block is not None
         block.release()
-    assert blocks.used == 10 * MB
+    assert blocks.used_bytes == 10 * MB
     assert all(blocks.allocate(0, 60 * MB) for _ in range(2)) and len(cuda.allocated) == 3
     assert blocks.allocate(0, 200 * MB) is None

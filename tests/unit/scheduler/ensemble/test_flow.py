@@ -39,8 +39,8 @@ def graphs(draw: st.DrawFn) -> Graph:
         outputs = {f"o{n}": tensor for n, tensor in enumerate(tensor_names)}
         steps.append(StepNode(index, "m", "", inputs, outputs, condition))
         tensors += tensor_names
-    wanted = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
-    return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(wanted))
+    expected = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
+    return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(expected))
 
 
 def models(
@@ -74,10 +74,10 @@ def respond(flow: Flow, firing: Firing, made: dict[str, Value]) -> None:
 
 def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
     """Return the steps that run and the outputs that exist, computed from the definition."""
-    needed = graph.needed(graph.outputs)
+    needed = graph.needed_steps(graph.outputs)
     runs: set[int] = set()
     skipped: set[str] = set()
-    for step in graph.in_order():
+    for step in graph.sorted_steps():
         if step.index not in needed:
             continue
         lacks = any(tensor in skipped for tensor in step.inputs.values())

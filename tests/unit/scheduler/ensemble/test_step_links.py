@@ -20,7 +20,7 @@ class Neighbour:
 
     def __init__(self, links: InProcessLinks, endpoint: str) -> None:
         self.received: list[Any] = []
-        links.enter(endpoint, self._take)
+        links.register(endpoint, self._take)
 
     def _take(self, sender: bytes, message: Any) -> None:
         self.received.append(message)
@@ -55,5 +55,5 @@ def test_a_client_is_served_at_once_and_answered_later() -> None:
     assert links.call("s1", "1.1", READ) and step.received == [READ]
     assert links.post("1.1", "s1", READ) and not client.received
     links.deliver()
-    assert client.received == [READ] and not links.posted
+    assert client.received == [READ] and not links.queued
     assert not links.call("s2", "1.1", READ) and not links.post("s2", "1.1", READ)

@@ -57,7 +57,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
         assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
     rig.respond("a", number, b"", final=True)
     assert failed(rig).code == "INTERNAL"
-    assert rig.ensemble.live == 0
+    assert rig.ensemble.live_requests == 0
 
 
 def test_a_response_that_is_an_error_is_granted_on() -> None:
@@ -66,14 +66,14 @@ def test_a_response_that_is_an_error_is_granted_on() -> None:
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
 
 
-def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
+def test_an_output_of_an_exited_worker_fails_its_request() -> None:
     """The worker has exited right after its response. Other requests continue."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])
     rig.submit()
     tensor = TensorRef("Y", "FP32", (1,), Range(GONE, 0, 4))
     rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert failed(rig).code == "UNAVAILABLE"
-    assert (rig.ensemble.live, rig.memory.held) == (0, 0)
+    assert (rig.ensemble.live_requests, rig.memory.held_count) == (0, 0)
     rig.submit(2)
     assert "a" in rig.runs()
 
@@ -86,7 +86,7 @@ def test_a_response_that_cannot_be_read_is_counted() -> None:
         assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
         assert rig.core.gauges()["malformed"] == 1
         rig.respond("a", number, b"", final=True)
-        assert (failed(rig).code, rig.ensemble.live) == ("INTERNAL", 0)
+        assert (failed(rig).code, rig.ensemble.live_requests) == ("INTERNAL", 0)
 
 
 def test_an_unreadable_condition_fails_its_request() -> None:
@@ -98,7 +98,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed, 0, 4))
     rig.from_step("a", m.Finished(rig.runs()["a"], *pack_inferred(Inferred((tensor,)))))
     assert failed(rig).code == "INVALID_ARG"
-    assert rig.ensemble.live == 0
+    assert rig.ensemble.live_requests == 0
 
 
 def test_no_step_that_waited_begins_after_a_failure() -> None:
@@ -195,7 +195,7 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
 
 
-def test_an_output_without_room_for_its_copy_fails_its_request() -> None:
+def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
     """The worker's block is released, too."""
     rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
     rig.submit()

@@ -5,9 +5,9 @@ from array import array
 
 import pytest
 
-from shmserve.scheduler.generative.sequences import ROOT, BlockPool, block_key
+from shmserve.scheduler.generative.sequences import ROOT_KEY, BlockPool, block_key
 
-KEYS = [block_key(ROOT, array("i", [token])) for token in range(8)]
+KEYS = [block_key(ROOT_KEY, array("i", [token])) for token in range(8)]
 
 
 def sealed(pool: BlockPool, count: int) -> list[int]:
@@ -35,20 +35,20 @@ def test_released_blocks_merge_to_one_extent(order: tuple[int, ...]) -> None:
     assert pool.allocate(4) == [0, 1, 2, 3]
 
 
-def test_a_table_grows_in_place_and_a_new_one_leaves_it_room() -> None:
+def test_a_table_grows_in_place() -> None:
     pool = BlockPool(16)
     first = pool.allocate(2)
     second = pool.allocate(2)
     assert (first, second) == ([0, 1], [8, 9])
-    assert pool.allocate(3, after=1) == [2, 3, 4]
-    assert pool.allocate(4, after=4) == [5, 6, 7, 12]
+    assert pool.allocate(3, previous=1) == [2, 3, 4]
+    assert pool.allocate(4, previous=4) == [5, 6, 7, 12]
 
 
 def test_a_cached_block_in_the_way_is_evicted() -> None:
     pool = BlockPool(4)
     first, second = sealed(pool, 2)
     pool.release([second])
-    assert pool.allocate(1, after=first) == [second]
+    assert pool.allocate(1, previous=first) == [second]
     assert (pool.find(KEYS[0]), pool.find(KEYS[1])) == (first, None)
 
 
@@ -68,7 +68,7 @@ def test_with_wide_gaps_nothing_is_evicted_for_contiguity() -> None:
     pool = BlockPool(16)
     kept = sealed(pool, 1)
     pool.release(kept)
-    held = [pool.allocate(1, after=at) for at in (1, 3, 5, 7, 9, 11, 13)]
+    held = [pool.allocate(1, previous=at) for at in (1, 3, 5, 7, 9, 11, 13)]
     assert all(held)
     pool.allocate(2)
     assert pool.find(KEYS[0]) == kept[0]

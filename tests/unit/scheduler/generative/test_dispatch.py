@@ -177,7 +177,7 @@ def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() 
 
 
 @pytest.mark.parametrize("turns", range(12))
-def test_a_cancelled_request_leaves_nothing_whenever_it_is(turns: int) -> None:
+def test_a_cancelled_request_leaks_nothing_in_any_state(turns: int) -> None:
     settings = engine_settings()
     rig = rig_of(settings)
     llm = Llm(rig, settings)
@@ -223,9 +223,9 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     if not before:
         (prepare,) = resumed
         for had in prepare.resumed:
-            wanted, _ = alone(PROMPT, had.sample, llm.most)
+            expected, _ = alone(PROMPT, had.sample, llm.most)
             got = list(array("i", had.tokens))
-            assert got == wanted[: len(got)]
+            assert got == expected[: len(got)]
             # Each token is reported in the step that generates it.
             assert had.sent_characters == len(got)
     while successor.turn():

@@ -34,7 +34,7 @@ def test_one_request_has_its_tokens() -> None:
 # Seed 5197: a sequence with a block for drafts is swapped out, and resumes when blocks are scarce.
 # Seed 906: blocks promised to the samples of a one-token prompt stay reserved.
 @pytest.mark.parametrize("seed", [*range(3 * len(VARIANTS)), 5197, 906])
-def test_any_schedule_gives_the_tokens_of_each_alone(seed: int) -> None:
+def test_any_schedule_generates_the_tokens_of_each_request_alone(seed: int) -> None:
     schedule = Schedule(seed)
     schedule.run()
     if VARIANTS[seed % len(VARIANTS)].get("preemption_mode") == "recompute":
@@ -67,7 +67,7 @@ def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
     rig.drain()
 
 
-def test_beams_go_on_from_the_blocks_of_those_before() -> None:
+def test_beams_continue_from_shared_blocks() -> None:
     rig = rig_of()
     submit(rig, [5] * 10, 6, beams=BeamSearch(3, 1.0, "false", []))
     rig.drain()
@@ -86,7 +86,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     rig.drain()
     assert second.cached == 32
     assert rig.engine.counts.prefilled - before == 2
-    whole = submit(rig, prompt, 2, whole=True)
+    whole = submit(rig, prompt, 2, ignores_prefix_cache=True)
     rig.drain()
     assert whole.cached == 0
 
@@ -120,7 +120,7 @@ def test_more_samples_than_rows_run_one_after_the_other(preemption: bool) -> Non
     assert rig.engine.counts.prefilled < 11 * 9  # the samples share the prompt
 
 
-def test_where_nobody_is_preempted_all_samples_have_to_fit_together() -> None:
+def test_without_preemption_all_samples_must_fit_together() -> None:
     assert rig_of(kv_cache_blocks=8).submit([1] * 12, 13, samples=4) is not None
     for blocks, fits in ((19, True), (18, False)):
         rig = rig_of(kv_cache_blocks=blocks, enable_preemption=False)
@@ -153,7 +153,7 @@ def test_the_last_sequence_in_order_is_preempted() -> None:
     assert (first.preemptions, later.preemptions) == (0, 1)
 
 
-def test_a_step_that_preempted_admits_nobody() -> None:
+def test_a_step_that_preempted_admits_no_request() -> None:
     rig = rig_of(kv_cache_blocks=9, max_batch_size=2)
     _, second, third = (
         submit(rig, [token] * length, 12) for token, length in ((1, 12), (2, 16), (3, 4))
@@ -236,7 +236,7 @@ def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
     assert long.sequences[0].computed == computed
 
 
-def test_a_request_that_is_over_leaves_nothing_in_the_engine() -> None:
+def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
     rig = rig_of(speculative_decoding={"enabled": True})
     search = BeamSearch(3, 1.0, "false", [])
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_a_request_that_is_over_leaves_nothing_in_the_engine() -> None:
         rig.engine.cancel(generation)
     rig.drain()
     engine = rig.engine
-    assert not (engine._beams or engine._acceptance or engine._begin or engine._ended)
+    assert not (engine._beams or engine._acceptance or engine._to_begin or engine._to_end)
 
 
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:

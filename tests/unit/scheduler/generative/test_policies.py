@@ -73,7 +73,7 @@ def learned(steps: int = 400) -> StepTimes:
 
 def test_the_time_of_a_step_is_learned() -> None:
     times = learned()
-    assert times.expect(StepWork(8, 0)) == pytest.approx(12, rel=0.05)
+    assert times.expected_ms(StepWork(8, 0)) == pytest.approx(12, rel=0.05)
     assert times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
 
 
@@ -86,13 +86,13 @@ def test_similar_steps_do_not_distort_the_estimate() -> None:
         for keys in range(300):
             times.observe(StepWork(1, 0, keys), 11.3)
         times.observe(StepWork(), 0.07)
-        assert times.expect(StepWork(1, 0, 300)) == pytest.approx(11.3, rel=0.05)
+        assert times.expected_ms(StepWork(1, 0, 300)) == pytest.approx(11.3, rel=0.05)
         assert times.draft_length(1, 0.8, 4)
         times.observe(StepWork(0, 174, 30_000), 100.0)
         for keys in range(174, 230):
             times.observe(StepWork(5, 0, keys), 10.0)
             assert times.draft_length(1, 0.8, 4)
-        assert times.expect(StepWork(5, 0, 230)) == pytest.approx(10.0, rel=0.05)
+        assert times.expected_ms(StepWork(5, 0, 230)) == pytest.approx(10.0, rel=0.05)
         times.observe(StepWork(3, 0, 231), 10.5)
         assert times.draft_length(1, 0.8, 4)
 
@@ -115,19 +115,19 @@ def test_the_estimate_converges_to_repeated_observations(
         times.observe(StepWork(*work), took)
     for _ in range(600):
         times.observe(StepWork(decoded), took_ms)
-    assert times.expect(StepWork(decoded)) == pytest.approx(took_ms, rel=0.05)
+    assert times.expected_ms(StepWork(decoded)) == pytest.approx(took_ms, rel=0.05)
     assert times.prompt_token_ms > 0
 
 
 def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
     times = learned()
-    assert times.chunk(StepWork(8, 0), 0, 31.0) == 64  # 19 ms remain, enough for 76 tokens
-    assert times.chunk(StepWork(0, 0), 0, 33.0) == 112
-    assert times.chunk(StepWork(8, 0), 0, 5.0) == 16
-    assert times.chunk(StepWork(8, 16), 0, 5.0) == 0
+    assert times.fitting_tokens(StepWork(8, 0), 0, 31.0) == 64  # 19 ms remain, enough for 76 tokens
+    assert times.fitting_tokens(StepWork(0, 0), 0, 33.0) == 112
+    assert times.fitting_tokens(StepWork(8, 0), 0, 5.0) == 16
+    assert times.fitting_tokens(StepWork(8, 16), 0, 5.0) == 0
 
 
-def test_chunks_of_a_long_prompt_hold_the_target_as_more_is_before_them() -> None:
+def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
     """At the end of the prompt, attention costs as much as the linear layers, as on a CPU."""
 
     def took_ms(load: StepWork) -> float:
@@ -140,7 +140,7 @@ def test_chunks_of_a_long_prompt_hold_the_target_as_more_is_before_them() -> Non
             times.observe(load, took_ms(load))
         begin, steps = 0, []
         while begin < 900:
-            count = times.chunk(StepWork(4, 0, 800), begin, 50.0)
+            count = times.fitting_tokens(StepWork(4, 0, 800), begin, 50.0)
             load = StepWork(4, count, 800 + count * (begin + count))
             begin += count
             steps.append(took_ms(load))
@@ -154,7 +154,7 @@ def test_chunks_of_a_long_prompt_hold_the_target_as_more_is_before_them() -> Non
 def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
     times = learned()
     for _ in range(100):
-        times.copied(10, 20.0)
+        times.observe_copies(10, 20.0)
     assert times.copy_ms == pytest.approx(2.0, rel=0.05)
     assert not times.swap_pays(1, 15)  # a swap takes 4 ms, a recomputation 3.75 ms
     assert times.swap_pays(1, 17)
@@ -163,24 +163,24 @@ def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
 def test_drafts_are_as_long_as_pays() -> None:
     times = learned()
     for _ in range(100):
-        times.drafted(4, 0.4)
+        times.observe_drafts(4, 0.4)
     assert times.draft_length(1, 0.9, 4) == 4
     assert times.draft_length(1, 0.1, 4) == 0
     assert 0 < times.draft_length(1, 0.5, 8) < 8
     for _ in range(100):
-        times.drafted(4, 400.0)
+        times.observe_drafts(4, 400.0)
     assert times.draft_length(1, 0.9, 4) == 0
 
 
 def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
     times = learned()
     for _ in range(100):
-        times.drafted(4, 4.0)
+        times.observe_drafts(4, 4.0)
     assert times.draft_ms == pytest.approx(1.0, rel=0.05)
-    times.drafted(2, 100.0)
+    times.observe_drafts(2, 100.0)
     assert times.draft_ms < 1.4
     for _ in range(100):
-        times.drafted(4, 400.0)
+        times.observe_drafts(4, 400.0)
     assert times.draft_ms == pytest.approx(100.0, rel=0.05)
 
 

@@ -92,7 +92,7 @@ def test_a_preferred_size_runs_exactly_and_the_rest_waits() -> None:
     assert closed(rig) == {CloseReason.PREFERRED: 1, CloseReason.IDLE: 1}
 
 
-def test_when_the_delay_is_over_everything_runs_even_past_a_preferred_size() -> None:
+def test_after_the_delay_all_requests_run_even_past_a_preferred_size() -> None:
     """Rule 3.1.5."""
     rig = Rig({**DELAY, "preferred_batch_size": [4]})
     rig.submit(5)
@@ -205,7 +205,7 @@ def test_shutdown_rejects_new_requests() -> None:
     assert rig.answers() == [m.Failed(number, "UNAVAILABLE", text, 0, False)]
 
 
-def test_the_default_scheduler_knows_no_priorities_and_no_batches() -> None:
+def test_the_default_scheduler_has_no_priorities_and_no_batches() -> None:
     """Rule 3.0: first in, first out, one request per execution, no queue policy."""
     rig, peer = ready_rig(max_batch_size=8)
     rig.submit(2, priority=0)

@@ -259,7 +259,7 @@ def test_cancelling_a_delayed_request_takes_it_out() -> None:
 
 
 @pytest.mark.parametrize("policy", [{}, DELAYED])
-def test_time_is_over_by_a_timer_and_not_when_an_instance_is_free(policy: dict[str, Any]) -> None:
+def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) -> None:
     """Rule 3.2.5: the request is rejected at once, even while the instance is busy."""
     policy = {"default_timeout_microseconds": 1000, **policy}
     rig, _, _ = busy({"default_queue_policy": policy})
@@ -269,7 +269,7 @@ def test_time_is_over_by_a_timer_and_not_when_an_instance_is_free(policy: dict[s
     assert rig.answers() == ([] if "timeout_action" in policy else [refused(number, EXPIRED)])
 
 
-def test_a_timeout_is_over_when_more_than_its_microseconds_have_passed() -> None:
+def test_a_timeout_expires_after_its_microseconds() -> None:
     """Rule 3.2.6."""
     rig, _, _ = busy({"default_queue_policy": {"default_timeout_microseconds": 7}})
     (number,) = rig.submit()

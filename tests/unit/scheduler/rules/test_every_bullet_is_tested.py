@@ -45,19 +45,19 @@ BULLETS = """
     TABLE test_3_3_the_first_needs_start
 3.3.4 slots an instance: the batch size or the candidates; the lowest free one of all
     STRATEGIES test_3_4_rows_are_slots_up_to_the_highest_with_a_request
-    STRATEGIES test_3_5_slots_are_those_of_the_candidates_or_of_the_batch
+    STRATEGIES test_3_5_slots_number_the_candidates_or_the_batch
     STRATEGIES test_3_5_without_batching
     TABLE test_3_3_slots_by_their_number_over_all_instances
 3.3.5 START on a live id begins anew in its slot; END frees the id when it is queued
-    TABLE test_3_3_start_on_a_live_id_begins_anew_in_its_slot
+    TABLE test_3_3_a_start_on_a_live_id_restarts_in_its_slot
     TABLE test_3_3_an_id_that_has_ended_may_start_while_its_end_runs
 3.3.6 the backlog is first in, first out; a whole one stays a unit, and its id may come again
-    TABLE test_3_3_the_backlog_is_first_come_first_served
+    TABLE test_3_3_the_backlog_is_first_in_first_out
     TABLE test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more
 3.3.7 an idle one loses its slot, without an END for the model; not those in the backlog
-    TABLE test_3_3_an_idle_sequence_loses_its_slot_and_the_model_hears_nothing
+    TABLE test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model
     TABLE test_3_3_who_runs_or_waits_is_not_idle
-    TABLE test_3_3_the_default_is_a_second_and_those_in_the_backlog_wait_on
+    TABLE test_3_3_the_default_idle_time_is_a_second_and_the_backlog_waits
     MANY test_each_of_many_runs_once_and_is_forgotten
 3.3.8 a timeout holds in the backlog, for the whole sequence
     TABLE test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence
@@ -73,7 +73,7 @@ BULLETS = """
     SEQUENCES test_3_3_correlation_ids_of_every_datatype
     CONFIG test_sequences_are_checked
 3.3.11 what a step says of its sequence holds for the steps behind it
-    WHOLE test_what_a_step_says_of_its_sequence_holds_behind_it
+    WHOLE test_sequence_parameters_of_a_step_hold_for_later_steps
 3.4.1 a row a slot, up to the highest with a request; null rows for those without
     STRATEGIES test_3_4_rows_are_slots_up_to_the_highest_with_a_request
     STRATEGIES test_3_4_shapes_of_who_waited_longest
@@ -87,25 +87,25 @@ BULLETS = """
 3.4.4 END frees the slot when it is put into a batch
     STRATEGIES test_the_worked_example_of_two_instances_with_two_slots
 3.4.5 a cancelled front request takes those behind it along, and the slot is free
-    TABLE test_3_10_cancelling_one_cancels_those_behind_it
+    TABLE test_3_10_cancelling_a_request_cancels_later_ones_of_its_sequence
 3.5.1 a dynamic batcher an instance, at most one request of a sequence at a time, no null rows
     STRATEGIES test_3_5_the_batches_are_the_dynamic_batchers
     STRATEGIES test_3_5_at_most_one_request_of_a_sequence_runs
-    STRATEGIES test_3_5_no_null_rows_and_the_slot_says_where_the_state_is
+    STRATEGIES test_3_5_oldest_has_no_null_rows_and_passes_the_slot_of_the_state
     STRATEGIES test_the_worked_example
 3.5.2 implicit state: reset at START, zeros or a file, kept where it is not given back
     WORKER test_3_5_a_state_begins_with_zero_at_each_start
     WORKER test_3_5_a_file_and_zeros_to_begin_with
     WORKER test_3_5_files_that_will_not_do
     WORKER test_3_5_what_the_model_does_not_give_back_or_fails_at_stays
-    WORKER test_3_5_shape_and_datatype_are_those_of_the_last_output
+    WORKER test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output
     WORKER test_3_5_state_outputs_are_returned_only_if_they_are_outputs
     STATES test_3_5_states_of_a_batch_stay_apart
     STATES test_3_5_variable_dimensions
     CONFIG test_sequences_are_checked
     TABLE test_3_5_after_a_cancellation_the_next_start_is_a_new_sequence
 3.5.3 iterative_sequence: an id of its own, asked for again without flags, refused elsewhere
-    TABLE test_3_5_iterative_requests_get_an_id_and_come_again
+    TABLE test_3_5_iterative_requests_have_an_id_and_are_rescheduled
     TABLE test_3_5_iterative_and_decoupled
     SEQUENCES test_3_5_an_iterative_sequence_that_streams
     PYTHON test_rescheduling_is_refused
@@ -120,39 +120,39 @@ BULLETS = """
     RULES test_each_rule_has_tritons_text
 3.6.3 optional inputs: how many there may be, who shares a batch, what flows in an ensemble
     SHAPES test_the_count_must_be_between_required_and_total
-    SHAPES test_the_sets_of_supplied_inputs_must_be_alike
+    SHAPES test_requests_with_other_optional_inputs_are_separated
     RAGGED_SERVED test_requests_with_other_inputs_do_not_share_a_batch
     SERVED test_an_output_that_a_model_left_out
     SERVED test_an_optional_input_of_the_ensemble
 3.7.1 a step fires when all it reads is there; each response of a decoupled one for itself
     FLOW test_every_needed_step_runs_once_and_nothing_is_kept
     SERVED test_each_response_of_a_decoupled_step_is_a_response
-    GRAPH test_what_does_not_fit
+    GRAPH test_steps_that_do_not_fit_are_refused
     GRAPH test_an_ensemble_is_decoupled_if_a_step_is
 3.7.2 steps that no requested output needs do not run
     SERVED test_steps_that_no_requested_output_needs_do_not_run
 3.7.3 id, correlation id, flags, priority, timeout and parameters are forwarded to every step
-    SERVED test_what_a_request_says_is_forwarded_to_every_step
+    SERVED test_request_parameters_are_forwarded_to_every_step
     ENSEMBLE test_every_step_has_the_priority_of_the_request
-    WHOLE test_what_a_step_says_of_its_sequence_holds_behind_it
+    WHOLE test_sequence_parameters_of_a_step_hold_for_later_steps
 3.7.4 steps with and without a batch dimension mix; none allows smaller batches
     SERVED test_batch_dimensions_are_added_and_taken_away
     GRAPH test_models_that_batch_and_models_that_do_not_may_mix
-    GRAPH test_what_does_not_fit
+    GRAPH test_steps_that_do_not_fit_are_refused
 3.7.5 errors have the ensemble's prefix once, and wait for steps that run; a deadlock is told
     SERVED test_errors_are_prefixed_by_each_ensemble
     ENSEMBLE test_an_error_waits_for_the_steps_that_run
     OUTPUTS test_no_step_that_waited_begins_after_a_failure
-    ENSEMBLE test_an_output_that_never_comes_is_a_deadlock
+    ENSEMBLE test_a_missing_output_is_a_deadlock
     SERVED test_an_output_that_a_model_left_out
 3.7.6 cancellation is checked before each step
     ENSEMBLE test_a_cancelled_request_begins_no_step
-    WHOLE test_a_client_that_leaves_cancels_the_step_under_way
+    WHOLE test_a_disconnecting_client_cancels_the_running_step
 3.7.7 max_inflight_requests: a step has only so many of all requests
     ENSEMBLE test_only_so_many_requests_of_a_step_at_a_time
     WHOLE test_only_so_many_requests_of_a_step_at_a_time
 3.7.8 what is checked at load
-    GRAPH test_what_does_not_fit
+    GRAPH test_steps_that_do_not_fit_are_refused
     CONFIG test_ensembles_are_checked
     CONFIG test_a_graph_that_is_a_circle_or_lacks_an_edge
 3.7.9 compute times are the steps' sums, one execution a request, never pending

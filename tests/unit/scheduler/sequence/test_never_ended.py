@@ -35,7 +35,7 @@ class Table:
         request: Any = SimpleNamespace(
             key=next(self.keys), client=client, flags=flags, sequence=None, submit=submit
         )
-        self.sequences.arrive(request, sequence)
+        self.sequences.enqueue(request, sequence)
         return request
 
     def turn(self) -> None:
@@ -45,16 +45,18 @@ class Table:
             for slot, sequence in enumerate(self.slots.sequences)
             if sequence and sequence.waiting
         ]
-        self.executed = self.sequences.begin(self.slots, rows)
-        self.sequences.returned(self.slots, self.now)
+        self.executed = self.sequences.start_rows(self.slots, rows)
+        self.sequences.finish_batch(self.slots, self.now)
         self.now += IDLE_NS
-        self.sequences.reap(self.now)
+        self.sequences.expire_idle(self.now)
 
     def kept(self) -> int:
         """Return the number of sequences, slots and ids in the table."""
         table = self.sequences
         waiting = sum(1 for _ in table.backlog)
-        return table.open + waiting + len(table._free) + len(table._idle) + len(table._lost)
+        return (
+            table.open_count + waiting + len(table._free) + len(table._idle) + len(table._lost_ids)
+        )
 
 
 def test_each_of_many_runs_once_and_is_forgotten() -> None:

@@ -99,7 +99,7 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
         for index in busy:
             rig.step("done", index, 0)
     assert set(rig.told) == set(rig.asked) and set(rig.told.values()) <= {1}
-    assert rig.scheduler.live == 0
+    assert rig.scheduler.live_requests == 0
     # No state remains: after the idle timeout of unfinished sequences, all slots are free.
     rig.step("time", 1100, 0)
     for sequence in range(11, 11 + ROWS * INSTANCES):
@@ -107,7 +107,7 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
     for index in range(INSTANCES):
         while rig.runs(index):
             rig.step("done", index, 0)
-    assert rig.scheduler.live == 0
+    assert rig.scheduler.live_requests == 0
 
 
 def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:

@@ -72,13 +72,13 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
         "TYPE_UINT64": ("x", "BYTES", "UINT64"),
         "TYPE_STRING": (5, "UINT64", "BYTES"),
     }
-    for data_type, (sequence, given, wanted) in texts.items():
+    for data_type, (sequence, given, expected) in texts.items():
         control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
         rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
         rig.request(sequence, START)
         assert error(rig) == (
             f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{given}', but "
-            f"model 'm' expects '{wanted}'"
+            f"model 'm' expects '{expected}'"
         )
 
 
@@ -111,16 +111,16 @@ def test_3_3_slots_by_their_number_over_all_instances() -> None:
     assert rig.batches() == {0: [None, 4], 1: [None, 5], 2: [None, 6]}
 
 
-def test_3_3_the_backlog_is_first_come_first_served(rig: SequenceRig) -> None:
+def test_3_3_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
     for sequence in (1, 2, 3, 4):
         rig.request(sequence, START)
     rig.request(3)
     rig.done()
     rig.request(1, END)
-    seen = 0
+    answer_count = 0
     while rig.runs():
         rig.done()
-        seen += 1
+        answer_count += 1
     served = rig.outcomes()
     assert len(served) == 5  # requests of 1, 2 and 3 and the end of 1; sequence 4 still waits
     rig.request(2, END)
@@ -143,7 +143,7 @@ def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: Sequence
     assert order.index(first[0]) < order.index(first[1]) and second in order
 
 
-def test_3_3_start_on_a_live_id_begins_anew_in_its_slot(rig: SequenceRig) -> None:
+def test_3_3_a_start_on_a_live_id_restarts_in_its_slot(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request(2, START)
     rig.done()
@@ -167,7 +167,7 @@ def test_3_3_an_id_that_has_ended_may_start_while_its_end_runs() -> None:
 # --- 3.3: idle sequences --------------------------------------------------------------------------
 
 
-def test_3_3_an_idle_sequence_loses_its_slot_and_the_model_hears_nothing() -> None:
+def test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     rig.request(1, START)
     rig.request(2, START)
@@ -197,7 +197,7 @@ def test_3_3_who_runs_or_waits_is_not_idle() -> None:
     assert rig.runs()
 
 
-def test_3_3_the_default_is_a_second_and_those_in_the_backlog_wait_on() -> None:
+def test_3_3_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
     waits = rig.request(2, START)
@@ -251,10 +251,10 @@ def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
     rig.request(1, END)
     rig.done()
     rig.done()
-    assert not rig.runs() and rig.scheduler.live == 0
+    assert not rig.runs() and rig.scheduler.live_requests == 0
 
 
-def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: SequenceRig) -> None:
+def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceRig) -> None:
     rig.request(1, START)
     late = rig.request(1, timeout_ns=5 * MS)
     behind = rig.request(1)
@@ -270,7 +270,7 @@ def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: Sequence
 
 
 @pytest.mark.parametrize("slots", [0, 1])
-def test_3_10_cancelling_one_cancels_those_behind_it(slots: int) -> None:
+def test_3_10_cancelling_a_request_cancels_later_ones_of_its_sequence(slots: int) -> None:
     """Holds in the backlog and in a slot. Earlier requests of the sequence still run."""
     rig = SequenceRig(rows=1)
     if not slots:
@@ -303,7 +303,7 @@ def test_3_5_after_a_cancellation_the_next_start_is_a_new_sequence(rig: Sequence
     assert again in rig.outcomes()
 
 
-def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig) -> None:
+def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -> None:
     other = b"7001.ab"
     rig.request(1, START)
     rig.request(2, START, peer=other)
@@ -312,7 +312,7 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig)
     rig.supervisor(ProcessExited(7001, ""))
     while rig.runs():
         rig.done()
-    assert rig.scheduler.live == 0
+    assert rig.scheduler.live_requests == 0
 
 
 # --- 3.3: the end of a model ----------------------------------------------------------------------
@@ -436,7 +436,7 @@ def submitted(sequence: int) -> m.Submit:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_3_5_iterative_requests_get_an_id_and_come_again(strategy: str) -> None:
+def test_3_5_iterative_requests_have_an_id_and_are_rescheduled(strategy: str) -> None:
     rig = SequenceRig(strategy, rows=2, iterative_sequence=True)
     number = rig.request(0)
     (row,) = rig.rows()
@@ -470,7 +470,7 @@ def test_3_5_iterative_and_decoupled() -> None:
     rig.returned(peer, rig._running.pop(peer))
     kinds = [(type(answer).__name__, answer.final) for answer in rig.answers()]
     assert kinds == [("Responded", False), ("Responded", True)]
-    assert number and rig.scheduler.live == 0
+    assert number and rig.scheduler.live_requests == 0
     rig.request(0)
     assert rig.runs()
 
@@ -528,7 +528,7 @@ def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
     assert ended(rig) == []
 
 
-def test_3_5_the_worker_is_told_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
+def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
     begun(rig)
     rig.request(1)
     second = rig.request(1, END)
@@ -540,7 +540,7 @@ def test_3_5_the_worker_is_told_of_an_end_that_does_not_run(rig: SequenceRig) ->
     assert ended(rig) == [] and rig.batches() == {0: [2]}
 
 
-def test_3_5_the_worker_is_told_where_what_runs_last_was_not_to_be_the_last(
+def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(
     rig: SequenceRig,
 ) -> None:
     begun(rig)
@@ -553,7 +553,7 @@ def test_3_5_the_worker_is_told_where_what_runs_last_was_not_to_be_the_last(
     assert ended(rig) == [[0]]
 
 
-def test_3_5_the_worker_is_told_of_what_is_idle_before_the_next_begins() -> None:
+def test_3_5_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     begun(rig)
     rig.request(2, START)
@@ -562,7 +562,7 @@ def test_3_5_the_worker_is_told_of_what_is_idle_before_the_next_begins() -> None
     assert sent == [m.EndSequences, m.Execute]
 
 
-def test_3_5_the_worker_is_told_of_an_iterative_one() -> None:
+def test_3_5_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> None:
     rig = SequenceRig(rows=1, iterative_sequence=True)
     rig.request(0)
     key = rig.rows()[0].key
@@ -572,7 +572,7 @@ def test_3_5_the_worker_is_told_of_an_iterative_one() -> None:
     assert ended(rig) == [[0]]
 
 
-def test_3_5_nobody_is_told_of_what_has_not_begun(rig: SequenceRig) -> None:
+def test_3_5_no_notification_for_a_sequence_that_has_not_begun(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.request(2, START)
     waiting = rig.request(3, START)  # waits in the backlog or in a slot, depending on the strategy

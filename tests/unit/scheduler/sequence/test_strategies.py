@@ -192,9 +192,7 @@ def test_the_worked_example() -> None:
 
 
 @pytest.mark.parametrize(("given", "slots"), [(CANDIDATES, 4), ({}, 2)])
-def test_3_5_slots_are_those_of_the_candidates_or_of_the_batch(
-    given: dict[str, int], slots: int
-) -> None:
+def test_3_5_slots_number_the_candidates_or_the_batch(given: dict[str, int], slots: int) -> None:
     rig = SequenceRig("oldest", rows=2, given=given)
     for sequence in range(1, 7):
         rig.request(sequence, START)
@@ -206,12 +204,12 @@ def test_3_5_slots_are_those_of_the_candidates_or_of_the_batch(
 
 
 def test_3_5_the_batches_are_the_dynamic_batchers() -> None:
-    given = {
+    fields = {
         "max_candidate_sequences": 8,
         "preferred_batch_size": [3],
         "max_queue_delay_microseconds": 1000,
     }
-    rig = SequenceRig("oldest", rows=4, given=given)
+    rig = SequenceRig("oldest", rows=4, given=fields)
     for sequence in (1, 2):
         rig.request(sequence, START)
     assert rig.batches() == {}
@@ -234,7 +232,7 @@ def test_3_5_at_most_one_request_of_a_sequence_runs() -> None:
         rig.done()
 
 
-def test_3_5_no_null_rows_and_the_slot_says_where_the_state_is() -> None:
+def test_3_5_oldest_has_no_null_rows_and_passes_the_slot_of_the_state() -> None:
     rig = SequenceRig("oldest", rows=4, given=CANDIDATES)
     for sequence in (1, 2, 3):
         rig.request(sequence, START)

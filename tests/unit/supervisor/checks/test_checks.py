@@ -1,4 +1,6 @@
-"""Every check's judgement of made-up facts; the gathering on this machine; what a start says."""
+"""The judgement of every check on invented facts, the gathering of facts here, and the report
+of a start.
+"""
 
 import json
 import logging
@@ -162,7 +164,7 @@ def config(*flags: str) -> ServerConfig:
 
 
 def test_facts_of_this_machine(tmp_path: Path) -> None:
-    """None of them fails, and what is known of the machine is what is found."""
+    """No check fails, and known facts of this machine are found."""
     (tmp_path / "models").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -182,7 +184,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert verdicts["models"].found == f"{tmp_path}/models contains no model"
 
 
-def test_a_check_that_fails_says_so() -> None:
+def test_a_failing_check_is_reported() -> None:
     def gather(_: ServerConfig) -> int:
         raise OSError("no such file")
 
@@ -192,7 +194,7 @@ def test_a_check_that_fails_says_so() -> None:
     ]
 
 
-def test_a_start_tells_what_is_not_well(
+def test_a_start_reports_failed_checks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checks = [
@@ -251,7 +253,7 @@ def test_the_command() -> None:
     assert names == [check.name for check in table.CHECKS]
 
 
-def test_wrong_flags_are_told() -> None:
+def test_wrong_flags_are_reported() -> None:
     ran = run_command("doctor", "--http-prot=0")
     assert (ran.returncode, ran.stderr) == (
         2,

@@ -80,7 +80,7 @@ class Rig:
         return self.version.instances.count
 
     def changes(self) -> list[Any]:
-        """What the scheduler was told of the number of instances."""
+        """Return the instance counts that the scheduler received."""
         kinds = (m.RetireInstance, m.CountChange)
         return [message for message in self.sent if isinstance(message, kinds)]
 
@@ -88,7 +88,7 @@ class Rig:
 def played(
     monkeypatch: pytest.MonkeyPatch, play: Callable[[Rig], Awaitable[None]], *flags: str
 ) -> None:
-    """A version that has started, and what comes then."""
+    """Yield a started version, and let a story run."""
 
     async def live() -> None:
         rig = Rig(Processes(*flags), monkeypatch)
@@ -102,7 +102,7 @@ def played(
     asyncio.run(live())
 
 
-def test_one_at_a_time_and_every_change_is_told(
+def test_instances_change_one_at_a_time_and_every_change_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -126,7 +126,7 @@ def test_one_at_a_time_and_every_change_is_told(
     played(monkeypatch, play)
 
 
-def test_not_while_an_order_is_followed_or_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(rig: Rig) -> None:
         rig.wanted = 3
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
@@ -164,7 +164,7 @@ def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
     played(monkeypatch, play)
 
 
-def test_none_that_the_host_has_no_room_for(
+def test_no_instance_is_added_without_capacity_of_the_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def play(rig: Rig) -> None:
@@ -207,8 +207,8 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
 
 
 def load(at_s: float, **more: Any) -> LoadSample:
-    """Of two instances that took 50 ms for each of 100 requests, and have nothing to do."""
-    given: dict[str, Any] = {
+    """Return the load of two idle instances that took 50 ms for each of 100 requests."""
+    fields: dict[str, Any] = {
         "executed": 100,
         "succeeded": 100,
         "waited_s": 0.0,
@@ -219,18 +219,18 @@ def load(at_s: float, **more: Any) -> LoadSample:
         "busy": 0,
         **more,
     }
-    return LoadSample(at_s=at_s, **given)
+    return LoadSample(at_s=at_s, **fields)
 
 
 def served(policy: ScalingPolicy) -> ScalingPolicy:
-    """It knows how long an execution takes."""
+    """Return a policy that knows the duration of an execution."""
     policy.sample(load(0.0, executed=0, succeeded=0, executions=0, took_s=0.0), 2)
     policy.sample(load(0.1), 2)
     return policy
 
 
 def looks(policy: ScalingPolicy, seconds: float, count: int, **more: Any) -> list[Change]:
-    """The changes of looks at the same load, for so long."""
+    """Return the changes after repeated samples of the same load for this time."""
     times = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
     decisions = (policy.sample(load(at_s, **more), count) for at_s in times)
     return [change for change in decisions if change is not None]
@@ -251,7 +251,7 @@ def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
     assert not looks(served(ScalingPolicy(1, 4, target_s=0.4)), 0.3, 2, **queue)
 
 
-def test_not_while_the_queue_is_soon_gone() -> None:
+def test_no_scaling_while_the_queue_drains_soon() -> None:
     def last(fewer: int) -> Change | None:
         policy = served(ScalingPolicy(1, 4, target_s=0.2))
         for number in range(7):
@@ -270,7 +270,7 @@ def test_not_where_an_instance_is_free_or_none_is_there() -> None:
     assert not looks(served(ScalingPolicy(1, 4, target_s=0.2)), 1, 2, pending=10, ready=0)
 
 
-def test_one_more_where_what_was_served_had_waited() -> None:
+def test_an_instance_is_added_when_served_requests_waited() -> None:
     """On average: 33 ms are 150 ms at p99."""
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
     decisions = [looks_once(policy, number) for number in range(1, 7)]
@@ -279,7 +279,7 @@ def test_one_more_where_what_was_served_had_waited() -> None:
 
 
 def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
-    """Ten more were served, which waited for 100 ms each."""
+    """Return the change after ten further requests that waited for 100 ms each."""
     count = 100 + 10 * number
     counted = {"executed": count, "succeeded": count, "executions": count, "took_s": count / 20}
     return policy.sample(load(0.1 + number / 10, **counted, waited_s=1.0 * number), 2)
@@ -310,7 +310,7 @@ def test_one_less_where_it_was_not_needed_for_twenty_seconds() -> None:
     assert not looks(served(ScalingPolicy(2, 4)), 21, 2)
 
 
-def test_who_is_missed_soon_after_is_kept_for_longer() -> None:
+def test_an_instance_missed_soon_after_its_removal_is_kept_longer() -> None:
     policy = served(ScalingPolicy(1, 4))
     looks(policy, 21, 2)
     policy.changed(21.2, 2, 1)
@@ -336,7 +336,7 @@ states = st.builds(
 def test_one_at_a_time_within_the_bounds(
     found: list[tuple[int, int, int, int]], target_s: float, delay_s: float
 ) -> None:
-    """Whatever is counted; and never one less while requests wait for those that there are."""
+    """Holds for any load. No instance is removed while requests wait for the existing ones."""
     policy, count, done = ScalingPolicy(2, 5, target_s, delay_s), 3, 0
     for number, (more, pending, ready, busy) in enumerate(found):
         done, at_s = done + more, number / 10
@@ -349,7 +349,7 @@ def test_one_at_a_time_within_the_bounds(
             count = change.total
 
 
-def test_what_a_scheduler_reports() -> None:
+def test_the_load_from_a_schedulers_report() -> None:
     statistics = {
         "success": 12,
         "cache_hit": 2,
@@ -388,7 +388,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return latencies
 
 
-def test_processors_for_all_of_them_at_work(times: dict[int, float]) -> None:
+def test_processors_suffice_for_all_busy_instances(times: dict[int, float]) -> None:
     """Instances that take two processors each while they execute, or less while they wait."""
     host = HostCapacity(processors=4)
     host.sample([1], 5.0, 0.0)

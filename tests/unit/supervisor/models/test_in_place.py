@@ -1,4 +1,6 @@
-"""Reloads that change instances only: what is one, and what comes and goes."""
+"""Reloads that change instances only: which changes qualify, and which instances are added and
+removed.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -53,7 +55,7 @@ def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
     )
 
 
-def test_what_counts_as_a_file_of_a_version(tmp_path: Path) -> None:
+def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     for version in "12":
         (folder / version).mkdir(parents=True)
@@ -79,7 +81,9 @@ def test_what_counts_as_a_file_of_a_version(tmp_path: Path) -> None:
 
 
 def test_instances_that_both_ask_for_stay() -> None:
-    """By name, else by kind, device and settings; one that stays down is replaced."""
+    """Instances are matched by name, then by kind, device and settings; one that has failed is
+    replaced.
+    """
     present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
     present[1].state = InstanceState.FAILED
     added, leaving = change_between(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
@@ -105,7 +109,9 @@ groups = st.lists(
 
 @given(groups, groups)
 def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -> None:
-    """As many of each kind and device, none twice, and no more moves than are needed."""
+    """The result has as many instances of each kind and device as requested, by the fewest
+    changes.
+    """
 
     def what(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
@@ -122,7 +128,7 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
 
 
 async def serving(processes: Processes, count: int) -> ModelVersion:
-    """A version with so many instances."""
+    """Return a version with this number of instances."""
     version = processes.version(spec(config(group("m_0", count))))
     await version.start()
     return version
@@ -134,7 +140,7 @@ def update(version: ModelVersion, count: int) -> InstanceUpdate:
     return updated
 
 
-async def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> None:
+async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests() -> None:
     ready, retiring = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
     model = await serving(processes, 2)
@@ -170,7 +176,7 @@ async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
     assert observed == (3, [InstanceState.READY])
 
 
-async def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:
+async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     """Given up while it loads, as an unload does: readiness and configuration stay."""
     processes = Processes()
     model = await serving(processes, 1)

@@ -33,7 +33,7 @@ def group(name: str, kind: str, count: int, *gpus: int) -> dict[str, Any]:
 
 
 def test_one_instance_for_each_count_and_accelerator() -> None:
-    """Names, kinds and devices as Triton tells them to a model's `initialize`."""
+    """Names, kinds and devices equal those that Triton passes to `initialize`."""
     config = {
         "instance_group": [
             group("m_0", "KIND_CPU", 2),
@@ -73,10 +73,10 @@ def test_one_with_bounds_has_the_fewest_at_least() -> None:
 
 
 def test_one_with_bounds_has_as_many_as_run() -> None:
-    """Whatever was written; up to the most, and those without bounds as many as are written."""
-    for written, running, wanted in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
+    """The count is bounded by the maximum; groups without bounds have their configured count."""
+    for written, running, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
         config = bounded(written, max_instances="4")
-        assert len(expand_instances(config, running)) == wanted
+        assert len(expand_instances(config, running)) == expected
     assert len(expand_instances(bounded(1), 3)) == 1
 
 
@@ -104,7 +104,7 @@ def test_illegal_events_raise() -> None:
     assert new_instance.state is InstanceState.STARTING
 
 
-def test_a_worker_that_dies_and_comes_back() -> None:
+def test_a_worker_exits_and_restarts() -> None:
     new_instance = instance()
     for event in ("started", "loaded", "exited", "restart", "started", "loaded", "stop", "exited"):
         new_instance.transition(event)
@@ -131,15 +131,15 @@ OVER += "fetch, line 12 of 1/model.py"
 
 @pytest.fixture(autouse=True)
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    asked: list[str] = []
+    pending_calls: list[str] = []
 
     async def stacks_of(instance: Instance) -> str:
         assert instance.alive and instance.stacks_fd == STACKS_FD
-        asked.append(instance.name)
+        pending_calls.append(instance.name)
         return STACKS
 
     monkeypatch.setattr(instances, "stacks_of", stacks_of)
-    return asked
+    return pending_calls
 
 
 def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
@@ -179,7 +179,7 @@ def test_stacks_are_read_once_they_are_whole(
         ("", ""),
     ],
 )
-def test_the_place_is_of_the_models_code_in_the_thread_that_loads(
+def test_the_reported_frame_is_the_models_in_the_loading_thread(
     stacks: str, memory_range: str
 ) -> None:
     assert instances.model_frame(stacks, Path("/tmp")) == memory_range
@@ -207,7 +207,7 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
 
 
 @pytest.mark.parametrize("silent", [m.CompleteConfig, m.LoadInstance])
-def test_a_load_over_the_limit_says_where_it_hangs(silent: type[Any]) -> None:
+def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None:
     """Both what completes the configuration and what loads, and nothing of it is left."""
 
     async def story(processes: Processes, model: ModelVersion) -> None:
@@ -222,7 +222,7 @@ def test_a_load_over_the_limit_says_where_it_hangs(silent: type[Any]) -> None:
     live(story, *LIMIT)
 
 
-def test_a_restart_that_hangs_is_tried_again_and_given_up(
+def test_a_hanging_restart_is_retried_and_abandoned(
     written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 2)

@@ -15,7 +15,7 @@ GIVEN_UP = "failed to load 'm', no version is available"
 @pytest.mark.parametrize("served", [True, False])
 @pytest.mark.parametrize("moment", range(4))
 def test_an_unload_at_every_moment_of_a_load(moment: int, served: bool) -> None:
-    """Each order is answered once, a load that is over stays over, and nothing is left."""
+    """Each order is answered once, a finished load stays finished, and nothing remains."""
     rig = LifecycleRig()
     if served:
         rig.lifecycle.load("m")
@@ -37,7 +37,7 @@ def test_an_unload_at_every_moment_of_a_load(moment: int, served: bool) -> None:
     assert [status.reason for status in statuses(rig.registry.models["m"]).values()] == ["unloaded"]
 
 
-def test_the_old_serves_until_all_know_that_the_new_is_ready() -> None:
+def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     """That it was ready once is not enough; and what breaks for good is taken back."""
     rig = LifecycleRig()
     rig.lifecycle.load("m")
@@ -80,7 +80,7 @@ def on_demand(*names: str) -> LifecycleRig:
     return rig
 
 
-def test_a_model_on_demand_is_loaded_once_for_all_who_want_it() -> None:
+def test_a_model_on_demand_is_loaded_once_for_all_requests() -> None:
     rig = on_demand("m")
     first = rig.lifecycle.load_on_demand("m")
     assert first is not None and first is rig.lifecycle.load_on_demand("m")
@@ -108,9 +108,11 @@ def test_one_that_failed_is_loaded_again_when_it_is_wanted_again() -> None:
     assert second is not None and second.error is None
 
 
-def test_what_an_operator_says_of_a_model_on_demand_holds() -> None:
-    """Once it is loaded it stays; where that fails, requests load it still. What is unloaded is not
-    on demand, and neither are the ensembles that need it."""
+def test_an_operators_order_holds_for_a_model_on_demand() -> None:
+    """Once loaded by an operator, the model stays loaded. If that fails, requests still load it.
+
+    An unloaded model is not loaded on demand, and neither are the ensembles that need it.
+    """
     rig = on_demand("m", "s", "e")
     rig.steps = {"e": ["s"]}
     model = rig.registry.models["m"]
@@ -147,7 +149,7 @@ def test_a_step_that_is_loaded_wakes_no_ensemble_on_demand() -> None:
 
 
 def ensemble(*loaded: str) -> LifecycleRig:
-    """An ensemble "e" of "s", and these models loaded."""
+    """Return a lifecycle with an ensemble "e" of "s", both loaded."""
     rig = LifecycleRig()
     rig.steps = {"e": ["s"]}
     for name in loaded:
@@ -170,8 +172,8 @@ def test_a_step_ends_after_its_ensemble_and_both_once_all_know() -> None:
     assert unload.answered and not rig.alive
 
 
-def test_generations_that_need_one_another_wait_for_nobody() -> None:
-    """The old one of a needs b, and the new one of b needs a."""
+def test_generations_that_need_each_other_do_not_deadlock() -> None:
+    """The old generation of a needs b, and the new generation of b needs a."""
     rig = LifecycleRig()
     rig.steps = {"a": ["b"]}
     rig.lifecycle.load("a")
@@ -196,7 +198,7 @@ def test_only_loads_that_have_not_begun_are_one() -> None:
     assert len(rig.answers) == 3
 
 
-def test_a_load_begins_when_what_was_given_up_has_ended() -> None:
+def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
     """A device has no room for both."""
     rig = LifecycleRig()
     rig.lifecycle.load("m")
@@ -211,8 +213,9 @@ def test_a_load_begins_when_what_was_given_up_has_ended() -> None:
 
 @pytest.mark.parametrize(("sent", "broken"), [("", False), ("another", False), ("another", True)])
 def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, broken: bool) -> None:
-    """The step's load is answered once that is over; what does not fit serves no more, and comes
-    back with the next."""
+    """The load of the step is answered after the reload of the ensemble. An ensemble that does
+    not fit is unavailable.
+    """
     rig = ensemble("e")
     (before,) = rig.registry.models["e"].serving.values()
     rig.broken = {"e"} if broken else set()
@@ -229,7 +232,7 @@ def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, br
     assert rig.registry.models["e"].serving
 
 
-def test_a_load_that_fails_leaves_no_ensemble_with_a_steps_old_shape() -> None:
+def test_a_failed_load_leaves_no_ensemble_with_a_steps_old_shape() -> None:
     """That load was to know the shape, and its step's waited for nothing else."""
     rig = ensemble("e")
     (before,) = rig.registry.models["e"].serving.values()
@@ -247,8 +250,8 @@ def test_a_load_that_fails_leaves_no_ensemble_with_a_steps_old_shape() -> None:
     assert not after.config.source["parameters"]["sent"]["string_value"]
 
 
-def test_what_a_request_unloaded_stays_away() -> None:
-    """Whatever happens to its steps."""
+def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
+    """Holds for all changes of its steps."""
     rig = ensemble("e")
     rig.lifecycle.unload("e")
     rig.happen(*EVENTS)
@@ -258,7 +261,7 @@ def test_what_a_request_unloaded_stays_away() -> None:
 
 
 def test_a_step_that_is_unloaded_later_stays_away() -> None:
-    """The load of the ensemble came before that, and has not looked yet."""
+    """The load of the ensemble was requested earlier, but has not read the step yet."""
     rig = ensemble("s")
     load, unload = rig.lifecycle.load("e"), rig.lifecycle.unload("s")
     rig.happen("read")
@@ -267,7 +270,7 @@ def test_a_step_that_is_unloaded_later_stays_away() -> None:
     assert not rig.alive
 
 
-def test_nothing_is_left_of_an_order_about_what_nobody_knows() -> None:
+def test_an_order_for_an_unknown_model_leaks_nothing() -> None:
     rig = LifecycleRig()
     order = rig.lifecycle.unload("m")
     assert order.answered and order.error is None

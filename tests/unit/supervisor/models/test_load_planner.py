@@ -1,4 +1,4 @@
-"""What is said of a model that cannot be planned: file, line and key, and all of it at once."""
+"""Errors of models that cannot be planned: file, line and key, and all errors at once."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ FAILED = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid 
 
 
 def planner(tmp_path: Path, config: str | None = None, *more: str) -> LoadPlanner:
-    """Of a repository with the model "m", which has version 1."""
+    """Return a planner for a repository with version 1 of the model "m"."""
     folder = tmp_path / "repository" / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
@@ -27,7 +27,7 @@ def planner(tmp_path: Path, config: str | None = None, *more: str) -> LoadPlanne
 
 
 def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> ShmserveError:
-    """The error of a plan that cannot be made."""
+    """Return the error of a plan that fails."""
     with pytest.raises(ShmserveError) as caught:
         planner.plan("m", override, {name.replace("_", "/"): data for name, data in files.items()})
     return caught.value
@@ -75,7 +75,7 @@ def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_wrong_version_is_told_from_a_wrong_file(tmp_path: Path) -> None:
+def test_errors_of_a_version_and_of_the_file_have_other_types(tmp_path: Path) -> None:
     error = refusal(planner(tmp_path, "\n instance_group { kind: KIND_GPU }\noutput { dims: 1 }"))
     assert isinstance(error, InvalidArgument)
     assert error.message.removeprefix(FAILED) == (
@@ -98,7 +98,7 @@ def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
     assert tuple(with_files.message.removeprefix(UNREAD).splitlines()) == expected
 
 
-def test_what_a_model_completes_has_no_place(tmp_path: Path) -> None:
+def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
     plans = planner(tmp_path, 'input { name: "A" data_type: TYPE_FP32 }')
     (spec,) = plans.plan("m", "", {})
     with pytest.raises(InvalidArgument) as caught:

@@ -21,7 +21,7 @@ NAMES = "abcdefgh"
 
 @st.composite
 def residents(draw: st.DrawFn) -> list[Resident]:
-    """Models, of which some are steps of those before them."""
+    """Draw models, some of which are steps of earlier ones."""
     names = NAMES[: draw(st.integers(0, len(NAMES)))]
     return [
         Resident(
@@ -42,7 +42,7 @@ BOUNDS = st.integers(0, 20)
 
 
 @given(residents(), BOUNDS)
-def test_nobody_leaves_who_stays_or_is_needed(models: list[Resident], bound: int) -> None:
+def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound: int) -> None:
     by_name = {model.name: model for model in models}
     gone: set[str] = set()
     for name in to_unload(models, bound, 10):
@@ -82,7 +82,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
     assert not any(map(idle, free()))
 
 
-def test_an_ensemble_leaves_with_its_steps_when_it_is_its_turn() -> None:
+def test_an_ensemble_is_unloaded_with_its_steps() -> None:
     models = [
         Resident("step", 4, used_ns=1, users=frozenset({"ensemble"})),
         Resident("ensemble", 0, used_ns=2),
@@ -151,7 +151,7 @@ async def test_an_unexpected_error_of_a_load_is_an_internal_error(
     assert caplog.text.count("RuntimeError: a defect") == 1
 
 
-async def test_who_waits_for_a_load_when_the_server_ends_is_told_so() -> None:
+async def test_a_wait_for_a_load_fails_when_the_server_stops() -> None:
     processes, registry = Processes(), ModelRegistry()
     registry.model("m").on_demand = True
     hanging: Any = asyncio.Event()

@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.host.console import StartupReport, example_command
+from shmserve.supervisor.host.console import StartupReport, example_command, model_table
 from shmserve.supervisor.models import registry
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
@@ -92,7 +92,7 @@ def test_one_on_demand_that_was_not_loaded_has_no_version() -> None:
     assert statuses(model()) == {}
 
 
-def test_what_was_unloaded_and_is_not_there_is_not_in_the_index() -> None:
+def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
     folder = ModelFolder("m", Path("m"), Path())
     unloaded, failed = (
         model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
@@ -105,7 +105,7 @@ def test_what_was_unloaded_and_is_not_there_is_not_in_the_index() -> None:
     assert shown == [["unloaded"], [], ["broken"], ["broken"]]
 
 
-def test_what_is_to_take_over_is_shown_in_the_place_of_what_serves() -> None:
+def test_a_successor_is_shown_instead_of_the_serving_version() -> None:
     facts = offered(serving(Version(), incoming={"1": Version(ready=False)}))
     assert statuses(facts) == {"1": ("LOADING", RESTARTING)}
 
@@ -130,7 +130,7 @@ def test_the_progress_of_a_load_is_a_view_of_its_statuses(facts: ModelEntry, tex
     assert progress(facts) == text
 
 
-def test_the_report_of_the_start_says_once_what_has_changed(
+def test_the_start_report_logs_each_change_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -165,7 +165,7 @@ def test_the_report_of_the_start_says_once_what_has_changed(
         ({1: None, 2: False}, False),
     ],
 )
-async def test_what_workers_say_together(
+async def test_the_combined_readiness_of_workers(
     says: dict[int, bool | None], ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: it does not answer in time, as while it executes."""
@@ -250,3 +250,13 @@ def test_a_command_to_try_is_of_a_model_with_few_elements(
 ) -> None:
     assert command in example_command(models, "URL")
     assert bool(command) == bool(example_command(models, "URL"))
+
+
+def test_the_table_of_models_wraps_the_reason_of_a_failure() -> None:
+    reason = "the file\n" + "is not valid, " * 20
+    rows = [{"name": "a", "version": "1", "state": "READY"}, {"name": "bc", "reason": reason}]
+    table = model_table(rows)
+    assert {len(line) for line in table} == {len(table[0])}
+    assert len(table[0]) <= 105
+    shown = " ".join(line.split("|")[3].strip() for line in table[4:-1])
+    assert shown == " ".join(reason.split())

@@ -1,4 +1,6 @@
-"""What is in a repository: names, versions, changes; and the folders the server writes itself."""
+"""The content of a repository: names, versions and changes, and the folders that the server
+writes.
+"""
 
 import os
 from pathlib import Path
@@ -31,7 +33,7 @@ CONFIG = 'backend: "python" max_batch_size: 4\n'
 
 
 def make(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> Path:
-    """A model's folder with a model.py in each version."""
+    """Create a model's folder with a model.py in each version."""
     folder = root / name
     folder.mkdir(parents=True)
     for version in versions:
@@ -75,7 +77,7 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
         (["2", "7", "v1"], "'m' (it excludes version 2, 7)"),
     ],
 )
-def test_a_model_without_a_version_says_what_may_be_one(
+def test_a_model_without_a_version_names_the_folders_that_may_be_one(
     tmp_path: Path, folders: list[str], text: str
 ) -> None:
     make(tmp_path, "m", *folders)
@@ -86,7 +88,7 @@ def test_a_model_without_a_version_says_what_may_be_one(
     assert not lacks_version("failed to load 'm', no version is available")
 
 
-def test_a_named_configuration_goes_before_the_usual_one(tmp_path: Path) -> None:
+def test_a_named_configuration_overrides_the_default_one(tmp_path: Path) -> None:
     make(tmp_path, "with", "1", config="max_batch_size: 4")
     make(tmp_path, "without", "1", config="max_batch_size: 4")
     (tmp_path / "with" / "configs").mkdir()
@@ -217,7 +219,7 @@ def test_bad_names_are_refused(tmp_path: Path, name: str, expected: str) -> None
 
 
 @pytest.mark.parametrize("name", ["...", "a..b", ".m", "-m", "a b", "a:b", "a%2F", 'é"', "m" * 255])
-def test_names_are_those_of_folders(tmp_path: Path, name: str) -> None:
+def test_names_equal_those_of_folders(tmp_path: Path, name: str) -> None:
     make(tmp_path, name, "1")
     assert find([tmp_path], name) == ModelFolder(
         name, tmp_path / name, tmp_path, tmp_path / name / "config.pbtxt", (1,)
@@ -249,7 +251,7 @@ def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
     assert (bare.backend, source) == ("", UNWRITTEN)
 
 
-def test_what_cannot_be_read_is_refused_without_naming_the_servers_paths(tmp_path: Path) -> None:
+def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_path: Path) -> None:
     texts = {
         "name": (
             '\n name: "other"',
@@ -298,9 +300,9 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
     assert set(chosen) <= set(have)
     choice = config.version_policy.WhichOneof("policy_choice")
     if choice == "specific":
-        wanted = set(config.version_policy.specific.versions)
-        assert chosen == [v for v in have if v in wanted]
-        assert missing_versions(config, available) == sorted(wanted - set(have))
+        expected = set(config.version_policy.specific.versions)
+        assert chosen == [v for v in have if v in expected]
+        assert missing_versions(config, available) == sorted(expected - set(have))
     elif choice == "all" or policy == "{}":
         assert chosen == have
     else:
@@ -314,11 +316,11 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
 def test_the_fingerprint_follows_every_change_but_bytecode(tmp_path: Path) -> None:
     make(tmp_path, "m", "1")
     file = tmp_path / "m" / "1" / "model.py"
-    seen = [fingerprint(scan([tmp_path])["m"])]
+    seen_file = [fingerprint(scan([tmp_path])["m"])]
 
     def changed() -> bool:
-        seen.append(fingerprint(scan([tmp_path])["m"]))
-        return seen[-1] != seen[-2]
+        seen_file.append(fingerprint(scan([tmp_path])["m"]))
+        return seen_file[-1] != seen_file[-2]
 
     assert not changed()
     file.write_text("x = 22\n")
@@ -410,7 +412,7 @@ def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
 
 
 @given(st.text("./a\\\0", max_size=12))
-def test_whatever_the_path_nothing_is_written_outside(
+def test_no_override_path_writes_outside(
     tmp_path_factory: pytest.TempPathFactory, path: str
 ) -> None:
     root = tmp_path_factory.mktemp("root")
@@ -426,7 +428,7 @@ def test_whatever_the_path_nothing_is_written_outside(
         assert (override / path.lstrip("/")).read_bytes() == b"y"
 
 
-def test_a_bad_override_leaves_nothing(tmp_path: Path) -> None:
+def test_a_bad_override_leaks_nothing(tmp_path: Path) -> None:
     for name, config in (("..", "{}"), ("m", "{"), ("m", '{"input": [[]]}')):
         with pytest.raises(InvalidArgument):
             materialise_override(tmp_path, name, config, {})

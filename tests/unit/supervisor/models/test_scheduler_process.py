@@ -1,4 +1,4 @@
-"""Counters of a scheduler that outlive it: restored by one that takes over, the base of another."""
+"""Counters that outlive their scheduler: a successor restores them, or adds them to its own."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from tests.rigs.process_rig import CONFIG, Processes, plan
 
 
 class Scheduler:
-    """A scheduler's end of it: the base that it was told last."""
+    """A scheduler's side: the base that it received last."""
 
     def __init__(self) -> None:
         self.base: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def test_a_base_is_passed_on_through_all_that_follow() -> None:
     assert (second.base, third.base) == ({"success": 4}, {"success": 7})
 
 
-def test_who_is_no_successor_any_more_is_told_nothing() -> None:
+def test_a_former_successor_receives_no_counts() -> None:
     first, second = Scheduler(), Scheduler()
     first.counts.be_base_of(second.counts)
     first.count(1)
@@ -50,7 +50,7 @@ def test_who_is_no_successor_any_more_is_told_nothing() -> None:
     assert second.base == {"success": 1}
 
 
-def test_one_that_takes_over_restores_the_snapshot_and_is_told_the_base() -> None:
+def test_a_successor_restores_the_snapshot_and_receives_the_base() -> None:
     first, second = Scheduler(), Scheduler()
     first.count(2)
     first.counts.be_base_of(second.counts)

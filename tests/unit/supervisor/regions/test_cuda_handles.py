@@ -114,7 +114,7 @@ async def test_register_and_unregister() -> None:
     assert office.published[-1] == m.RegionDrained(memory.id, 1)
 
 
-async def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
+async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
     office = Office()
     handle = CudaHandle(HANDLE, 0)
     for _ in range(2):
@@ -192,7 +192,7 @@ async def test_the_limits_of_a_user() -> None:
     await registry.register_cuda("r0", handle, 0, 64, ME)
 
 
-async def test_what_no_worker_can_open_is_not_registered() -> None:
+async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
     office = Office(fault=InvalidArgument("no"))
     with pytest.raises(InvalidArgument, match="no"):
         await office.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
@@ -200,7 +200,7 @@ async def test_what_no_worker_can_open_is_not_registered() -> None:
     assert office.registry.active() == []
 
 
-async def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> None:
+async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
     office = Office()
     registry, asked, answered = office.registry, asyncio.Event(), asyncio.Event()
 
@@ -302,8 +302,8 @@ def test_the_workers_on_the_device_are_asked() -> None:
     workers.handles.checked(10, MemoryChecked(1, "", ""))  # late: nobody waits
 
 
-def test_who_was_not_asked_is_not_heard() -> None:
-    """R24: what a worker says of a handle that others were asked about."""
+def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
+    """R24: an answer of a worker about a handle that other workers were asked about."""
     workers = Workers({0: [10]}, {10: ""})
     ask = workers.handles._send
 
@@ -323,7 +323,7 @@ def test_a_worker_that_cannot_use_the_device_does_not_speak_for_others() -> None
         Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: "UNAVAILABLE"}).check(0)
 
 
-def test_what_they_refuse_is_refused() -> None:
+def test_a_handle_that_workers_refuse_is_refused() -> None:
     text = r"failed to register shared memory region: invalid args \(reason\)"
     with pytest.raises(InvalidArgument, match=text):
         Workers({0: [10]}, {10: "INVALID_ARG"}).check(0)
@@ -334,7 +334,9 @@ def test_what_they_refuse_is_refused() -> None:
         Workers({}, {}).check(2)
 
 
-def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchecked_handle_is_opened_by_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Workers({}, {}).check(0)
     monkeypatch.setattr(opener, "_PATIENCE_S", 0.0)
     Workers({0: [10]}, {10: None}).check(0)
@@ -345,7 +347,7 @@ def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """One that believes to have two CUDA devices."""
+    """Yield a gateway of a server that seems to have two CUDA devices."""
     with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as model_rig:
         model_rig.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
         model_rig.open()
@@ -373,7 +375,7 @@ def host(memory_id: int, number: int) -> m.RegionPublished:
 
 
 def body(**changed: Any) -> dict[str, Any]:
-    """A good registration, with changes; a None takes a member away."""
+    """Return a valid registration with changes; a None removes a member."""
     body = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
     return {key: value for key, value in body.items() if value is not None}
 
@@ -440,7 +442,7 @@ UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
         ),
     ],
 )
-def test_what_is_wrong_with_a_registration(
+def test_wrong_cuda_registrations_are_refused(
     gateway: Rig, sent: dict[str, Any], status: int, error: str
 ) -> None:
     gateway.received.clear()

@@ -112,7 +112,7 @@ async def test_the_name_of_a_region_in_use_is_free(key: str) -> None:
     office.registry.close()
 
 
-async def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
+async def test_an_equal_registration_is_accepted_and_another_refused(key: str) -> None:
     office = RegionOffice()
     await office.registry.register("r", key, 0, 4096, ME)
     await office.registry.register("r", key, 0, 4096, ME)
@@ -123,7 +123,7 @@ async def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None
     office.registry.close()
 
 
-async def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
+async def test_a_restarted_client_takes_over_its_name(key: str) -> None:
     office = RegionOffice()
     await office.registry.register("r", key, 0, 4096, ME)
     posix_ipc.unlink_shared_memory(key)
@@ -141,7 +141,7 @@ async def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) ->
     office.registry.close()
 
 
-async def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) -> None:
+async def test_a_key_recreated_while_its_old_object_is_registered(key: str) -> None:
     office = RegionOffice()
     await office.registry.register("r", key, 0, 4096, ME)
     os.link(f"/dev/shm{key}", f"/dev/shm{key}-kept")

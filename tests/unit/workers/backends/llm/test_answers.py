@@ -39,7 +39,7 @@ def greedy(folder: Folder, count: int) -> list[int]:
     return generated(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
 
 
-def test_a_stream_tells_each_text_as_it_comes(scheduler: Scheduler, folder: Folder) -> None:
+def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) -> None:
     scheduler.add(1, stream=True, max_tokens=24, **GREEDY)
     scheduler.run()
     responses = scheduler.responses[1]
@@ -73,16 +73,16 @@ def test_a_text_begins_with_its_prompt_as_triton_has_it(
 
 
 def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
-    wanted: tuple[dict[str, Any], ...] = (
+    expected: tuple[dict[str, Any], ...] = (
         {},
         {"logprobs": 1},
         {"prompt_logprobs": 0},
         {"return_token_ids": True},
     )
-    for key, more in enumerate(wanted):
+    for key, more in enumerate(expected):
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **more)
     scheduler.run()
-    keys = [scheduler.responses[key][0].keys() for key in range(len(wanted))]
+    keys = [scheduler.responses[key][0].keys() for key in range(len(expected))]
     scored = {"text_output", "logprobs"}
     assert keys == [
         {"text_output"},
@@ -92,7 +92,7 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
     ]
 
 
-def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
+def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {
         "input_ids": PROMPT,
         "max_tokens": 10,
@@ -111,7 +111,7 @@ def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
     assert together["usage"][0]["samples"] == [10, 10, 10]
 
 
-def test_stop_strings_end_a_text_before_them(scheduler: Scheduler, folder: Folder) -> None:
+def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder) -> None:
     whole = TOKENIZER.decode(greedy(folder, 30))
     pairs = [whole[memory_range : memory_range + 2] for memory_range in range(2, len(whole) - 2)]
     stop = next(pair for pair in pairs if "\ufffd" not in pair)
@@ -153,7 +153,7 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
     assert reasons == [[reason] for _, reason in cases]
 
 
-def test_who_takes_nothing_is_told_later_and_stops_nobody(
+def test_a_client_that_reads_nothing_delays_no_other_request(
     scheduler: Scheduler, folder: Folder
 ) -> None:
     scheduler.reads = False
@@ -242,7 +242,7 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, t
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 12])
-def test_a_successor_tells_all_tokens_and_their_logprobs(
+def test_a_successor_reports_all_tokens_and_their_logprobs(
     scheduler: Scheduler, stream: bool, count: int
 ) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 20, "stream": stream, "n": 2}
@@ -267,8 +267,8 @@ def test_a_successor_tells_all_tokens_and_their_logprobs(
     assert text.startswith(known_text[characters:])
     known = [*content[: 16 - content_count]]
     assert [entry["token_id"] for entry in known] == tokens[0][content_count:16]
-    wanted = [entry["logprob"] for entry in whole[0][1][content_count:16]]
-    assert [entry["logprob"] for entry in known] == pytest.approx(wanted, abs=1e-4)
+    expected = [entry["logprob"] for entry in whole[0][1][content_count:16]]
+    assert [entry["logprob"] for entry in known] == pytest.approx(expected, abs=1e-4)
     assert [entry["text_offset"] for entry in known] == [
         entry["text_offset"] for entry in whole[0][1][content_count:16]
     ]
@@ -299,12 +299,12 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
     responses = scheduler.responses[1][0]["logprobs"][0]
     tokens = [*prompt, *scheduler.tokens(1)]
     with torch.inference_mode():
-        wanted = reference(folder())(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        expected = reference(folder())(torch.tensor([tokens])).logits[0].log_softmax(-1)
     assert responses["prompt"][0] is None
     for memory_range, found in enumerate([*responses["prompt"][1:], *responses["content"]], 1):
         assert found["token_id"] == tokens[memory_range]
         assert found["logprob"] == pytest.approx(
-            wanted[memory_range - 1, tokens[memory_range]].item(), abs=1e-3
+            expected[memory_range - 1, tokens[memory_range]].item(), abs=1e-3
         )
     assert [len(entry["top_logprobs"]) for entry in responses["content"]] == [2] * 4
 
@@ -323,7 +323,7 @@ def test_a_repeated_prompt_is_scored_with_its_text(
     scheduler.run()
     whole = [*tokens, *generated(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
     with torch.inference_mode():
-        wanted = reference(folder())(torch.tensor([whole])).logits[0].log_softmax(-1)
+        expected = reference(folder())(torch.tensor([whole])).logits[0].log_softmax(-1)
     for key in (1, 2):
         for index in (0, 1):
             assert scheduler.text(key, index) == TOKENIZER.decode(whole)
@@ -336,9 +336,9 @@ def test_a_repeated_prompt_is_scored_with_its_text(
             assert [response["token_id"] for response in texts] == whole
             assert (texts[0]["logprob"], texts[0]["top_logprobs"]) == (None, None)
             for memory_range, response in enumerate(texts[1:], 1):
-                mine = wanted[memory_range - 1, whole[memory_range]]
+                mine = expected[memory_range - 1, whole[memory_range]]
                 assert response["logprob"] == pytest.approx(mine.item(), abs=1e-3)
-                assert response["rank"] == (wanted[memory_range - 1] > mine).sum() + 1
+                assert response["rank"] == (expected[memory_range - 1] > mine).sum() + 1
             characters = text.encode()
             for response in texts[: len(tokens)]:
                 assert characters.startswith(bytes(response["bytes"]))
@@ -382,9 +382,9 @@ def test_beams_have_candidates_and_their_texts_are_chosen(
     root = scheduler.enter(1, 0, PROMPT)
     (first,) = scheduler.step()
     with torch.inference_mode():
-        wanted = reference(folder())(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1).topk(4)
-    assert first.candidates == wanted.indices.tolist()
-    assert first.scores == pytest.approx(wanted.values.tolist(), abs=1e-4)
+        expected = reference(folder())(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1).topk(4)
+    assert first.candidates == expected.indices.tolist()
+    assert first.scores == pytest.approx(expected.values.tolist(), abs=1e-4)
     children = [scheduler.fork(root, 0, token) for token in first.candidates[:2]]
     scheduler.release(root.number)
     for child, result in zip(children, scheduler.step(), strict=True):
@@ -441,7 +441,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a " * 20_000}, "tokens and one generated token exceed the limit of 512"),
     ],
 )
-def test_what_is_wrong_ends_the_request_and_nothing_else(
+def test_an_error_ends_only_its_own_request(
     scheduler: Scheduler, given: dict[str, Any], message: str
 ) -> None:
     scheduler.add(1, **given)

@@ -26,9 +26,7 @@ def rendered(source: str, **given: Any) -> str:
         ('{%- set roles = ["system", "developer"] -%}' + ROLES, "developer"),
     ],
 )
-def test_developer_is_the_system_where_the_template_does_not_know_it(
-    source: str, role: str
-) -> None:
+def test_developer_becomes_system_where_the_template_lacks_it(source: str, role: str) -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert rendered(source, messages=messages) == f"{role}:x;"
 

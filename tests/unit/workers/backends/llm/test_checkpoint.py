@@ -95,7 +95,9 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+def test_unknown_checkpoints_are_refused(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, "config.json", **more)
     with pytest.raises(InvalidArgument) as raised:
@@ -134,11 +136,11 @@ def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], mess
 def test_fields_have_the_effects_and_defaults_of_transformers(
     family: str, more: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    given = {
+    fields = {
         name: setting for name, setting in config(family, **more).items() if setting is not ...
     }
     problems: list[str] = []
-    architecture = Architecture.of(given, problems)
+    architecture = Architecture.of(fields, problems)
     assert architecture is not None, problems
     assert {name: getattr(architecture, name) for name in expected} == expected
 
@@ -150,7 +152,7 @@ def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) ->
         assert f"{name} is missing" in raised.value.message
 
 
-def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
+def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
     checkpoint = Checkpoint.open(path)
@@ -219,7 +221,7 @@ def test_instances_on_one_device_share_its_memory(
         ({"draft_model": "other"}, {}, "'other' has a different vocabulary"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(
+def test_the_error_names_a_checkpoint_that_cannot_be_loaded(
     folder: Folder, tmp_path: Path, engine: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:
     write_folder(tmp_path / "other" / "2", vocab_size=330)

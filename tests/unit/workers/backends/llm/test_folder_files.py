@@ -186,7 +186,7 @@ SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
     ("spaces", "files"),
     [*((False, file) for file in FILES), *((True, file) for file in SPACED)],
 )
-def test_tokens_are_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
+def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
         (path / "tokenizer.json").write_text(spaced())
@@ -263,7 +263,7 @@ def test_each_field_in_the_guide_is_tested() -> None:
         ({SETTINGS: {"eos_token": "[new]"}}, (0,)),  # the model lacks this token
     ],
 )
-def test_ends_are_those_of_the_model_and_of_the_tokenizer(
+def test_end_tokens_come_from_the_model_and_the_tokenizer(
     tmp_path: Path, files: dict[str, dict[str, Any]], ends: tuple[int, ...]
 ) -> None:
     path = write_folder(tmp_path / "m")
@@ -420,7 +420,7 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(folder: Folder, name: str) -> None:
+def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
     template, messages, more = TEMPLATES[name]
     reference, mine = AutoTokenizer.from_pretrained(folder()), Checkpoint.open(folder())
     prompted = not more.get("continue_final_message")
@@ -523,7 +523,7 @@ def test_one_of_several_templates_is_used(
         (ROLES, [{"role": "user", "content": [{"type": "image"}]}], {}, "'image' is not 'text'"),
     ],
 )
-def test_what_a_template_does_not_take_is_an_error(
+def test_messages_that_a_template_refuses_are_an_error(
     template: str, messages: list[dict[str, Any]], more: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument) as raised:

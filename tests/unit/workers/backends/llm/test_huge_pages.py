@@ -17,7 +17,7 @@ _ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
 
 
 @given(_ranges, _ranges)
-def test_what_is_without_others(
+def test_the_difference_of_address_ranges(
     ranges: list[tuple[int, int]], others: list[tuple[int, int]]
 ) -> None:
     def addresses(of: list[tuple[int, int]]) -> set[int]:
@@ -33,7 +33,7 @@ def _huge_bytes() -> int:
     return int(re.findall(r"AnonHugePages: +(\d+) kB", rollup)[0]) * 1024
 
 
-def test_what_is_allocated_meanwhile_is_moved() -> None:
+def test_memory_allocated_during_a_move_is_moved() -> None:
     size = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
     if not size.exists() or int(size.read_text(encoding="ascii")) > 2 * MIB:
         pytest.skip("no huge pages of 2 MiB here")

@@ -33,11 +33,11 @@ def cleared() -> None:
     schedules.alone.cache_clear()
 
 
-def test_texts_are_distributed_as_those_of_transformers() -> None:
+def test_texts_are_distributed_as_with_transformers() -> None:
     assert sampling.run(512)
 
 
-def test_what_a_draft_has_proposed_does_not_change_the_distribution() -> None:
+def test_proposals_of_a_draft_do_not_change_the_distribution() -> None:
     assert speculation.run(2_500)
 
 

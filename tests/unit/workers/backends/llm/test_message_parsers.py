@@ -214,7 +214,7 @@ def test_calls_that_are_malformed_late(case: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_text_is_parsed_alike_in_any_chunks(family: str) -> None:
+def test_any_split_of_a_text_is_parsed_to_the_same(family: str) -> None:
     draw = random.Random(family)
     pieces = [
         piece for case in (GOOD, BAD) for each in case.values() for piece in split(str(each[1]), 7)
@@ -305,7 +305,7 @@ HINTS = {
 
 
 @pytest.mark.parametrize("template", HINTS)
-def test_parsers_are_those_of_the_template(template: str) -> None:
+def test_the_parsers_are_chosen_from_the_template(template: str) -> None:
     assert parsers_of([template]) == HINTS[template]
 
 

@@ -92,12 +92,12 @@ class Lone:
         forward_pass = Pass(self.cache.block_size)
         for tokens, start, table in rows:
             forward_pass.add(tokens, start, table, len(tokens) > 1 and not drafted)
-        wanted = list(range(len(forward_pass.tokens)))
-        return self.model.forward(forward_pass, self.cache, self.attention, wanted)
+        expected = list(range(len(forward_pass.tokens)))
+        return self.model.forward(forward_pass, self.cache, self.attention, expected)
 
 
 @pytest.mark.parametrize(("family", "more"), VARIANTS)
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     folder: Folder, family: str, more: dict[str, Any]
 ) -> None:
     path = folder(family, **more)
@@ -129,7 +129,7 @@ def test_a_wrong_block_is_seen(folder: Folder) -> None:
     ("chunk", "block_size", "shuffled", "disturbance"),
     [(16, 4, False, ""), (1, 1, True, ""), (7, 4, True, "recompute"), (64, 16, True, "swap")],
 )
-def test_greedy_texts_are_those_of_transformers(
+def test_greedy_texts_equal_those_of_transformers(
     folder: Folder,
     tmp_path: Path,
     family: str,
@@ -188,7 +188,7 @@ def test_logits_of_a_long_prompt_are_the_same_bits_wherever_it_is_cut(
     assert torch.equal(lone.chunks(tokens, size, table), lone.chunks(tokens, 400, table))
 
 
-def test_logits_of_some_rows_are_those_of_all(folder: Folder) -> None:
+def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     lone = Lone(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
@@ -196,10 +196,10 @@ def test_logits_of_some_rows_are_those_of_all(folder: Folder) -> None:
     rows = Pass(16)
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
-    for wanted in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
+    for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
         given = rows.only(list(range(124)))
-        logits = lone.model.forward(given, lone.cache, lone.attention, wanted)
-        assert torch.equal(logits, every[wanted])
+        logits = lone.model.forward(given, lone.cache, lone.attention, expected)
+        assert torch.equal(logits, every[expected])
 
 
 def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:

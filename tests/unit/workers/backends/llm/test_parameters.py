@@ -56,7 +56,7 @@ def settings(**given: Any) -> GenerationParameters:
         ({"nobody_knows": 1}, "n", 1),
     ],
 )  # fmt: skip
-def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -> None:
+def test_valid_parameters_are_accepted(given: dict[str, Any], field: str, value: Any) -> None:
     assert getattr(settings(**given), field) == value
 
 
@@ -100,7 +100,7 @@ def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -
         ({"top_p": 2, "top_k": -5}, "top_p: 2 is not a number from 0.0 to 1.0; top_k: -5 is not"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         settings(**given)
     assert message in raised.value.message
@@ -111,3 +111,10 @@ def test_a_model_has_defaults_and_seeds_differ() -> None:
     parameters = parse({"top_k": 2}, defaults, 100)
     assert (parameters.temperature, parameters.top_k, parameters.max_tokens) == (0.3, 2, 9)
     assert settings().seed != settings().seed
+
+
+def test_parameters_of_the_server_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    parse({"explain": True, "timeout": 1, "user": "a"}, {}, 10)
+    assert caplog.text == ""
+    parse({"explains": True}, {}, 10)
+    assert "unknown parameter 'explains'" in caplog.text

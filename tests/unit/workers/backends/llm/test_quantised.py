@@ -340,7 +340,7 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
         (lambda w: ({"weight": w, "weight_scale": w[:, :1]}, w), FP8, "q_proj.weight is F32, but"),
     ],
 )
-def test_what_is_not_known_is_refused(
+def test_unknown_quantisations_are_refused(
     tmp_path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any], message: str
 ) -> None:
     folder_of(tmp_path / "m", make, given)

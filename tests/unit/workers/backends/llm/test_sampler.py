@@ -69,7 +69,7 @@ def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Te
     return probabilities
 
 
-def test_distributions_are_those_of_transformers() -> None:
+def test_distributions_equal_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(SETTINGS), VOCABULARY, generator=generator) * 2
     rows = [made(**settings) for settings in SETTINGS]
@@ -100,7 +100,7 @@ def test_only_allowed_tokens_are_sampled() -> None:
     assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 31, 34]
 
 
-def test_draws_depend_on_seed_sample_and_place_alone() -> None:
+def test_draws_depend_only_on_seed_sample_and_position() -> None:
     logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
     rows = [made(seed=seed, temperature=1.5) for seed in range(8)]
     together, _ = sampler.sample(logits, rows)
@@ -130,12 +130,12 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     assert sampler.sample(logits, mixed)[0] == [7] * 3
 
 
-def test_logprobs_are_those_of_the_model() -> None:
+def test_logprobs_are_computed_from_the_models_logits() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     first, second = sampler.logprobs(logits, [4, 5], 3)
-    wanted = logits.log_softmax(-1)
-    assert first.logprob == pytest.approx(wanted[0, 4].item())
-    best = wanted[1].topk(3)
+    expected = logits.log_softmax(-1)
+    assert first.logprob == pytest.approx(expected[0, 4].item())
+    best = expected[1].topk(3)
     assert second.top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     tokens, scores = sampler.candidates(logits[0], 4)
     assert scores == sorted(scores, reverse=True) and len(tokens) == 4
@@ -184,7 +184,7 @@ def test_requests_without_a_grammar_pay_nothing(
         assert calls == {"matcher": 1, "allowed_tokens": rows, "_bits": rows, "_mask": rows}
 
 
-def test_the_tokens_allowed_and_those_of_bad_words() -> None:
+def test_allowed_tokens_and_bad_words() -> None:
     logits = torch.zeros(2, 10)
     free = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
     banned = GenerationParameters(forbidden=lambda tokens: [4, len(tokens), 4])

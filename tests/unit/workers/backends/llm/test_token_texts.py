@@ -66,7 +66,7 @@ def test_a_prompt_and_what_follows_are_the_decoding_of_all(
             assert echoed + "".join(pieces) == texts.decode(tokens, skip)
 
 
-def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer: Tokenizer) -> None:
+def test_the_bytes_of_tokens_join_to_their_text(tokenizer: Tokenizer) -> None:
     texts, text = TokenTexts(tokenizer), "sea 😀é, 東"
     tokens = tokens_of(tokenizer, text)
     assert b"".join(map(texts.bytes_of, tokens)) == text.encode()
@@ -85,13 +85,13 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     tokens = tokens_of(tokenizer, text)
     starts = [text.encode()[: sum(len(texts.bytes_of(token_id)) for token_id in tokens[:index])]
               for index in range(len(tokens))]  # fmt: skip
-    wanted = [len(token_id.decode(errors="ignore")) for token_id in starts]
-    assert texts.offsets(tokens, text, True) == wanted
+    expected = [len(token_id.decode(errors="ignore")) for token_id in starts]
+    assert texts.offsets(tokens, text, True) == expected
     detokenizer, pieces = Detokenizer(texts, True), []
     for token_id in tokens:
         pieces.append(detokenizer.position)
         detokenizer.add(token_id)
-    assert pieces == wanted
+    assert pieces == expected
 
 
 def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
@@ -103,9 +103,7 @@ def test_a_stripped_space_and_a_skipped_token_have_no_place() -> None:
 
 
 @pytest.mark.parametrize("words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]])
-def test_the_forbidden_tokens_are_those_that_complete_a_bad_word(
-    tokenizer: Tokenizer, words: list[str]
-) -> None:
+def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: list[str]) -> None:
     texts, chance = TokenTexts(tokenizer), random.Random(0)
     bad = BadWords(words, texts)
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]

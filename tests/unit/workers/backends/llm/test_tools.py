@@ -163,7 +163,7 @@ def test_strict_calls_follow_a_grammar_from_their_tag_on(
 
 
 @pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
-def test_calls_come_after_reasoning(special: tuple[str, ...]) -> None:
+def test_calls_follow_the_reasoning(special: tuple[str, ...]) -> None:
     test_tokenizer, draw = tokenizer(*special), random.Random(2)
     settings: Any = {"reasoning": "qwen3", "tool_choice": "required", "parallel_tool_calls": False}
     for prompt, begin in (("", "<think>\n"), ("<|model|><think>\n", ""), ("", "")):
