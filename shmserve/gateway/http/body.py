@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -114,14 +114,17 @@ async def read_json(
     """
     body = Body(request, gateway.settings, gateway.body_budget)
     limit = gateway.settings.max_input_size
-    source = body.inflated() if body.compressed() else body.read_pieces(limit, JSON_TOO_LARGE)
     try:
-        pieces = [piece async for piece in source]
-        if parse_large is not None and sum(map(len, pieces)) > LARGE:
+        if body.compressed():
+            pieces, size = await body.inflate_pieces()
+        else:
+            pieces, size = await body.read_pieces(limit, JSON_TOO_LARGE)
+        if parse_large is not None and size > LARGE:
             return await parse_large(pieces)
         raw = b"".join(pieces)
     finally:
-        body.arrival.release_budget()
+        if body.arrival.received:
+            body.arrival.release_budget()
     return parse(raw) if raw or required else {}
 
 
@@ -218,12 +221,14 @@ class Body:
     async def read(self, limit: int, too_large: str) -> bytes:
         """Return the whole body, as `read_pieces` does."""
         try:
-            return b"".join([piece async for piece in self.read_pieces(limit, too_large)])
+            return b"".join((await self.read_pieces(limit, too_large))[0])
         finally:
             self.arrival.release_budget()
 
-    async def read_pieces(self, limit: int, too_large: str) -> AsyncIterator[bytes]:
-        """Yield the pieces of the body. They count in the budget until it is released.
+    async def read_pieces(self, limit: int, too_large: str) -> tuple[list[bytes], int]:
+        """Return the pieces of the body, and their total size.
+
+        The pieces count in the budget until `arrival.release_budget`.
 
         Args:
             limit: The largest size in bytes.
@@ -236,37 +241,40 @@ class Body:
         if self.declared > limit:
             raise BodyTooLarge(too_large.format(size=self.declared, limit=limit))
         content = self.received_whole()
-        size = 0
-        while piece := (await self.next() if content is None else content):
+        pieces: list[bytes] = [] if content is None else [content]
+        size = len(content or b"")
+        while content is None and size <= limit and (piece := await self.next()):
+            pieces.append(piece)
             size += len(piece)
-            if size > limit:
-                raise BodyTooLarge(too_large.format(size=size, limit=limit))
-            if content is None:
-                self.arrival.reserve(len(piece))
-            else:
-                content = b""
-            yield piece
+            self.arrival.reserve(len(piece))
+        if size > limit:
+            raise BodyTooLarge(too_large.format(size=size, limit=limit))
+        return pieces, size
 
     async def inflate(self) -> bytes:
-        """Return the decompressed body, as `inflated` does."""
+        """Return the decompressed body, as `inflate_pieces` does."""
         try:
-            return b"".join([piece async for piece in self.inflated()])
+            return b"".join((await self.inflate_pieces())[0])
         finally:
             self.arrival.release_budget()
 
-    async def inflated(self) -> AsyncIterator[bytes]:
-        """Yield the pieces of the decompressed body, which has at most `max_input_size` bytes.
+    async def inflate_pieces(self) -> tuple[list[bytes], int]:
+        """Return the pieces and the size of the decompressed body, at most `max_input_size`.
 
         Raises:
             ShmserveError: As in `read_pieces`.
         """
         inflater = Inflater(self._max_input_size)
+        pieces: list[bytes] = []
+        size = 0
         while chunk := await self.next():
             for piece in inflater.feed(chunk):
+                pieces.append(piece)
+                size += len(piece)
                 self.arrival.reserve(len(piece))
-                yield piece
                 await asyncio.sleep(0)
         inflater.finish()
+        return pieces, size
 
     # --- the first part, and the rest into allocated memory
 

@@ -39,7 +39,7 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     encode_error_json,
 )
-from shmserve.gateway.http.openai.bodies import generates, parse_prompts
+from shmserve.gateway.http.openai.bodies import generates, packed_tensor, parse_prompts
 from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count
@@ -232,7 +232,7 @@ def _tensor(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferI
     if type(value) is Packed:
         shape = _shape(value.count, dims)
         if shape is not None and value.datatype == datatype and value.kind != "messages":
-            return InferInput(name, datatype, shape, value.count, value.pieces)
+            return packed_tensor(name, [value], shape)
         value = value.value()
     values = value if type(value) is list else [value]
     shape = _shape(len(values), dims)

@@ -277,13 +277,13 @@ async def build_in_turns(
 ) -> BuiltRequest:
     """Build the request as `build_request` does, but copy tensors in pieces.
 
-    Other requests are handled between two pieces. The `data` of a tensor in pieces is a list.
+    Other requests are handled between two pieces. The `data` of a tensor with a `binary_size` is
+    the list of its pieces.
     """
     pieces: list[bytes] = []
     for tensor in request.inputs:
-        if type(tensor.data) is list:
+        if tensor.binary_size >= 0:
             pieces += tensor.data
-            tensor.binary_size = sum(map(len, tensor.data))
             tensor.data = None
     if not pieces:
         return build_request(gateway, model, request)

@@ -193,12 +193,19 @@ def tensor(
     name: str, datatype: str, values: Sequence[Any], shape: Sequence[int] = ()
 ) -> InferInput:
     """Return an input with these values, of one dimension unless a shape is given."""
-    packed = [each for each in values if type(each) is Packed]
-    count = sum(each.count for each in packed) or len(values)
-    data: Any = [piece for each in packed for piece in each.pieces]
-    if not packed:
-        data = decode(list(values), datatype, count, name)
+    data: Any = None
+    count = len(values)
+    data = decode(list(values), datatype, count, name)
     return InferInput(name, datatype, tuple(shape) or (count,), count, data)
+
+
+def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()) -> InferInput:
+    """Return an input with the prompts of a large body."""
+    count = sum(each.count for each in values)
+    pieces = [piece for each in values for piece in each.pieces]
+    size = sum(each.byte_size for each in values)
+    shape = tuple(shape) or (count,)
+    return InferInput(name, values[0].datatype, shape, count, pieces, size)
 
 
 async def read(
@@ -325,7 +332,7 @@ def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
         behind = b"," + orjson.dumps(variables)[1:] if variables else b""
         size = len(before) + messages.byte_size + len(behind)
         pieces = [size.to_bytes(4, "little") + before, *messages.pieces, behind]
-        return InferInput("messages", "BYTES", (1,), 1, pieces)
+        return InferInput("messages", "BYTES", (1,), 1, pieces, size + 4)
     chat = {"messages": messages, **variables} if variables else messages
     return tensor("messages", "BYTES", [orjson.dumps(chat).decode()])
 
@@ -361,11 +368,12 @@ def _text_request(
 
 def _prompts(model: GatewayModel, value: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
-    values = [value] if are_tokens(value) or type(value) is not list else value
-    check_count("prompt", values)
+    values = [value] if type(value) is not list or are_tokens(value) else value
     if not values:
         raise InvalidArgument("prompt: the list is empty; at least one prompt is required")
-    prompts = list(map(_prompt, values))
+    if values is value:
+        check_count("prompt", values)
+    prompts = list(map(prompt, values))
     if len(prompts) > 1:
         _check_capacity(model, len(prompts))
     return prompts
@@ -388,15 +396,20 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def _prompt(value: Any) -> InferInput:
-    is_packed = type(value) is Packed
-    if type(value) is str or (is_packed and value.kind == "text"):
+def prompt(value: Any) -> InferInput:
+    """Return the input of a text or of a list of tokens."""
+    if type(value) is str:
         return tensor("text_input", "BYTES", [value])
+    is_packed = type(value) is Packed
+    if is_packed and value.kind == "text":
+        return packed_tensor("text_input", [value])
     if is_packed or are_tokens(value):
         token = value.fault if is_packed else wrong_token(value)
         if token is not None:
             raise InvalidArgument(f"prompt: {token} is not a token")
-        return tensor("input_ids", "INT32", [value] if is_packed else value)
+        if is_packed:
+            return packed_tensor("input_ids", [value])
+        return tensor("input_ids", "INT32", value)
     raise InvalidArgument(
         f"prompt: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
     )

@@ -113,17 +113,20 @@ async def _vectors(
     request: HttpRequest,
     model: GatewayModel,
     embedder: Embedder,
-    texts: list[str],
+    texts: list[Any],
 ) -> list[np.ndarray[Any, Any]]:
     """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
     shape = (len(texts), *embedder.dims) if embedder.max_texts else embedder.dims
-    text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
+    if type(texts[0]) is Packed:
+        text_input = bodies.packed_tensor(embedder.text, texts, shape or (1,))
+    else:
+        text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
     outputs = await _infer(gateway, request, model, text_input, [embedder.vector], {})
     vectors = outputs[embedder.vector].astype(np.float32)
     return list(vectors.reshape(len(texts), -1))
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: Any) -> list[Any]:
     texts = value if type(value) is list else [value]
     if not texts or not all(
         type(each) is str or (type(each) is Packed and each.kind == "text") for each in texts
@@ -205,7 +208,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         variables = {name: fields[name] for name in CONVERSATION & fields.keys()}
         prompt = bodies.conversation(fields, variables)
     elif "prompt" in fields:
-        prompt = bodies.tensor("text_input", "BYTES", [bodies.checked(fields, "prompt", str, "")])
+        prompt = bodies.prompt(bodies.checked(fields, "prompt", str, ""))
     else:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}

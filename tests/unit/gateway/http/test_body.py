@@ -208,8 +208,8 @@ def test_a_tensor_in_pieces_is_copied_between_other_requests(
     arriving = tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
     arriving.built_request = "built"  # type: ignore[attr-defined]
     monkeypatch.setattr(prepare, "reserve_tensors", lambda *_: arriving)
-    large = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"])
-    request = InferRequest("", [large, InferInput("B", "BYTES", (1,), 1, [b"f"])], [])
+    large = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"], 5)
+    request = InferRequest("", [large, InferInput("B", "BYTES", (1,), 1, [b"f"], 1)], [])
 
     async def others() -> None:
         while True:
