@@ -13,14 +13,14 @@ import pytest
 from tests.support.servers import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
-# What of ours the files in a folder may import.
+# Modules that every file may import.
 LEAVES = ("shmserve.errors", "shmserve.logs")
 ROOMS = {
     "ipc": (*LEAVES, "shmserve.ipc"),
     # shmserve.model is the annotations that a user's model imports; it imports nothing of ours.
     "workers": (*LEAVES, "shmserve.ipc", "shmserve.workers", "shmserve.model"),
 }
-# Unpickling runs code of whoever wrote the bytes; these hide a pickle inside.
+# Unpickling runs code from the pickle; these modules contain a pickle format.
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # A program may send a region to its own processes: its descriptor is duplicated.
 DUPLICATED = ("shmserve/client/memory/region.py", "multiprocessing.reduction.DupFd")

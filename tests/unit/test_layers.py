@@ -8,14 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # shmserve/ipc and shmserve/workers are links to these folders at the root.
 FOLDERS = {"shmserve": "shmserve", "shmserve.ipc": "ipc", "shmserve.workers": "workers"}
-FOLDERS["bench"] = "bench"  # no room of the server's, but without circles, too
-# What every room may import; they import nothing of ours themselves.
+FOLDERS["bench"] = "bench"  # bench is no room of the server, but must be free of cycles, too
+# Modules that every room may import, and which import no module of the project.
 LEAVES = {"shmserve", "shmserve.errors", "shmserve.logs", "shmserve.model"}
-# What a process is told at its start: the records that whoever starts it makes.
+# The start records of processes, which are created by the starting process.
 STARTS = {"shmserve.gateway.settings", "shmserve.scheduler.settings"}
 
-# room -> the rooms it may import besides itself; "x.*" is x and every room in it. From below to
-# above: a room that is not listed may import nothing, and nobody may import it.
+# room -> the rooms that it may import besides itself; "x.*" is x and every room in it. The order
+# is from low to high: a room that is not listed may neither import nor be imported.
 LAYERS: dict[str, tuple[str, ...]] = {
     # the words and the memory that processes share
     "ipc.transport": (),
@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.backends.llm": ("ipc.*", "workers.*"),
     "workers.backends.vllm": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
-    # what the control plane's processes share
+    # shared by the control plane's processes
     "common": (),
     "proto": (),
     "model_config.syntax": ("common", "model_config"),
@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),
     "scheduler.hosting": ("ipc.*", "common", "scheduler.*"),
     "scheduler": ("ipc.*", "common", "scheduler.*"),
-    # a gateway's process: no listener knows another one, and what they share knows none
+    # a gateway's process: no listener imports another one, and their common modules import none
     "gateway.inference": ("ipc.*", "gateway"),
     "gateway.api": ("ipc.*", "common", "gateway"),
     "gateway": ("ipc.*", "common", "gateway.inference"),
@@ -103,10 +103,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "common", "config", "client"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf", "protocols"),
     ),
-    # a replica of Ray Serve, which has a server
+    # a replica of Ray Serve, which starts a server
     "ray": ("ipc", "config", "cli"),
     "__main__": ("cli",),
-    # what a script or a test imports to have a server: modules of the package itself
+    # starts a server from a script or a test: modules of the package itself
     "": ("client",),
 }
 

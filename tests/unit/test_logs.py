@@ -54,7 +54,7 @@ def test_each_switch_is_for_its_level_alone(capsys: Capture, switches: tuple[boo
     logs.configure("role", settings)
     say()
     assert words(capsys) == expected
-    # A change says the same as a start, and what is shown by none costs no record.
+    # A change logs the same as a start, and a hidden message costs no record.
     logs.configure("role", LogSettings())
     logs.apply(settings)
     words(capsys)
@@ -218,7 +218,7 @@ def test_a_journal_has_fields(journal: socket.socket, capfd: pytest.CaptureFixtu
     }
     say()
     assert [entry["PRIORITY"] for entry in entries(journal)] == ["7", "6", "4", "3", "3"]
-    assert capfd.readouterr().err == ""  # which is the journal's, too
+    assert capfd.readouterr().err == ""  # stderr is the journal's, too
 
 
 def test_records_about_a_model_name_it(journal: socket.socket) -> None:

@@ -220,7 +220,7 @@ def test_unregister_in_flight(
         running = client.async_infer("twice", inputs, outputs=outputs)
         until_it_runs()
         client.unregister_cuda_shared_memory("r")
-        (listed,) = client.get_cuda_shared_memory_status()  # while it is in use
+        (listed,) = client.get_cuda_shared_memory_status()  # the region is in use
         assert listed["name"] == "r"
         with pytest.raises(InferenceServerException, match="Unable to find"):
             infer(client)

@@ -46,8 +46,8 @@ class Model(torch.nn.Module):
         torch.cuda._sleep(300_000_000)
         return x * 2
 """
-# The first value says what it does: 1 asks for more memory than any device has, 2 makes CUDA fail
-# for good in this process.
+# The first value selects the fault: 1 asks for more memory than any device has, 2 breaks CUDA in
+# this process.
 FRAGILE = """
 import torch
 
@@ -81,7 +81,7 @@ class TritonPythonModel:
             made.append(pb.InferenceResponse([pb.Tensor.from_dlpack("y", y)]))
         return made
 """
-# In host memory, whatever the client's tensors are in.
+# The model's tensors are in host memory, wherever the client's are.
 HOST = """
 import triton_python_backend_utils as pb
 

@@ -50,7 +50,8 @@ MODELS = {
     "gpu": (GPU, CONFIG % ("pytorch", "KIND_GPU")),
     "host": (HOST, CONFIG % ("python", "KIND_CPU")),
 }
-# Exports; on a line of input frees that, allocates as much again, and exports it.
+# A program that exports memory. On a line of input it frees the memory, allocates the same size
+# again, and exports it.
 EXPORTER = """
 import sys, tritonclient.utils.cuda_shared_memory as shm, numpy as np
 value = 3
@@ -126,7 +127,7 @@ def test_regions_of_64_bytes(client: Any, shm: Any, model: str) -> None:
             for at, value in ((k, 10 * k), (k + 1, 10 * k + 1)):
                 result = shm.get_contents_as_numpy(regions[at], np.int32, [N])
                 assert (result == value).all(), (at, result)
-        client.unregister_cuda_shared_memory("r0")  # closes one of those in the block
+        client.unregister_cuda_shared_memory("r0")  # closes one of the regions in the block
         infer(client, model, "r2", "r7")
         assert (shm.get_contents_as_numpy(regions[7], np.int32, [N]) == 21).all()
         client.register_cuda_shared_memory("r0", handles[0], 0, N * 4)

@@ -204,7 +204,7 @@ def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
         for _ in range(5):
             shared_object.write(bytes(SIZE), SIZE)
             http.register("over", shared_object.key, 2 * SIZE).ok()
-            for _ in range(2):  # the second time by what the first left
+            for _ in range(2):  # the second request uses the schema of the first
                 infer_in(client, "over")
             assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
             listed = client.get_system_shared_memory_status().regions
@@ -324,7 +324,7 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) ->
             for path, rpc in RPCS.items():
                 if rpc.scope == "health":
                     continue
-                # Many: of some calls gRPC's own way is asked for, of most ours.
+                # Some calls use gRPC's general code path, and most use the fast one.
                 calls = [channel.stream_stream(path)(nothing(), timeout=15) for _ in range(70)]
                 for call in calls:
                     with pytest.raises(grpc.RpcError):

@@ -259,7 +259,7 @@ def unload() -> Any:
 
 EXPLICIT = (
     "explicit model load / unload is not allowed if polling is enabled (--model-control-mode is "
-    "none, and has to be explicit)"
+    "none; restart the server with explicit)"
 )
 NO_REPOSITORY = "'repository_name' specification is not supported"
 OTHERS: dict[str, tuple[str, Any, str, str]] = {

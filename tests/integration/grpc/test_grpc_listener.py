@@ -100,7 +100,7 @@ def test_the_shells_client_with_tls(
     certificate = (f"--client-cert={keys}/client.pem", f"--client-key={keys}/client.key")
     assert client.run(["ready", url, root, *certificate]) == 0
     assert capsys.readouterr().out == '{"ready": true}\n'
-    # Without --url it finds where the server listens; here only gRPC is left.
+    # Without --url the command reads the server's addresses; only gRPC remains here.
     endpoints.addresses(mutual.run_dir).write_text(f"grpcs://localhost:{mutual.grpc_port}\n")
     run_dir = f"--run-dir={mutual.run_dir}"
     assert client.run(["config", "simple", run_dir, root, *certificate]) == 0
@@ -346,7 +346,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert next(health) == b"\x08\x02"
         until("nobody is let in", lambda: refuses(server.grpc_port))
-        with idle_sock:  # told to go, and nobody comes any more
+        with idle_sock:  # the gateway is draining, and no new connection arrives
             said = b""
             while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in said:
                 piece = idle_sock.recv(65536)

@@ -40,7 +40,7 @@ CONNECTIONS = 1000
 STREAMED = 10_000
 RAW = simple_request().SerializeToString()
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-ENCODINGS = {  # by gRPC's numbers for them
+ENCODINGS = {  # gRPC's numbers of the encodings
     "gzip": (grpc.Compression.Gzip, 0b101),
     "deflate": (grpc.Compression.Deflate, 0b011),
 }

@@ -80,7 +80,7 @@ def live(port: int, asked: Counter[str]) -> None:
     """Query liveness on a new connection; repeat it if the connection is lost."""
     while True:
         try:
-            # Nobody is refused, and who is let in is answered unless the gateway dies.
+            # No connection is refused, and an accepted one is answered unless the gateway exits.
             with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
                 head = frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ServerLive"))
                 sock.sendall(OPENED + head + frame(DATA, END_STREAM, 1, message(b"")))

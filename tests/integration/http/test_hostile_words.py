@@ -196,7 +196,7 @@ def test_over_grpc(server: Server, word: str) -> None:
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 ask(request, timeout=20)
-            # An error's text is in a header, and those have a limit.
+            # The text of an error is in a header, whose size is limited.
             assert refused.value.code() is not grpc.StatusCode.UNKNOWN
             assert refused.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
 

@@ -81,7 +81,7 @@ def test_the_shells_client_shows_a_token_and_a_header(
     guarded: Server, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token, header = f"--token-file={folder / 'tokens'}", "--header=admin-key: let-me"
-    here = f"--run-dir={guarded.run_dir}"  # of which HTTP is known, too
+    here = f"--run-dir={guarded.run_dir}"  # the HTTP address is known, too
     assert client.run(["config", "identity", here, token, header]) == 0
     assert '"name": "identity"' in capsys.readouterr().out
     for shown, text in (

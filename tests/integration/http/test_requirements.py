@@ -28,7 +28,7 @@ ROW = np.array([1], np.int32)
 ASKED = {"inputs": [json_input("INPUT0", ROW)]}
 
 
-# What the models of this server are told.
+# The headers that this server forwards to its models.
 FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
 
 
@@ -103,7 +103,7 @@ def test_every_process_has_a_title(server: Server) -> None:
     assert set(titles.values()) == {1}
 
 
-# What a client must not say through a parameter, or what a header must not say for it.
+# Names that a client must not set, as a parameter or as a forwarded header.
 HEADERS = {
     "sequence_id": "7",
     "sequence_start": "true",
@@ -176,7 +176,8 @@ def test_a_model_name_cannot_leave_the_repository(
     spelled = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
-    # A good name may be that of a model that is only in a request, but not of what is elsewhere.
+    # A valid name may be that of a model whose files are in the request, but not of a folder
+    # elsewhere.
     for parameters in ({},) if name in GOOD else ({}, override):
         reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body

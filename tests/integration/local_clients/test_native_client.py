@@ -233,7 +233,7 @@ def test_regions_are_checked(client) -> None:
         wrong = "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
         with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
             client.infer("rows", region)
-    # Strings go where there is room for them.
+    # Strings are written in place if they fit.
     words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
     result = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
     assert result["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]

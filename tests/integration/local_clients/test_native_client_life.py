@@ -149,7 +149,7 @@ def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
     threading.Timer(0.1, waiting.cancel).start()
     assert concurrent.futures.wait([waiting], 10).done == {waiting}
     assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
-    gated.wait_pending("gated", 0)  # the server hears of it later than they do
+    gated.wait_pending("gated", 0)  # the server detects the exit later than the threads
     visit.release()
     assert blocker.result(20)
 
@@ -377,7 +377,7 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
         kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
         assert all((result["OUTPUT0"] == x).all() for result in kept)
         assert (asyncio.run(talk()) == x).all()
-        del kept  # which keep their memory
+        del kept  # the results keep their memory
         until("nothing is left", lambda: state() == before, 10)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated.run_dir)
@@ -453,7 +453,7 @@ def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) 
         if ends == "the server":
             connection._link._socket.send(b"what is no message")
         closing = threading.Thread(target=client.close)
-        with connection._lock:  # nobody is woken
+        with connection._lock:  # no thread is woken
             if ends == "the client":
                 closing.start()
             error = outcome.exception(20)
@@ -512,7 +512,7 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
         except BaseException as error:
             outcome.set_exception(error)
 
-    # What is answered before it has its callback calls that in this thread, which may wait.
+    # The callback of a finished request runs in this thread, which may wait.
     client.infer_async("gated", _value(client, 1)).add_done_callback(callback)
     gated.gate.next().release()
     error = outcome.exception(10)
@@ -546,7 +546,7 @@ def test_a_scheduler_that_is_killed_costs_no_answer(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]
-    gated.gate.next().release()  # its answer is on its way, or lost with the scheduler
+    gated.gate.next().release()  # its answer is in transit, or lost with the scheduler
     gated.find_one("scheduler gated").send_signal(signal.SIGKILL)
     while not all(future.done() for future in futures):
         try:

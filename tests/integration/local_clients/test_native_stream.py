@@ -31,7 +31,7 @@ input [
 ]
 output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1 ] } ]
 """
-# Does one step after the other: a number is sent, SIZE times; the rest are words.
+# Executes the steps in order: a number is sent SIZE times, and the other steps are commands.
 MODEL = """
 import os, threading, time
 import numpy as np

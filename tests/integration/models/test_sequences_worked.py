@@ -202,7 +202,7 @@ def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: Request
         assert all(visit.message["READY"])
     visit.release()
     # The oldest sequences run first, at most one request of each. An ended sequence frees its
-    # place.
+    # slot.
     assert seen == [[1], [2, 3], [4, 1], [4], [4], [5]]
     assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
     assert sums(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

@@ -16,7 +16,7 @@ from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 SIZE = 4 << 20
 LARGE = 100_000  # elements: 400 KB
 CACHED = "response_cache { enable: true }"
-# Adds the number of its executions, so that two of them never give the same.
+# Adds the number of its executions, so that no two executions give the same output.
 COUNTING = """
 self.count = getattr(self, "count", 0) + 1
 return self.response(Y=self.input(request, "X") + np.float32(self.count))

@@ -113,14 +113,14 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert run("install", tmp_path) == 0
     assert not {"written", "updated", "kept"} & set(capsys.readouterr().out.split())
-    # What the operator set is kept, and goes into the unit.
+    # Settings of the operator are kept and written to the unit.
     with file.open("a") as stream:
         stream.write("exit-timeout-secs: 100\n")
     assert run("install", tmp_path) == 0
     captured = capsys.readouterr().out
     assert f"kept       {file}" in captured and "    -exit-timeout-secs: 100\n" in captured
     assert "    -TimeoutStopSec=40\n" in captured and "    +TimeoutStopSec=110\n" in captured
-    # A unit that somebody has changed is not overwritten, but by --force.
+    # A changed unit is overwritten only with --force.
     before = unit.read_text()
     unit.write_text(before.replace("RestartSec=1", "RestartSec=9"))
     assert run("install", tmp_path) == 1
@@ -131,7 +131,7 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run("install", tmp_path, "--force") == 0
     assert unit.read_text() == before
     assert "exit-timeout-secs" in file.read_text()
-    # Another device's drop-in goes.
+    # The drop-in of another device is removed.
     assert run("install", tmp_path, "--device=nvidia") == 0
     drop_ins = {path.name for path in (tmp_path / SYSTEM / "shmserve.service.d").iterdir()}
     assert drop_ins == {"10-nvidia.conf"}

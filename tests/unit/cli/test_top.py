@@ -108,6 +108,6 @@ def test_it_fits_any_terminal(count: int, width: int, height: int, keys: list[st
     lines = shown_of(top, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
     if top.chosen:
-        # What is chosen is on the screen, if not all of its name.
+        # The selected row is on the screen, even if its name is truncated.
         chosen = top.chosen.removesuffix("/1")
         assert any(line.startswith(chosen[: width - 56]) for line in lines)

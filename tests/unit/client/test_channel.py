@@ -249,11 +249,13 @@ def test_answers_are_copied_by_several_at_a_time(
     try:
         os.write(fd, bytes(4095) + b"!")
         place = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
-        gc.collect()  # or it does in the middle: what tests before this one have left
+        # Otherwise the collection may run during the measurement and free objects of earlier
+        # tests.
+        gc.collect()
         before = len(os.listdir("/proc/self/fd"))
         copy()
         assert copies == [b"!", b"!"]
-        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two
+        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two descriptors
     finally:
         os.close(fd)
 
@@ -282,7 +284,7 @@ def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_p
 
         def all_are_there() -> bool:
             numbers.extend(message.id for _, message in router.receive())
-            link.receive()  # sends what was not taken before
+            link.receive()  # sends the messages that were waiting for credit
             return len(numbers) == count
 
         until("all are there", all_are_there, 60)

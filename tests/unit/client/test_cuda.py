@@ -205,7 +205,7 @@ def test_a_region_on_the_device_is_used_in_place(
             assert type(result["y"]) is DeviceView
             assert (region["y"].numpy() == (ROW + turn) * 2).all()
             assert (result["y"].numpy() == (ROW + turn) * 2).all()
-            # Until the model is known to leave its inputs alone they are copied, on the device.
+            # Inputs are copied on the device until the model is known not to write to them.
             assert host.worker.finished.copied_in == (0 if turn else 16)
             assert cuda.asked[-1] == ("synchronize", 1)
         assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes by host memory"
@@ -306,7 +306,8 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     until("workers are told", lambda: bool(host.processes.workers))
     host.drop()
     assert cuda.opened == 0
-    # A request that a worker had not begun by then is not run: nobody would close the handle.
+    # A request that a worker had not begun by then is not run, since no process would close the
+    # handle.
     (reply,) = host.worker.raw_batch([work])
     assert reply.code == "UNAVAILABLE" and cuda.opened == 0
     assert len(exporting.allocated) == 1 and (view.numpy() == 0).all(), "it is the program's"

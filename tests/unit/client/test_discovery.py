@@ -61,7 +61,7 @@ def test_of_two_one_must_be_named(usual: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SHMSERVE_RUN_DIR", str(first.path))
     assert discovery.find(None) == first.path
     monkeypatch.delenv("SHMSERVE_RUN_DIR")
-    # Who was there before goes on there.
+    # A program that knew the former server continues with it.
     assert discovery.find(None, second.path) == second.path
     ended(first)
     assert discovery.find(None) == second.path

@@ -131,7 +131,8 @@ def test_memory_is_freed_if_its_allocation_is_interrupted(
     def interrupted(*_: int) -> None:
         raise KeyboardInterrupt
 
-    gc.collect()  # or it does in the middle: what tests before this one have left
+    # Otherwise the collection may run during the measurement and free objects of earlier tests.
+    gc.collect()
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", interrupted)
@@ -153,7 +154,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     x = np.ones((1, 2_000_000), np.float32)
     region = Region(memories, {"y": ((1, 8192), "FP32")})
     outputs = region if loose else None
-    for _ in range(20):  # of which eight would have all that there may be
+    for _ in range(20):  # eight blocks use all the memory
         with monkeypatch.context() as patch:
             patch.setattr(np, "copyto", interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -47,7 +47,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert (value["http-port"], value["exit-timeout-secs"], value["grpc-port"]) == (2, 7, 8001)
     assert (value["exit-on-error"], value["execution-timeout-secs"]) == (True, 1.5)
     assert (value["model-control-mode"], value["log-verbose"]) == ("poll", 1)
-    assert value["id"] == "2026-01-31"  # a text is what stands there
+    assert value["id"] == "2026-01-31"  # a string is taken literally
 
 
 def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:

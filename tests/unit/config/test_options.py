@@ -127,7 +127,7 @@ def test_unknown_metrics_settings_are_refused(text: str, says: str) -> None:
     assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {says}"
 
 
-# What `tritonserver --help` of version 2.51 lists, and what other versions have.
+# The flags that `tritonserver --help` of version 2.51 lists, and those of other versions.
 TRITONS = """
     allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker
     allow-vertex-ai backend-config backend-directory buffer-manager-thread-count cache-config
@@ -345,7 +345,7 @@ def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture
 def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status: object = cli.main([*verb, "--help"])
-    except SystemExit as end:  # argparse's way
+    except SystemExit as end:  # argparse ends with SystemExit
         status = end.code
     assert status == 0
     captured = capsys.readouterr().out

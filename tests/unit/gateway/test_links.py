@@ -26,7 +26,7 @@ from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferr
 from shmserve.ipc.transport.router import Router
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
-HELD_S = 0.05  # longer than what was read is held for the next request
+HELD_S = 0.05  # later than this a release is not delayed until the next request
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +145,7 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
         assert await rig.receive(4)
         rig.schedulers.handle(rig.endpoint, m.Finished(1, b"", []))
         rig.schedulers.handle(rig.endpoint, m.Finished(2, b"", []))
-        rig.read(answer())  # nothing is in flight with which it could go
+        rig.read(answer())  # no message in flight can carry the release
         await rig.receive(5)
 
     run(tmp_path, read)

@@ -32,7 +32,7 @@ RECORDED = [
 DATATYPES = "BOOL, UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP16, FP32, FP64"
 NO_VERSION = " (a version is an integer)"
 MORE = " (input 'INPUT0': its shape has 16 elements, more are given)"
-# What this server says behind Triton's text of an error.
+# This server's addition to Triton's text of an error.
 AS_A_BODY = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
 ADDED = {
     **dict.fromkeys(("json string", "json null"), AS_A_BODY),
@@ -134,7 +134,7 @@ def one(datatype: str, size: int, data: list[Any]) -> dict[str, Any]:
 HEADER_LENGTH = "Inference-Header-Content-Length"
 IN_REGION = [{"name": "OUTPUT0", "parameters": {"shared_memory_region": "r"}}]
 
-# Where 2.51 is wrong, or a newer one or a safer choice holds.
+# Cases in which 2.51 is wrong, or a newer version or a safer choice differs.
 OURS = {
     ("simple", 400, "[request id: <id_unknown>] output 'OUTPUT0' already exists in request"): (
         simple(outputs=[{"name": "OUTPUT0"}] * 2)

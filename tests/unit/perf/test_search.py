@@ -172,7 +172,7 @@ def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> 
     validate(config, gpu_count=0, complete=True)
     assert search.start(to_dict(config)) == candidate
     assert ("target_p99_ms" in written) == (candidate.strategy == "adaptive")
-    assert in_force(BATCHING) == CONFIG  # which is not touched
+    assert in_force(BATCHING) == CONFIG  # the former configuration is not changed
 
 
 def test_models_without_batching_keep_that_setting() -> None:

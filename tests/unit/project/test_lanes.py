@@ -6,7 +6,7 @@ import pytest
 
 from tests.__main__ import HERE, LANES, MOST_TRIED_AGAIN, Suite
 
-# What each of these does is told by a file that it leaves: the second try finds it.
+# Each test writes a file about its run, which its second try reads.
 TESTS = """
 import os
 from pathlib import Path

@@ -71,7 +71,7 @@ def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
     assert sent.granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
     workspaces.handle(10, ReturnWorkspace(DEVICE, 77, 0))
     assert sent.granted() == [(12, 1, 77, 0)]
-    workspaces.close()  # of which no descriptor is ours
+    workspaces.close()  # the workspaces hold no descriptor of it
 
 
 def test_leases_of_released_memory_are_dropped() -> None:
@@ -219,7 +219,7 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
     def take(granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
             first = waiting.popleft()
-            assert (owner, ticket) == first[:2]  # nobody overtakes
+            assert (owner, ticket) == first[:2]  # no request overtakes an earlier one
             for at, (_, size) in leases.items():
                 assert offset + first[2] <= at or at + size <= offset
             assert offset + first[2] <= CAPACITY
@@ -239,12 +239,12 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
             take(pool.drop(who))
         pool.check_integrity()
         assert pool.waiting == len(waiting)
-        assert leases or not waiting  # with nothing leased, nobody waits
+        assert leases or not waiting  # if nothing is leased, no request waits
     while leases:
         offset, (owner, _) = leases.popitem()
         take(pool.release(owner, offset))
     assert not waiting and pool.used == 0
-    assert pool.ask(9, 0, CAPACITY) == [GrantedLease(9, 0, 0)]  # whole again
+    assert pool.ask(9, 0, CAPACITY) == [GrantedLease(9, 0, 0)]  # the pool is one free range again
 
 
 def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:

@@ -215,9 +215,9 @@ def test_a_protocol_violation_ends_the_connection() -> None:
 def test_a_silent_client_receives_a_ping() -> None:
     async def play(scene: Scene) -> None:
         await scene.clock.advance(1.1)
-        assert not scene.transport.frames()  # nothing is asked of who has no call
+        assert not scene.transport.frames()  # a connection without calls is not probed
         scene.call(1)
-        await scene.clock.advance(1.1)  # something came since the last look
+        await scene.clock.advance(1.1)  # bytes arrived since the last check
         await scene.clock.advance(1.1)
         ((kind, flags, _, payload),) = scene.transport.frames()
         assert (kind, flags) == (PING, 0)
@@ -250,7 +250,7 @@ def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
         await scene.clock.advance(1.2)
         (kind, _, _, last), (ping, _, _, payload) = scene.transport.frames()
         assert (kind, last[:4], ping) == (GO_AWAY, b"\x7f\xff\xff\xff", PING)
-        scene.call(3)  # was on its way
+        scene.call(3)  # the call was already sent
         scene.send(frame(PING, ACK, 0, payload))
         ((kind, _, _, last),) = scene.transport.frames()
         assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))

@@ -166,7 +166,7 @@ def test_the_identity_is_not_part_of_the_fingerprint(
         split_message(plain.SerializeToString()),
     )
     if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
-        assert parts is None  # the long way: it may be too long
+        assert parts is None  # the message may be overlong, so it is parsed completely
         return
     assert parts is not None and expected is not None
     assert parts.identity.is_identity_of(decode_request(made))
@@ -250,4 +250,4 @@ def test_a_template_rejects_other_data(
     outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
     template = ResponseEncoder().create_template(model, b"schema", Inferred(outputs), placed)
     filled = template.fill("7", data)
-    assert filled is None or (placed and len(data) == 2)  # a place may be anything here
+    assert filled is None or (placed and len(data) == 2)  # a memory range may be invalid here

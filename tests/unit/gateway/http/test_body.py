@@ -77,7 +77,7 @@ def arena_of(size: int) -> Iterator[Arena]:
     arena = Arena(size)
     yield arena
     assert not arena.used
-    gc.collect()  # what errors keep of the views
+    gc.collect()  # frees views that exceptions refer to
     arena.close()
 
 
@@ -139,7 +139,7 @@ def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> N
         client.content.feed_data(bytes(100))
         with client.body.arrival.registered_block(holds.release):
             await client.body.next()
-            await clock.advance(0.1)  # as while it is decompressed
+            await clock.advance(0.1)  # as during decompression
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
@@ -188,7 +188,8 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
                 client = Client()
                 holds = resources_in(arena)
                 holds.allocate([16 << 10])
-                stack.callback(holds.release)  # some may stay, where the rest is room enough
+                # Some bodies may stay if the remaining memory suffices.
+                stack.callback(holds.release)
                 stack.enter_context(client.body.arrival.registered_block(holds.release))
                 client.body.arrival._earlier_waits_s = 1.0
             began = time.monotonic()

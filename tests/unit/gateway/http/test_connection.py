@@ -334,7 +334,7 @@ def test_only_an_identical_head_is_reused() -> None:
             await settle()
         return requests
 
-    # The head that comes again is cached, and what is found of it when it comes once more.
+    # A repeated head is cached, together with its route.
     assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
 
 
@@ -395,7 +395,7 @@ async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
         await settle()
     assert len(replies(transport.written)) == 4
     connection.connection_lost(None)
-    # The first request caches the head, which the second finds.
+    # The first request caches the head, and the second one uses it.
     assert (len(repeats.begun), app_of(connection).active) == (2, 0)
 
 
@@ -496,7 +496,7 @@ async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     connection.data_received(known[-2:])
     await settle()
     connection.data_received(known[:-2])
-    connection._check_timeout()  # as if its time were over just now
+    connection._check_timeout()  # as if its time limit had just expired
     await settle()
     connection.data_received(known[-2:])
     await settle()

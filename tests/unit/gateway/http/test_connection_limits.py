@@ -92,7 +92,7 @@ def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> No
     many.arrive()
     assert one.served() == 8
     assert SHARE // 2 <= many.served() <= SHARE
-    # What it may not have is there for others.
+    # Other addresses may use the connections that this one may not.
     another = far(gateway, "127.0.0.4", stack)
     another.open(2)
     assert another.served() == 2

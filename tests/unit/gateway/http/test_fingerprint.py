@@ -162,7 +162,7 @@ def one(data: str, before: str = "", behind: str = "") -> bytes:
 # --- the same as the long way ----------------------------------------------------------------
 
 numbers = st.lists(st.integers(-9, 9), min_size=2, max_size=2)
-# What may stand elsewhere and looks like a tensor's data.
+# Text elsewhere in the request that looks like a tensor's data.
 odd = st.sampled_from(
     (
         *('"id": "\\"data\\": [1, 2]", ', '"id": "\\\\", ', '"more": {"data": [7, 7]}, ', ""),

@@ -327,7 +327,7 @@ def test_an_incomplete_head_ends_the_connection(hasty: Rig, sent: bytes) -> None
         if sent:
             connection.settimeout(20 * SECONDS)
             assert is_closed(connection)
-        else:  # who has said nothing yet may take its time
+        else:  # a connection that has sent nothing may wait
             connection.settimeout(2 * SECONDS)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
@@ -500,7 +500,7 @@ def bomb(name: str) -> bytes:
     not be reached.
     """
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-    # After a full flush the same bytes mean the same again, wherever they stand.
+    # After a full flush the same compressed bytes mean the same at any position.
     block = packer.compress(b" " * (64 * MIB)) + packer.flush(zlib.Z_FULL_FLUSH)
     head = b"\x1f\x8b\x08\0\0\0\0\0\x02\xff" if name == "gzip" else b"\x78\xda"
     return head + block * 160
@@ -578,7 +578,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
         gateway.open()
         gateway.http.get("/v2/health/live").ok()
-        answered = 0  # once the whole body was on its way
+        answered = 0  # counted from the end of the body
         sent, done = threading.Event(), threading.Event()
 
         def parts() -> Iterator[bytes]:
@@ -606,7 +606,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         os.close(fd)
     assert np.array_equal(np.frombuffer(raw, np.float32), values.astype(np.float32))
     assert len(body) > 25 * MIB
-    assert answered > 20  # in one piece, hardly any
+    assert answered > 20  # parsed in one piece, hardly any request would be answered
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -644,7 +644,7 @@ def test_connections_have_a_limit(patient: Rig) -> None:
 
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(raw_connection(patient.port)) for _ in range(70)]
-        # Who was answered may have to make room for one that is accepted only then.
+        # An idle connection may be closed for one that is accepted later.
         answered = [connection for connection in connections if lives(connection)]
         assert 55 <= sum(map(lives, answered)) <= 60
     with raw_connection(patient.port) as connection:

@@ -145,7 +145,7 @@ def test_malformed_json_is_refused(text: bytes) -> None:
         *(("", 0), ("\0", 0), ("{", 1), ("{'a':1}", 1), ('{"a" 1}', 5), ('{"a":1 "b":2}', 7)),
         *(("[1,2", 4), ("[1 2]", 3), ('{"a":1}}', 7), ("}", 0), ("[", 1), ('{"a":+1}', 5)),
         ("[" + "1," * 20_000, 40_001),
-        # Where NaN is none of the faults, the one behind it is.
+        # Where NaN is allowed, the later fault is reported.
         ('["\\ud83d\\ude00", NaN, 1.5E-3, true, {"": null}, false, "\\"", x]', 61),
     ],
 )
@@ -699,7 +699,8 @@ def test_a_response_contains_the_requested_outputs() -> None:
     filled = form.fill("", list(datas.values()))  # C's bytes are in the answer, and are not sent
     assert filled is not None and filled[1] == [b"\1\2"]
     assert form.fill("", [b"\1", b"\3\4", b""]) is None  # of another size than its shape
-    assert form.fill("", [b"\1\2", b"\3\4"]) is None  # not one for each output
+    # The number of values differs from that of the outputs.
+    assert form.fill("", [b"\1\2", b"\3\4"]) is None
     assert form.fill("", [b"\1\2", b"\3\4", b"", b""]) is None
     entries = json.loads(form.json("", (b"[1,2]",)))["outputs"]
     assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]

@@ -108,7 +108,8 @@ def test_a_change_of_the_table_is_detected_at_equal_length() -> None:
     """A new field replaces an evicted one, so that the same bytes have another meaning."""
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     newest = REQUEST + b"\xbe"
-    decoder.decode_request(b"\x3f\x03" + REQUEST + b"\x40\x01a\x01b")  # room for one
+    # The table has space for one field.
+    decoder.decode_request(b"\x3f\x03" + REQUEST + b"\x40\x01a\x01b")
     for _ in range(2):
         assert decoder.decode_request(newest)[-1] == (b"a", b"b")
     decoder.decode_request(REQUEST + b"\x40\x01c\x01d")

@@ -404,7 +404,7 @@ def test_time_refills_a_budget() -> None:
     clock.now += 0.5
     budget.spend()
     clock.now += 1000
-    for _ in range(4):  # what was left of the first second, and all that it can be
+    for _ in range(4):  # the rest of the first second, and then the full capacity
         budget.spend()
     with pytest.raises(ConnectionFault):
         budget.spend()

@@ -134,7 +134,8 @@ def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.Monke
         assert rig.sent.count(m.SnapshotStatistics()) == 0
         rig.model.orders.clear()
         assert [await rig.look(answers=False) for _ in range(3)] == [1, 1, 1]
-        assert rig.sent.count(m.SnapshotStatistics()) == 1  # it is not asked again meanwhile
+        # The scheduler is not queried again meanwhile.
+        assert rig.sent.count(m.SnapshotStatistics()) == 1
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
         rig.model.orders.clear()
@@ -246,7 +247,7 @@ def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
     )
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
     assert policy.sample(load(0.2, **queue), 2) is None
-    assert policy.sample(load(0.3), 2) is None  # it is gone
+    assert policy.sample(load(0.3), 2) is None  # the removed instance counts no longer
     assert policy.sample(load(0.4, **queue), 2) is None
     assert not looks(served(ScalingPolicy(1, 4, target_s=0.4)), 0.3, 2, **queue)
 
@@ -392,7 +393,7 @@ def test_processors_suffice_for_all_busy_instances(times: dict[int, float]) -> N
     """Instances that take two processors each while they execute, or less while they wait."""
     host = HostCapacity(processors=4)
     host.sample([1], 5.0, 0.0)
-    assert host.missing_resources(9) == ""  # nobody knows yet
+    assert host.missing_resources(9) == ""  # the host's capacity is not known yet
     times[1] += 2
     host.sample([1, 2], 6.0, 0.1)
     assert host.missing_resources(2) == ""

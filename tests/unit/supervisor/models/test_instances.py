@@ -111,7 +111,7 @@ def test_a_worker_exits_and_restarts() -> None:
     assert new_instance.state is InstanceState.STOPPED
 
 
-# As faulthandler writes them: a thread of the model's own before the one that loads.
+# Stacks in faulthandler's format: a thread of the model's own, and the loading thread.
 STACKS = """\
 Thread 0x00007f1 (most recent call first):
   File "/tmp/1/watcher.py", line 3 in watch

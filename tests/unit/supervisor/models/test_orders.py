@@ -314,7 +314,7 @@ def test_generations_that_need_one_another_end() -> None:
     async def story() -> None:
         server = Server(s=[], a=["b"], b=["s"])
         await server.load("a")
-        server.draining = False  # the old ones stay
+        server.draining = False  # the old versions stay
         await server.load("a", ["s"], "on s")
         await server.load("b", ["a"], "on a")
         await server.unload("a")

@@ -37,7 +37,7 @@ def test_a_base_is_passed_on_through_all_that_follow() -> None:
     assert third.base == {"success": 2}  # the second has not reported anything yet
     second.count(3)
     assert third.base == {"success": 5}
-    first.count(4)  # it finishes what it had
+    first.count(4)  # the draining scheduler completes its requests
     assert (second.base, third.base) == ({"success": 4}, {"success": 7})
 
 

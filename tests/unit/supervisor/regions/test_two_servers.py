@@ -62,7 +62,7 @@ def test_each_has_what_the_other_has() -> None:
             assert first.shared.inode == second.shared.inode
             assert (first.key, first.owner) == (second.key, second.owner)
             assert [type(message) for message in two.published] == [RegionPublished] * 2
-            # The same again is the same, at either.
+            # An equal registration at either server is accepted.
             await two.register("a", objects[0].key)
             await two.unregister("a")
             assert one.names() == two.names() == ["b"]
