@@ -20,7 +20,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway, resolve_model
-from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.infer import ResponseQueue, streaming_response
 from shmserve.gateway.http.json.infer_request import (
     parameter_value,
@@ -28,7 +28,8 @@ from shmserve.gateway.http.json.infer_request import (
     take_sequence,
     tensor_bytes,
 )
-from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads, unsigned
+from shmserve.gateway.http.json.large_bodies import Packed
+from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, unsigned
 from shmserve.gateway.http.json.tensors import encode_in_turns
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
@@ -38,9 +39,9 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     encode_error_json,
 )
-from shmserve.gateway.http.openai.bodies import check_prompts, generates
+from shmserve.gateway.http.openai.bodies import generates, packed_tensor, parse_prompts
 from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
-from shmserve.gateway.inference.prepare import build_request
+from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
@@ -100,20 +101,21 @@ async def _begin(
     encodings = request.headers.getall(CONTENT_ENCODING, ())
     if any(encoding != "identity" for encoding in encodings):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-    content = Body(request, gateway.settings, gateway.body_budget)
-    check = partial(check_prompts, gateway, model=name) if generates(model) else None
-    body = await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE, check)
     inputs = {
         tensor["name"]: (tensor["datatype"], tensor["shape"])
         for tensor in model.metadata.get("inputs", ())
     }
+    parse_large = partial(parse_prompts, gateway, _PROMPTS, model=name)
     try:
-        infer_request = parse_generate(loads(body), inputs, model.stateful)
+        body = await read_json(
+            gateway, request, required=True, parse_large=parse_large if generates(model) else None
+        )
+        infer_request = parse_generate(body, inputs, model.stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
             raise InvalidArgument(_DUPLICATE.format(name=fault.name)) from None
         raise
-    built_request = build_request(gateway, model, infer_request)
+    built_request = await build_in_turns(gateway, model, infer_request)
     await reload_model(gateway, built_request)
     return _Generation(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
 
@@ -163,6 +165,7 @@ class _Generation:
 
 
 _NESTED = "parameters"
+_PROMPTS = ("text_input", "input_ids", "messages")
 
 
 def parse_generate(
@@ -207,6 +210,7 @@ def _take_members(
         elif key in inputs:
             request.inputs.append(_tensor(key, value, *inputs[key]))
         else:
+            value = value.value() if type(value) is Packed else value
             request.parameters[key] = parameter_value(key, value)
 
 
@@ -225,6 +229,11 @@ def _take_nested(
 
 
 def _tensor(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
+    if type(value) is Packed:
+        shape = _shape(value.count, dims)
+        if shape is not None and value.datatype == datatype and value.kind != "messages":
+            return packed_tensor(name, [value], shape)
+        value = value.value()
     values = value if type(value) is list else [value]
     shape = _shape(len(values), dims)
     if shape is None:

@@ -17,8 +17,15 @@ from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError,
 from shmserve.gateway.compression import BodyTooLarge
 from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
+from shmserve.gateway.http.json.large_bodies import (
+    Packed,
+    are_tokens,
+    check_count,
+    parse_large,
+    without_role,
+    wrong_token,
+)
 from shmserve.gateway.http.json.parser import JsonFault
-from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, supported_fields
@@ -118,8 +125,6 @@ MESSAGE = "message"
 
 _OUTPUTS = (TEXT, "finish_reason", "usage")
 _STOP_REASON = "stop_reason"  # models of other backends may lack this output
-_MOST_PROMPTS = 1024
-_MOST_TOKEN = (1 << 31) - 1
 _UNLIMITED = 1 << 24  # number of tokens that stands for the maximum of the model
 # Alternative names of the limit; the first that is present counts.
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
@@ -188,20 +193,34 @@ def tensor(
     name: str, datatype: str, values: Sequence[Any], shape: Sequence[int] = ()
 ) -> InferInput:
     """Return an input with these values, of one dimension unless a shape is given."""
+    data: Any = None
     count = len(values)
     data = decode(list(values), datatype, count, name)
     return InferInput(name, datatype, tuple(shape) or (count,), count, data)
 
 
-async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
+def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()) -> InferInput:
+    """Return an input with the prompts of a large body."""
+    count = sum(each.count for each in values)
+    pieces = [piece for each in values for piece in each.pieces]
+    size = sum(each.byte_size for each in values)
+    shape = tuple(shape) or (count,)
+    return InferInput(name, values[0].datatype, shape, count, pieces, size)
+
+
+async def read(
+    gateway: Gateway, request: HttpRequest, prompts: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the JSON object in a request's body, which may be compressed.
+
+    The fields `prompts` of a large body are `Packed`.
 
     Raises:
         InvalidArgument: The body is too large, or not a JSON object.
     """
     try:
         body = await read_json(
-            gateway, request, required=True, check=partial(check_prompts, gateway)
+            gateway, request, required=True, parse_large=partial(parse_prompts, gateway, prompts)
         )
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
@@ -213,18 +232,20 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
 
 
 async def read_fields(
-    gateway: Gateway, request: HttpRequest, supported: frozenset[str]
+    gateway: Gateway, request: HttpRequest, supported: frozenset[str], prompts: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the supported fields of a request's body, as `read` and `supported_fields` do."""
-    body = await read(gateway, request)
+    body = await read(gateway, request, prompts)
     return supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
 
 
-async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") -> None:
-    """Check the prompts of a large body, for `model` or the model that the body names.
+async def parse_prompts(
+    gateway: Gateway, prompts: Sequence[str], pieces: list[bytes], model: str = ""
+) -> Any:
+    """Parse a large body with prompts, for `model` or the model that the body names.
 
     Raises:
-        InvalidArgument: A prompt is too long.
+        ShmserveError: As by `parse_large`.
     """
     longest = {
         name: each.max_model_len
@@ -232,9 +253,7 @@ async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") 
         if each.max_model_len
         for name in (*names_of(gateway, each.name), *each.aliases)
     }
-    error = await find_long_prompt(pieces, longest, model) if longest else ""
-    if error:
-        raise InvalidArgument(error)
+    return await parse_large(pieces, longest, prompts, model)
 
 
 async def model_of(gateway: Gateway, body: dict[str, Any], *, default: str = "") -> GatewayModel:
@@ -261,7 +280,8 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     value = body[name]
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
-    if type(value) is not kind:
+    is_packed = type(value) is Packed and kind is (str if value.kind == "text" else list)
+    if type(value) is not kind and not is_packed:
         nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
         allowed = nouns.get(kind, "an integer")
         raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")
@@ -303,9 +323,16 @@ def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
     messages = checked(body, "messages", list, [])
     if not messages:
         raise InvalidArgument("messages: at least one message is required")
-    for index, message in enumerate(messages):
-        if type(message) is not dict or type(message.get("role")) is not str:
-            raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
+    is_packed = type(messages) is Packed
+    index = messages.fault if is_packed else without_role(messages)
+    if index is not None:
+        raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
+    if is_packed:
+        before = b'{"messages":' if variables else b""
+        behind = b"," + orjson.dumps(variables)[1:] if variables else b""
+        size = len(before) + messages.byte_size + len(behind)
+        pieces = [size.to_bytes(4, "little") + before, *messages.pieces, behind]
+        return InferInput("messages", "BYTES", (1,), 1, pieces, size + 4)
     chat = {"messages": messages, **variables} if variables else messages
     return tensor("messages", "BYTES", [orjson.dumps(chat).decode()])
 
@@ -341,19 +368,15 @@ def _text_request(
 
 def _prompts(model: GatewayModel, value: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
-    values = [value] if _are_tokens(value) or type(value) is not list else value
-    if len(values) > _MOST_PROMPTS:
-        raise InvalidArgument(f"prompt: {len(values)} prompts are more than {_MOST_PROMPTS}")
+    values = [value] if type(value) is not list or are_tokens(value) else value
     if not values:
         raise InvalidArgument("prompt: the list is empty; at least one prompt is required")
-    prompts = list(map(_prompt, values))
+    if values is value:
+        check_count("prompt", values)
+    prompts = list(map(prompt, values))
     if len(prompts) > 1:
         _check_capacity(model, len(prompts))
     return prompts
-
-
-def _are_tokens(value: Any) -> bool:
-    return type(value) is list and bool(value) and all(type(token) is int for token in value)
 
 
 def _check_capacity(model: GatewayModel, count: int) -> None:
@@ -373,13 +396,19 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def _prompt(value: Any) -> InferInput:
+def prompt(value: Any) -> InferInput:
+    """Return the input of a text or of a list of tokens."""
     if type(value) is str:
         return tensor("text_input", "BYTES", [value])
-    if _are_tokens(value):
-        for token in (min(value), max(value)):
-            if abs(token) > _MOST_TOKEN:  # the encoding as INT32 would wrap it
-                raise InvalidArgument(f"prompt: {token} is not a token")
+    is_packed = type(value) is Packed
+    if is_packed and value.kind == "text":
+        return packed_tensor("text_input", [value])
+    if is_packed or are_tokens(value):
+        token = value.fault if is_packed else wrong_token(value)
+        if token is not None:
+            raise InvalidArgument(f"prompt: {token} is not a token")
+        if is_packed:
+            return packed_tensor("input_ids", [value])
         return tensor("input_ids", "INT32", value)
     raise InvalidArgument(
         f"prompt: {clip(repr(value))} is not a string, a list of tokens, or a list of these"

@@ -25,6 +25,7 @@ import orjson
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
 from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.infer import ResponseQueue
+from shmserve.gateway.http.json.large_bodies import Packed, check_count
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -44,7 +45,7 @@ from shmserve.gateway.http.openai.fields import (
     TOKENIZE,
 )
 from shmserve.gateway.inference.inference import find_error, output_bytes
-from shmserve.gateway.inference.prepare import build_request
+from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
@@ -52,7 +53,6 @@ from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 
 _FORMATS = ("float", "base64")
 _FLOATS = ("FP32", "FP16", "FP64")
-_MOST_TEXTS = 2048
 
 
 class Embedder(NamedTuple):
@@ -80,7 +80,7 @@ def embeds(model: GatewayModel) -> Embedder | None:
 
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with a vector for each text."""
-    body = await bodies.read_fields(gateway, request, EMBEDDING)
+    body = await bodies.read_fields(gateway, request, EMBEDDING, ["input"])
     model = await bodies.model_of(gateway, body)
     embedder = embeds(model)
     if embedder is None:
@@ -113,22 +113,26 @@ async def _vectors(
     request: HttpRequest,
     model: GatewayModel,
     embedder: Embedder,
-    texts: list[str],
+    texts: list[Any],
 ) -> list[np.ndarray[Any, Any]]:
     """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
     shape = (len(texts), *embedder.dims) if embedder.max_texts else embedder.dims
-    text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
+    if type(texts[0]) is Packed:
+        text_input = bodies.packed_tensor(embedder.text, texts, shape or (1,))
+    else:
+        text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
     outputs = await _infer(gateway, request, model, text_input, [embedder.vector], {})
     vectors = outputs[embedder.vector].astype(np.float32)
     return list(vectors.reshape(len(texts), -1))
 
 
-def _texts(value: Any) -> list[str]:
-    texts = [value] if type(value) is str else value
-    if type(texts) is not list or not texts or any(type(each) is not str for each in texts):
+def _texts(value: Any) -> list[Any]:
+    texts = value if type(value) is list else [value]
+    if not texts or not all(
+        type(each) is str or (type(each) is Packed and each.kind == "text") for each in texts
+    ):
         raise InvalidArgument(f"input: {clip(repr(value))} is not a string or a list of strings")
-    if len(texts) > _MOST_TEXTS:
-        raise InvalidArgument(f"input: {len(texts)} strings exceed the limit of {_MOST_TEXTS}")
+    check_count("input", texts)
     return texts
 
 
@@ -193,7 +197,7 @@ def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str,
 
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Respond with the tokens of a prompt or of a chat."""
-    fields = await bodies.read_fields(gateway, request, TOKENIZE)
+    fields = await bodies.read_fields(gateway, request, TOKENIZE, ["prompt", "messages"])
     model = await bodies.generating(gateway, fields, default=await _default(gateway, fields))
     chat = "messages" in fields
     with_texts = bodies.checked(fields, "return_token_strs", bool, False)
@@ -204,7 +208,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         variables = {name: fields[name] for name in CONVERSATION & fields.keys()}
         prompt = bodies.conversation(fields, variables)
     elif "prompt" in fields:
-        prompt = bodies.tensor("text_input", "BYTES", [bodies.checked(fields, "prompt", str, "")])
+        prompt = bodies.prompt(bodies.checked(fields, "prompt", str, ""))
     else:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
@@ -269,7 +273,7 @@ async def _infer(
     infer_request = InferRequest(
         "", [infer_input], requested_outputs, binary=True, parameters=parameters
     )
-    built_request = build_request(gateway, model, infer_request)
+    built_request = await build_in_turns(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:
         return await _arrays(gateway, model, queue)
