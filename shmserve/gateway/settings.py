@@ -48,7 +48,8 @@ class Tls:
             ) from None
         if not _can_shake_hands(context):
             raise InvalidArgument(
-                f"{flags_and_files} have a type of key that clients reject (allowed: RSA, P-256, P-384)"
+                f"{flags_and_files} have a type of key that clients reject "
+                "(allowed: RSA, P-256, P-384)"
             )
         if self.root_cert is not None:
             check_file("grpc-root-cert", self.root_cert)

@@ -100,7 +100,8 @@ def submit(
         client: The client, which must own the regions of the request.
         arrived_ns: The time of the request's arrival.
         inference_class: The class of the inference.
-        *inference_args: The arguments of `inference_class` after those of `GatewayRequest` and the request.
+        *inference_args: The arguments of `inference_class` after those of `GatewayRequest` and the
+            request.
         call_limit: The time limit of the client's call.
         traceparent: The trace context of the client.
 

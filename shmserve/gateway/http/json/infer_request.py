@@ -234,9 +234,11 @@ def _read_output(member: Any) -> InferOutput:
     region_range = None
     if "shared_memory_region" in parameters:
         region_range = _read_range(parameters)
-        for name, is_set in (("classification", classes), ("binary_data", is_binary)):
+        for member, is_set in (("classification", classes), ("binary_data", is_binary)):
             if is_set:
-                raise InvalidArgument(f"Output can't set both 'shared_memory_region' and '{name}'")
+                raise InvalidArgument(
+                    f"Output can't set both 'shared_memory_region' and '{member}'"
+                )
     else:
         for key in ("shared_memory_offset", "shared_memory_byte_size"):
             if key in parameters:
