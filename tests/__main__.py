@@ -23,10 +23,10 @@ from pathlib import Path
 from tests.support.outcomes import Outcomes
 
 HERE = Path(__file__).resolve().parent
-# The lanes, and how many pieces of each folder they take: small enough for the lanes to end
-# together, and large enough that what the tests of a piece share (servers, torch) is not started
-# too often. What waits most stands beside what computes most, and the smallest pieces at the ends:
-# a lane that has no pieces left takes those of the next one.
+# The lanes, and the number of pieces of each folder. Pieces are small enough for the lanes to end
+# together, and large enough that shared servers and torch are not started too often. Folders that
+# mostly wait are combined with folders that mostly compute. A lane without pieces takes those of
+# the next lane.
 LANES = (
     {"faults": 4, "integration/local_clients": 1, "integration/perf": 1},
     {"integration/processes": 4, "integration/generation": 1, "integration/resources": 1},
@@ -43,7 +43,7 @@ LANES = (
 MOST_TRIED_AGAIN = 20
 
 _TEXT_LINES = 12
-# pytest's exit statuses: all passed, some failed, none were there.
+# pytest's exit statuses: all tests passed, some failed, no tests were collected.
 _RAN = (0, 1, 5)
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors")
 _showing = threading.Lock()
@@ -105,7 +105,7 @@ class Suite:
             if outcome.complete:
                 outcomes.append(outcome)
                 again += [([test], text) for test, text in outcome.failed.items()]
-            else:  # nothing is known of those that it has not come to
+            else:  # the tests that did not run have no outcome
                 again.append((files, "the process of these files did not come to its end"))
         if len(again) > MOST_TRIED_AGAIN:
             print(f"== {len(again)} failures are no accident: nothing is tried again")
@@ -178,7 +178,8 @@ def compile_server() -> None:
 
 
 if __name__ == "__main__":
-    # A shell's background job ignores it, and so would what the tests start and interrupt.
+    # A shell's background job ignores SIGINT, and so would the processes that the tests
+    # interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     compile_server()
     sys.exit(Suite(options=sys.argv[1:]).run())

@@ -32,16 +32,16 @@ from tests.support.wire.raw_http import Http
 if len(tempfile.gettempdir()) > 16:
     tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
 
-# How long an example takes is the machine's affair, and who else is busy on it.
+# The duration of an example depends on the machine and its other work.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
 
-# A run that is cut off (by timeout(1), say) ends as one that Ctrl-C ends: objects, servers and
-# folders are removed. To the default action they would be left.
+# A run that is ended by SIGTERM, for example by timeout(1), ends as by Ctrl-C: objects, servers
+# and folders are removed. By the default action they would remain.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
-# Servers inherit whether it is ignored, as it is when all is run under nohup.
+# Servers inherit an ignored SIGHUP, for example when the run was started by nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 tokens.watch()

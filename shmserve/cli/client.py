@@ -23,6 +23,7 @@ from shmserve.protocols import (
 from shmserve.protocols.tensors import encode, find_input, load_value, split_input
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
+_STATES = "; `shmserve client models` lists the models with their states and reasons"
 _EXIT = (
     "Exit status: 0 success, 1 the server failed or rejected the request, 2 invalid command line."
 )
@@ -173,7 +174,8 @@ def run(arguments: Sequence[str]) -> int:
     except (InvalidArgument, UnicodeError) as error:  # invalid UTF-8 in an argument
         return _complain(name, str(error), _USAGE)
     except ShmserveError as error:
-        return _complain(name, f"{where}{error}", _FAILED)
+        remedy = _STATES if name == "ready" and args.model else ""
+        return _complain(name, f"{where}{error}{remedy}", _FAILED)
     return _DONE
 
 

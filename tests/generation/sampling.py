@@ -25,8 +25,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
 )
 _SAMPLES = 128  # of a request
-_FEWEST = 10  # texts of both that are told apart from the rest
-_OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # else there are presets
+_FEWEST = 10  # texts with fewer occurrences in both samples are counted together
+# Without these values transformers uses its presets.
+_OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
 def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:

@@ -34,7 +34,7 @@ from tests.support.hf_folders import write_folder
 FAMILIES = ("llama", "qwen2", "qwen3")
 _ENDS = (0,)
 _TOKENS = range(3, 320)
-_REQUESTS = 120  # of which the schedules draw
+_REQUESTS = 120  # number of requests from which the schedules draw
 _LONGEST, _MOST = 48, 8  # tokens of a prompt, and behind it
 _NOTHING = array("i")
 _SAMPLED: tuple[dict[str, Any], ...] = (
@@ -43,7 +43,7 @@ _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.4, "top_k": 40, "top_p": 0.9},
 )
 
-Bits = dict[tuple[int, int], bytes]  # by sample and number of tokens, what the next is drawn from
+Bits = dict[tuple[int, int], bytes]  # the bits of the logits, by sample and number of tokens
 
 
 class Asked(NamedTuple):
@@ -141,7 +141,7 @@ def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], s
     for sample in range(asked.samples):
         rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
         if asked.samples > 1 and len(asked.prompt) > 1:
-            # Each computes the last token itself, behind what was computed for all.
+            # Each sample computes the last token itself, after the shared prefix.
             rig.submit(asked.prompt[:-1], 1)
             rig.drain()
         generation = rig.submit(asked.prompt, asked.most, {sample: _NOTHING}, samples=1)
@@ -174,7 +174,7 @@ class Schedule:
             prefill_chunk_size=draw.choice((16, 32, 512)),
             max_prefill_tokens=draw.choice((16, 50, 500)),
             scheduling_policy=draw.choice(("fcfs", "sjf", "priority")),
-            # What is found of a prefix ends where a chunk may begin.
+            # A cached prefix ends at the boundary of a chunk.
             enable_prefix_caching=block_size == 16,
             kv_cache_blocks=int(all_blocks * draw.choice((0.15, 0.25, 1.0))) + 1,
             preemption_mode="swap",

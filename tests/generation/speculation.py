@@ -35,7 +35,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.5, "min_p": 0.2},
 )
 _TOGETHER = 10_000  # texts
-LEAST = 1e-4  # how improbable what was found may be
+LEAST = 1e-4  # smallest accepted p-value
 
 
 def chain(seed: int) -> torch.Tensor:

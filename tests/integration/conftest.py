@@ -1,4 +1,6 @@
-"""One server for all tests that only ask, and a way to start one for those that need their own."""
+"""One server for all tests that only send requests, and a fixture that starts a server for one
+test.
+"""
 
 import contextlib
 import shutil
@@ -25,7 +27,9 @@ SHARED = (
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that tests share: they may ask it anything, and must leave it as it was."""
+    """Start a server that tests share. A test may send any request, and must leave the server
+    unchanged.
+    """
     repository = tmp_path_factory.mktemp("shared") / "models"
     repository.mkdir()
     repositories.add(repository, *SHARED)
@@ -77,10 +81,9 @@ def host(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Serv
 
 @pytest.fixture
 def explicit(explicit_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
-    """A server that loads models when it is told to, and its repository, which is empty.
+    """Start a server that loads models only on request, with an empty repository.
 
-    Tests share the server, not the models: of what others had, it may only tell that it is
-    unloaded.
+    Tests share the server, but not the models: each test adds models with names of its own.
     """
     yield explicit_server
     unload_all(*explicit_server)

@@ -78,7 +78,7 @@ class CalledModels:
             except BaseException as error:
                 future.set_exception(error)
 
-        # A daemon: one that a failed test leaves waiting must not keep the process.
+        # A daemon thread: a waiting thread of a failed test must not keep the process alive.
         threading.Thread(target=work, daemon=True).start()
         return future
 

@@ -133,7 +133,7 @@ def browser(folder: Path) -> Iterator[Page]:
     reading, answers = os.pipe()
 
     def inherit() -> None:
-        ends = os.dup(theirs), os.dup(answers)  # either may be 3 or 4 here
+        ends = os.dup(theirs), os.dup(answers)  # the duplicates may have the numbers 3 or 4
         for number, end in enumerate(ends, 3):
             os.dup2(end, number)
 

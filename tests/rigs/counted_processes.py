@@ -87,7 +87,7 @@ class Calls:
         self._profile = cProfile.Profile()
 
     def __enter__(self) -> None:
-        gc.disable()  # what others have left would be finalized here
+        gc.disable()  # objects of earlier tests would be finalized here
         self._profile.enable()
 
     def __exit__(self, *error: object) -> None:

@@ -25,7 +25,7 @@ class Exported:
 
     def __init__(self, byte_size: int, device: int, inside: int) -> None:
         self.device = device
-        self.inside = inside  # what the handle opens begins so far into the allocation
+        self.inside = inside  # the offset of the handle's memory in the allocation
         self.raw = next(_numbers).to_bytes(64, "big")
         self.buffer = (ctypes.c_ubyte * (inside + byte_size))()
 
@@ -168,7 +168,7 @@ class FakeExporting:
 def _as_tensor(allocation: Allocation) -> torch.Tensor:
     kind: Any = type("_View", (ctypes.c_ubyte * allocation.capacity,), {})
     view = kind.from_address(allocation.pointer)
-    view.owner = allocation  # the tensor keeps it, as torch keeps what a CUDA array came from
+    view.owner = allocation  # the tensor keeps the allocation alive, as torch does for a CUDA array
     return torch.frombuffer(view, dtype=torch.uint8)
 
 

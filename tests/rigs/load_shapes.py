@@ -72,7 +72,7 @@ class Host:
         """Run the load for this time."""
         run = Run([(0.0, self.count)])
         queue: deque[float] = deque()
-        done: list[tuple[float, float, float]] = []  # when, came, began
+        done: list[tuple[float, float, float]] = []  # start of waiting, arrival, start of execution
         ready, starting = self.count, 0
         executed = 0
         waited_s = took_s = 0.0

@@ -40,7 +40,7 @@ CONFIG = {
 }
 ALONE = Group("scheduler m", frozenset({"m"}))
 STACKS_FD = 7  # of every worker
-# The kernel gives no process a higher number: none that there is can be meant.
+# The kernel assigns no higher pid, so no process can have it.
 _HIGHEST_PID = 1 << 22
 
 

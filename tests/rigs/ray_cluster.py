@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-# Before Ray is imported: it tells nobody of its use, and its proxy prefers no node.
+# These are set before Ray is imported: no usage reports, and a proxy without a preferred node.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING"] = "0"
 

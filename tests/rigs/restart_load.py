@@ -28,12 +28,13 @@ from tests.support.wire.raw_http import Http
 _PATIENCE_S = 120.0
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
-# Asks once more; what is wrong with the answer, or "".
+# Repeats a request; returns an error, or "" for a correct answer.
 Ask = Callable[[int], str]
 T = TypeVar("T")
 
 
-# What a client of gRPC says that may lose an answer with its server, and ask again.
+# The service configuration of a gRPC client that may lose an answer with its server, and repeats
+# the call.
 _RETRY = {
     "methodConfig": [
         {

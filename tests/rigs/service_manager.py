@@ -92,7 +92,8 @@ def start(
     """Start a server that receives these descriptors from number 3 on."""
 
     def memory_range() -> None:
-        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]  # beyond their places
+        # Above the numbers that the server expects.
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 

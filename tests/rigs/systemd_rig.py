@@ -19,8 +19,8 @@ from tests.support.waiting import until
 
 _SYSTEMD = "/lib/systemd/systemd"
 _EMPTY = ("/run/", "/tmp/", "/var/tmp/", "/dev/shm/", "/var/lib/")
-# Nothing of this system may be cleaned or changed by the manager: what it mounts and makes is in
-# its own namespaces, and it knows no units but those that are installed there, and empty targets.
+# The manager must not clean or change anything of this system: its mounts are in its own
+# namespaces, and it knows only the units installed there and empty targets.
 _INNER = f"""
 set -e
 mount --make-rprivate /
@@ -107,7 +107,7 @@ def booted() -> Iterator[Systemd]:
             until("systemd", has_started, within_s=30)
             yield systemd
         finally:
-            # Its end is that of all processes there, which have ended when it is waited for.
+            # All processes of the namespace exit with the manager before it can be awaited.
             if manager.poll() is None:
                 for pid in map(int, children.read_text().split()):
                     os.kill(pid, signal.SIGKILL)

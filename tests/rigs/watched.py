@@ -85,7 +85,7 @@ def _tiny(http: Http, number: int) -> None:
 def asked(server: Server, *, generative: bool = False) -> Iterator[None]:
     """Send requests to all models on one or two connections each until the end of the block."""
     stop, answered = threading.Event(), threading.Semaphore(0)
-    server.gate.close()  # nobody waits there
+    server.gate.close()  # no execution waits at the gate
 
     def ask(one: Callable[[Http, int], None]) -> None:
         number = 0

@@ -1,4 +1,6 @@
-"""Who may import whom: rooms depend on each other one way, and nothing heavy loads by accident."""
+"""The import rules: rooms depend on each other in one direction, and no heavy library is loaded
+by accident.
+"""
 
 import ast
 import importlib
@@ -11,14 +13,14 @@ import pytest
 from tests.support.servers import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
-# What of ours the files in a folder may import.
+# Modules that every file may import.
 LEAVES = ("shmserve.errors", "shmserve.logs")
 ROOMS = {
     "ipc": (*LEAVES, "shmserve.ipc"),
     # shmserve.model is the annotations that a user's model imports; it imports nothing of ours.
     "workers": (*LEAVES, "shmserve.ipc", "shmserve.workers", "shmserve.model"),
 }
-# Unpickling runs code of whoever wrote the bytes; these hide a pickle inside.
+# Unpickling runs code from the pickle; these modules contain a pickle format.
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # A program may send a region to its own processes: its descriptor is duplicated.
 DUPLICATED = ("shmserve/client/memory/region.py", "multiprocessing.reduction.DupFd")
@@ -26,7 +28,7 @@ PICKLING = {"multiprocessing", "concurrent.futures.process", "torch.multiprocess
 
 
 def sources(folder: str) -> list[Path]:
-    """The Python files of a folder at the root; links to folders in it are not followed."""
+    """Return the Python files of a folder at the root; links to folders are not followed."""
     return [
         Path(path, name)
         for path, _, names in os.walk(ROOT / folder)
@@ -36,7 +38,7 @@ def sources(folder: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module or name that a file imports, as far as names can tell, wherever it does."""
+    """Return every module or name that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

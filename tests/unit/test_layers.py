@@ -8,14 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # shmserve/ipc and shmserve/workers are links to these folders at the root.
 FOLDERS = {"shmserve": "shmserve", "shmserve.ipc": "ipc", "shmserve.workers": "workers"}
-FOLDERS["bench"] = "bench"  # no room of the server's, but without circles, too
-# What every room may import; they import nothing of ours themselves.
+FOLDERS["bench"] = "bench"  # bench is no room of the server, but must be free of cycles, too
+# Modules that every room may import, and which import no module of the project.
 LEAVES = {"shmserve", "shmserve.errors", "shmserve.logs", "shmserve.model"}
-# What a process is told at its start: the records that whoever starts it makes.
+# The start records of processes, which are created by the starting process.
 STARTS = {"shmserve.gateway.settings", "shmserve.scheduler.settings"}
 
-# room -> the rooms it may import besides itself; "x.*" is x and every room in it. From below to
-# above: a room that is not listed may import nothing, and nobody may import it.
+# room -> the rooms that it may import besides itself; "x.*" is x and every room in it. The order
+# is from low to high: a room that is not listed may neither import nor be imported.
 LAYERS: dict[str, tuple[str, ...]] = {
     # the words and the memory that processes share
     "ipc.transport": (),
@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.backends.llm": ("ipc.*", "workers.*"),
     "workers.backends.vllm": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
-    # what the control plane's processes share
+    # shared by the control plane's processes
     "common": (),
     "proto": (),
     "model_config.syntax": ("common", "model_config"),
@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),
     "scheduler.hosting": ("ipc.*", "common", "scheduler.*"),
     "scheduler": ("ipc.*", "common", "scheduler.*"),
-    # a gateway's process: no listener knows another one, and what they share knows none
+    # a gateway's process: no listener imports another one, and their common modules import none
     "gateway.inference": ("ipc.*", "gateway"),
     "gateway.api": ("ipc.*", "common", "gateway"),
     "gateway": ("ipc.*", "common", "gateway.inference"),
@@ -103,10 +103,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "common", "config", "client"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf", "protocols"),
     ),
-    # a replica of Ray Serve, which has a server
+    # a replica of Ray Serve, which starts a server
     "ray": ("ipc", "config", "cli"),
     "__main__": ("cli",),
-    # what a script or a test imports to have a server: modules of the package itself
+    # starts a server from a script or a test: modules of the package itself
     "": ("client",),
 }
 
@@ -127,7 +127,7 @@ MODULES = _modules()
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The modules of ours that a file imports, wherever it does and be it for types alone."""
+    """Return the modules of the project that a file imports anywhere, for types, too."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -151,7 +151,7 @@ def room(module: str) -> str:
 
 
 def may(importer: str, imported: str) -> bool:
-    """Whether the table lets a room import another one."""
+    """Return whether the table lets a room import another one."""
     return importer == imported or any(
         imported == allowed
         or (
@@ -180,7 +180,7 @@ def test_rooms_import_as_the_table_allows() -> None:
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one module (Tarjan 1972)."""
+    """Return the strongly connected components of more than one module (Tarjan 1972)."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -214,5 +214,7 @@ def test_circles_are_found() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Not for types either: who needs the other's type has a third thing to share."""
+    """This includes imports for types: modules that need each other's types share a third
+    module.
+    """
     assert circles(IMPORTS) == []

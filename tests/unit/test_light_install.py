@@ -1,4 +1,4 @@
-"""What an installation without extras can do, and what it says about the rest."""
+"""The features of an installation without extras, and its messages about the missing ones."""
 
 import pytest
 

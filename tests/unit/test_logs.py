@@ -35,7 +35,7 @@ def logging_is_put_back() -> Iterator[None]:
 
 
 def words(capsys: Capture) -> list[str]:
-    """The last word of each line that was written since the last time."""
+    """Return the last word of each line written since the last call."""
     return [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
 
 
@@ -54,7 +54,7 @@ def test_each_switch_is_for_its_level_alone(capsys: Capture, switches: tuple[boo
     logs.configure("role", settings)
     say()
     assert words(capsys) == expected
-    # A change says the same as a start, and what is shown by none costs no record.
+    # A change logs the same as a start, and a hidden message costs no record.
     logs.configure("role", LogSettings())
     logs.apply(settings)
     words(capsys)
@@ -95,7 +95,7 @@ EVIL = "x\nE 2026 forged\x1b[31m\u2028\x00\r\udc80" + "y" * (1 << 20)
 
 
 def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
-    """R23: what a client says is escaped and cut: in texts, in ids and in tracebacks."""
+    """R23: text of a client is escaped and shortened: in messages, in ids and in tracebacks."""
     logs.configure("role", LogSettings())
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("refused: %s", EVIL, extra={"request_id": EVIL})
@@ -134,8 +134,7 @@ def test_lines_and_letters_are_printed_as_they_are(
 
 
 def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
-    """Also by processes that are started meanwhile, after what is there, and no longer than
-    asked."""
+    """Includes processes started later. The file is appended to, and only as long as configured."""
     path = tmp_path / "log"
     path.write_text("before\n")
     program = f"""if True:
@@ -159,7 +158,7 @@ def test_a_file_that_cannot_be_written(path: str) -> None:
 
 
 def entries(sock: socket.socket) -> list[dict[str, str]]:
-    """The fields of what a journal was sent: in datagrams, or in sealed files."""
+    """Yield the fields of the entries that a journal received, in datagrams or sealed files."""
     entries_found = []
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -188,7 +187,7 @@ def entries(sock: socket.socket) -> list[dict[str, str]]:
 def journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[socket.socket]:
-    """Where a journal hears, of which stderr is a stream."""
+    """Yield the socket of a journal of which stderr is a stream."""
     stream = os.fstat(2)
     monkeypatch.setenv("JOURNAL_STREAM", f"{stream.st_dev}:{stream.st_ino}")
     monkeypatch.setattr(logs.Journal, "address", str(tmp_path / "journal"))
@@ -219,7 +218,7 @@ def test_a_journal_has_fields(journal: socket.socket, capfd: pytest.CaptureFixtu
     }
     say()
     assert [entry["PRIORITY"] for entry in entries(journal)] == ["7", "6", "4", "3", "3"]
-    assert capfd.readouterr().err == ""  # which is the journal's, too
+    assert capfd.readouterr().err == ""  # stderr is the journal's, too
 
 
 def test_records_about_a_model_name_it(journal: socket.socket) -> None:
@@ -247,7 +246,7 @@ def test_a_long_entry_is_in_a_file(journal: socket.socket) -> None:
 def test_a_closed_journal(
     journal: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is written to stderr then, as it is where stderr is something else."""
+    """Entries are then written to stderr, as they are if stderr is no journal."""
     logs.configure("role", LogSettings())
     journal.close()
     logging.getLogger("shmserve.somewhere").info("one")

@@ -20,7 +20,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway, resolve_model
-from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.infer import ResponseQueue, streaming_response
 from shmserve.gateway.http.json.infer_request import (
     move_sequence_parameters,
@@ -28,7 +28,8 @@ from shmserve.gateway.http.json.infer_request import (
     request_id,
     tensor_bytes,
 )
-from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, check_unsigned, loads
+from shmserve.gateway.http.json.large_bodies import Packed
+from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, check_unsigned
 from shmserve.gateway.http.json.tensors import encode_in_turns
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
@@ -38,9 +39,9 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     encode_error_json,
 )
-from shmserve.gateway.http.openai.bodies import check_prompts, generates_text
+from shmserve.gateway.http.openai.bodies import generates_text, packed_tensor, parse_prompts
 from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
-from shmserve.gateway.inference.prepare import build_request
+from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
@@ -100,20 +101,24 @@ async def _start_generation(
     encodings = request.headers.getall(CONTENT_ENCODING, ())
     if any(encoding != "identity" for encoding in encodings):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-    body_reader = Body(request, gateway.settings, gateway.body_budget)
-    check_body = partial(check_prompts, gateway, model=name) if generates_text(model) else None
-    body = await body_reader.read(gateway.settings.max_input_size, JSON_TOO_LARGE, check_body)
     inputs = {
         tensor["name"]: (tensor["datatype"], tensor["shape"])
         for tensor in model.metadata.get("inputs", ())
     }
+    parse_large = partial(parse_prompts, gateway, _PROMPTS, model=name)
     try:
-        infer_request = parse_generate(loads(body), inputs, model.stateful)
+        body = await read_json(
+            gateway,
+            request,
+            required=True,
+            parse_large=parse_large if generates_text(model) else None,
+        )
+        infer_request = parse_generate(body, inputs, model.stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
             raise InvalidArgument(_DUPLICATE_INPUT.format(name=fault.name)) from None
         raise
-    built_request = build_request(gateway, model, infer_request)
+    built_request = await build_in_turns(gateway, model, infer_request)
     await reload_model(gateway, built_request)
     return _Generation(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
 
@@ -164,7 +169,8 @@ class _Generation:
         )
 
 
-_NESTED_MEMBER = "parameters"
+_NESTED = "parameters"
+_PROMPTS = ("text_input", "input_ids", "messages")
 
 
 def parse_generate(
@@ -209,6 +215,7 @@ def _read_members(
         elif key in inputs:
             request.inputs.append(_create_input(key, value, *inputs[key]))
         else:
+            value = value.value() if type(value) is Packed else value
             request.parameters[key] = parameter_value(key, value)
 
 
@@ -226,7 +233,12 @@ def _read_nested_members(
         raise type(error)(f"Converting keyword: '{_NESTED_MEMBER}': {error.message}") from None
 
 
-def _create_input(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
+def _tensor(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
+    if type(value) is Packed:
+        shape = _nested_shape(value.count, dims)
+        if shape is not None and value.datatype == datatype and value.kind != "messages":
+            return packed_tensor(name, [value], shape)
+        value = value.value()
     values = value if type(value) is list else [value]
     shape = _fit_shape(len(values), dims)
     if shape is None:

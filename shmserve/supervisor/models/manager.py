@@ -415,7 +415,7 @@ class ModelManager:
         if mode != "explicit":
             raise Unavailable(
                 "explicit model load / unload is not allowed if polling is enabled "
-                f"(--model-control-mode is {mode}, and has to be explicit)"
+                f"(--model-control-mode is {mode}; restart the server with explicit)"
             )
 
     async def index(self, ready: bool) -> list[dict[str, Any]]:

@@ -95,6 +95,6 @@ SCRIPTS = [
 ON = "--rate-limit=execution_count"
 GROUPS = [
     Group("limited", SCRIPTS, flags=[ON]),
-    # Where one resource's count is said, Triton has nothing of others.
+    # If one resource's count is given, Triton knows no other resource.
     Group("counted", [room_for_two()], flags=[ON, "--rate-limit-resource=seats:2"]),
 ]

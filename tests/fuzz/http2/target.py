@@ -9,7 +9,7 @@ from tests.fuzz.http2.conversations import Conversation
 from tests.fuzz.http2.differences import difference, explained, written
 from tests.fuzz.http2.sides import H2, Ngh2, Ours, Side
 
-# How often each entry of the table was met, for whoever looks at a long run.
+# The number of times that each entry of the table occurred, for the analysis of a long run.
 MET: Counter[str] = Counter()
 
 

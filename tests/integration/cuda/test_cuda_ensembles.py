@@ -1,4 +1,4 @@
-"""Steps of an ensemble on one real device: what is between them stays there."""
+"""Steps of an ensemble on one real device: the tensors between them stay on the device."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
     values = np.random.default_rng(0).random((2, LENGTH), np.float32)
     with shmserve.client.connect(server.run_dir) as client:
         client.infer("chain", X=values)
-        names = ("two", "three")  # who read, and one who writes, on the device
+        names = ("two", "three")  # readers and a writer, all on the device
         kinds = [(name, way) for name in names for way in ("in", "out")]
         before = [copied(server, *kind) for kind in kinds]
         futures = [client.infer_async("chain", {"X": values + n}) for n in range(20)]

@@ -1,4 +1,6 @@
-"""Text generation on a real device: the texts of transformers, whatever else is generated."""
+"""Text generation on a real device: the texts equal those of transformers, also beside other
+requests.
+"""
 
 import json
 import urllib.request

@@ -135,7 +135,9 @@ def second_half(shm: Any, region: Any) -> np.ndarray:
 
 
 def copied(server: Server) -> float:
-    """The bytes of inputs: an output is copied to its region, from device to device."""
+    """Return the number of copied input bytes. An output is copied to its region from device to
+    device.
+    """
     return server.metric("shmserve_copied_bytes_total", direction="in")
 
 
@@ -218,7 +220,7 @@ def test_unregister_in_flight(
         running = client.async_infer("twice", inputs, outputs=outputs)
         until_it_runs()
         client.unregister_cuda_shared_memory("r")
-        (listed,) = client.get_cuda_shared_memory_status()  # while it is in use
+        (listed,) = client.get_cuda_shared_memory_status()  # the region is in use
         assert listed["name"] == "r"
         with pytest.raises(InferenceServerException, match="Unable to find"):
             infer(client)
@@ -245,7 +247,9 @@ def test_an_exporter_that_is_killed(
     region: Any,
     exporter: Callable[[int], Child],
 ) -> None:
-    """Whatever its region answers then, everybody else is served, if need be by a new worker."""
+    """Whatever the requests with its region return, all other clients are served, possibly by a
+    new worker.
+    """
     child = exporter(SIZE)
     client.register_cuda_shared_memory("theirs", child.handle, 0, SIZE)
     client.register_cuda_shared_memory("mine", shm.get_raw_handle(region), 0, 2 * SIZE)

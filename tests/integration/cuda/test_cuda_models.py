@@ -46,8 +46,8 @@ class Model(torch.nn.Module):
         torch.cuda._sleep(300_000_000)
         return x * 2
 """
-# The first value says what it does: 1 asks for more memory than any device has, 2 makes CUDA fail
-# for good in this process.
+# The first value selects the fault: 1 asks for more memory than any device has, 2 breaks CUDA in
+# this process.
 FRAGILE = """
 import torch
 
@@ -81,7 +81,7 @@ class TritonPythonModel:
             made.append(pb.InferenceResponse([pb.Tensor.from_dlpack("y", y)]))
         return made
 """
-# In host memory, whatever the client's tensors are in.
+# The model's tensors are in host memory, wherever the client's are.
 HOST = """
 import triton_python_backend_utils as pb
 
@@ -204,7 +204,7 @@ def test_a_batch_is_gathered_from_everywhere(
 def test_rows_side_by_side_are_a_batch_as_they_are(
     server: Server, client: shmserve.client.Server
 ) -> None:
-    """They are not gathered: what is copied is the answers, on the device, to their places."""
+    """The inputs are not gathered. Only the outputs are copied, on the device, to their ranges."""
     half = ((2, SIDE), "FP32")
     with client.allocate({"a": half, "b": half, "c": half, "d": half}, device="cuda:0") as region:
         region["a"].fill(batch(4)[:2])
@@ -232,7 +232,7 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
 def test_the_response_follows_the_end_of_the_devices_work(
     client: shmserve.client.Server, model: str
 ) -> None:
-    """What the model asked of its device has happened, whoever looks, when its answer is here."""
+    """The device's work of the model is visible to every process when the response has arrived."""
     with client.allocate(forms(), device="cuda:0") as region:
         name = "output" if model == "native" else "y"
         for turn in range(3):
@@ -303,7 +303,9 @@ def test_a_full_device_fails_the_request_alone(client: shmserve.client.Server) -
 def test_a_device_that_fails_costs_one_worker(
     server: Server, client: shmserve.client.Server
 ) -> None:
-    """CUDA fails for good in a process whose kernel does what it must not; nobody else notices."""
+    """An invalid access breaks CUDA for good in the process of the kernel. No other client
+    notices.
+    """
     with client.allocate(forms(), device="cuda:0") as region:
         region["x"].fill(batch())
         client.infer("fragile", region)
@@ -336,7 +338,7 @@ def test_a_program_that_is_killed_while_its_request_runs(
 
 
 def test_over_grpc(server: Server) -> None:
-    """Registered over one listener and used over the other."""
+    """A region is registered over one protocol and used over the other."""
     grpc = importlib.import_module("tritonclient.grpc")
     http = importlib.import_module("tritonclient.http")
     shm = importlib.import_module("tritonclient.utils.cuda_shared_memory")

@@ -55,7 +55,7 @@ input [ {{ name: "%s" data_type: TYPE_FP32 dims: [ -1, {SIDE} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1, {SIDE} ] }} ]
 instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
 """
-# A program that has a region, uses it, and says so.
+# A program that creates a region, uses it, and reports it.
 PROGRAM = f"""
 import sys, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
@@ -162,7 +162,8 @@ def test_released_in_flight(server: Server, client: shmserve.client.Server) -> N
 
 def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
-        client.infer("twice", x=np.ones((1, SIDE), np.float32))  # what the worker itself takes
+        # The first request allocates the memory of the worker itself.
+        client.infer("twice", x=np.ones((1, SIDE), np.float32))
     before = used()
     command = [sys.executable, "-c", PROGRAM, str(server.run_dir)]
     for _ in range(2):
@@ -229,7 +230,7 @@ def _rss(process: psutil.Process) -> int:
 
 
 def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
-    """Row 21: within RLIMIT_MEMLOCK; a worker that cannot pin says so in its log."""
+    """Row 21: memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
     few = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
     for _ in range(20):
         with client.allocate(few, pin=True) as region:

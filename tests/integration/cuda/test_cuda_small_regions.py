@@ -50,7 +50,8 @@ MODELS = {
     "gpu": (GPU, CONFIG % ("pytorch", "KIND_GPU")),
     "host": (HOST, CONFIG % ("python", "KIND_CPU")),
 }
-# Exports; on a line of input frees that, allocates as much again, and exports it.
+# A program that exports memory. On a line of input it frees the memory, allocates the same size
+# again, and exports it.
 EXPORTER = """
 import sys, tritonclient.utils.cuda_shared_memory as shm, numpy as np
 value = 3
@@ -110,8 +111,10 @@ def infer(
 
 @pytest.mark.parametrize("model", ["gpu", "host"])
 def test_regions_of_64_bytes(client: Any, shm: Any, model: str) -> None:
-    """As tritonclient's own examples have them: the driver puts them into one block. Each is its
-    own bytes, also when others come and go."""
+    """The driver puts small regions, as in tritonclient's examples, into one block.
+
+    Each region has its own bytes, also when other regions of the block are unregistered.
+    """
     regions = [shm.create_shared_memory_region(f"r{k}", N * 4, 0) for k in range(8)]
     handles = [shm.get_raw_handle(region) for region in regions]
     try:
@@ -124,7 +127,7 @@ def test_regions_of_64_bytes(client: Any, shm: Any, model: str) -> None:
             for at, value in ((k, 10 * k), (k + 1, 10 * k + 1)):
                 result = shm.get_contents_as_numpy(regions[at], np.int32, [N])
                 assert (result == value).all(), (at, result)
-        client.unregister_cuda_shared_memory("r0")  # closes one of those in the block
+        client.unregister_cuda_shared_memory("r0")  # closes one of the regions in the block
         infer(client, model, "r2", "r7")
         assert (shm.get_contents_as_numpy(regions[7], np.int32, [N]) == 21).all()
         client.register_cuda_shared_memory("r0", handles[0], 0, N * 4)
@@ -150,8 +153,11 @@ def test_an_exporter_that_is_stopped(client: Any, exporter: subprocess.Popen[str
 def test_memory_that_is_freed_and_allocated_again(
     server: Server, client: Any, shm: Any, exporter: subprocess.Popen[str]
 ) -> None:
-    """Freed while it is registered, and made again at the same address, perhaps with the same
-    handle: whoever registers the new one gets the new one, and no worker dies of the old."""
+    """Memory is freed while it is registered, and allocated again at the same address.
+
+    The handle may be the same. A client that registers the new memory reads and writes the new
+    memory.
+    """
     assert exporter.stdout and exporter.stdin
     mine = shm.create_shared_memory_region("mine", 4096, 0)
     before = server.find_one("worker gpu")
@@ -175,8 +181,10 @@ def test_memory_that_is_freed_and_allocated_again(
 
 
 def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
-    """A worker of a model on the CPU that has not used the device yet finds no room for its
-    context: a 503 that says so, and once there is room the same worker answers."""
+    """A CPU model's worker that has not used the device yet has no memory for its context.
+
+    The response is a 503 with the reason, and later requests succeed when there is memory.
+    """
     region = shm.create_shared_memory_region("r", 4096, 0)
     shm.set_shared_memory_region(region, [np.full(1024, 5, np.int32)])
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 4096)

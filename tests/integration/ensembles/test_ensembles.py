@@ -205,7 +205,7 @@ def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None
 
 
 def test_a_step_joins_a_stream_with_a_single_tensor(server: Server) -> None:
-    """A step reads a decoupled tensor and one that exists once per request.
+    """A step reads a decoupled tensor and a tensor that exists once per request.
 
     Triton rejects such a graph.
     """

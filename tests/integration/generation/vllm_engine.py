@@ -53,7 +53,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def post(port: int, path: str, body: dict[str, Any]) -> str:
-    """The body of a response with status 200."""
+    """Return the body of a response with status 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
@@ -68,7 +68,7 @@ def complete(port: int, prompt: str = "the", **more: Any) -> str:
 
 
 def text_of(port: int, chat: bool, prompt: str, kind: dict[str, Any]) -> tuple[str, str]:
-    """The text and the finish reason of a request."""
+    """Return the text and the finish reason of a request."""
     body = {"model": "tiny", "max_tokens": 40, **kind}
     messages = [{"role": "user", "content": prompt}]
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -242,13 +242,13 @@ def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[
 
 
 def generated(server: Server) -> float:
-    """The number of tokens that the engine has generated until now."""
+    """Return the number of tokens that the engine has generated so far."""
     time.sleep(FRESH_S)
     return sum(gauge(server, "vllm:generation_tokens_total{"))
 
 
 def aborted(server: Server, before: float, most: int) -> bool:
-    """Whether the engine has stopped before it had generated `most` tokens more."""
+    """Return whether the engine stops before it has generated `most` further tokens."""
     time.sleep(FRESH_S)
     running = "vllm:num_requests_running{"
     until("nothing runs", lambda: gauge(server, running) == [0.0], 10.0)
@@ -386,7 +386,7 @@ def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
 
 
 def shared_memory(server: Server) -> set[str]:
-    """The objects of Python's multiprocessing that the server's processes use."""
+    """Return the objects of Python's multiprocessing that the server's processes use."""
     found = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -81,7 +81,7 @@ def encrypted(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def unix_socket(server: Server) -> Path:
-    """Where it serves gRPC beside TCP."""
+    """Return the path of the Unix socket on which the server serves gRPC beside TCP."""
     (flag,) = (each for each in server.command if each.startswith("--grpc-unix-socket="))
     return Path(flag.partition("=")[2])
 

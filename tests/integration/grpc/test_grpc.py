@@ -78,7 +78,7 @@ def test_the_configuration_is_the_one_of_http(
 
 
 def test_an_inference(client: triton.InferenceServerClient) -> None:
-    for again in range(3):  # the second one follows the plan of the first
+    for again in range(3):  # the later requests reuse the plan of the first
         result = client.infer("simple", simple_inputs(), request_id=f"r{again // 2}")
         assert (result.as_numpy("OUTPUT0") == A + B).all()
         assert (result.as_numpy("OUTPUT1") == A - B).all()
@@ -116,7 +116,9 @@ def test_callbacks(client: triton.InferenceServerClient) -> None:
 
 
 async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
-    """The rest wait at the client; none is refused, however fast one comes after the other."""
+    """The further calls wait at the client; none is refused, however fast calls follow each
+    other.
+    """
     async with grpc.aio.insecure_channel(server.grpc_url) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
@@ -336,11 +338,11 @@ def test_a_deadline_reaches_the_model_and_ends_the_request(
     failures = "nv_inference_request_failure"
     before = server.metric(failures, model="gated")
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
-        client.infer("gated", [tensor], client_timeout=1)  # time enough to arrive
+        client.infer("gated", [tensor], client_timeout=1)  # long enough for the request to arrive
     visit = server.gate.next()
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
         client.infer("gated", [tensor], client_timeout=1)
-    server.wait_pending("gated", 0)  # the second one left the queue
+    server.wait_pending("gated", 0)  # the second request left the queue
     visit.release()
     until("both were counted", lambda: server.metric(failures, model="gated") == before + 2)
     assert server.gate.is_idle()

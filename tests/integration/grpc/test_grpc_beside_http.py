@@ -91,7 +91,7 @@ def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = Non
 
 
 def refused(action: Callable[[], object]) -> tuple[str, str]:
-    """The code and the text that a call is refused with."""
+    """Return the code and the text of a refused call."""
     with pytest.raises(InferenceServerException) as caught:
         action()
     return caught.value.status(), caught.value.message()
@@ -198,13 +198,13 @@ def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerCl
 def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
     client: triton.InferenceServerClient, http: Http
 ) -> None:
-    """R6: usable over the other listener in the next call, and gone in the next."""
+    """R6: a region is usable over the other listener in the next call, and removed there, too."""
     with SharedObject(2 * SIZE) as shared_object:
         shared_object.write(VALUES)
         for _ in range(5):
             shared_object.write(bytes(SIZE), SIZE)
             http.register("over", shared_object.key, 2 * SIZE).ok()
-            for _ in range(2):  # the second time by what the first left
+            for _ in range(2):  # the second request uses the schema of the first
                 infer_in(client, "over")
             assert (shared_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
             listed = client.get_system_shared_memory_status().regions
@@ -237,7 +237,7 @@ def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
 
 @needs_users
 def test_users(server: Server, client: triton.InferenceServerClient) -> None:
-    """R5: over gRPC on loopback a user has what is its own, and nothing else."""
+    """R5: over gRPC on loopback a user sees and uses only its own regions."""
     with contextlib.ExitStack() as stack:
         alice, bob = (
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
@@ -271,7 +271,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path, start: Start) -> Server:
-    """A server that listens for everybody who has a token."""
+    """Start a server on all addresses that admits clients with a token."""
     repositories.add(folder / "models", "identity")
     tokens = folder / "tokens"
     tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n")
@@ -296,7 +296,7 @@ def bearer(token: str, **more: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerClient) -> None:
-    """R18: every API but health is closed to whoever shows no token."""
+    """R18: without a token every API except health is refused."""
     assert stranger.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
         for ask in (
@@ -312,7 +312,7 @@ def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerCl
 
 
 def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) -> None:
-    """It is refused before its requests are here: they can be of 2 GB, and as many as it likes."""
+    """The connection is refused before its requests are read, which may have 2 GB each."""
     never = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -324,7 +324,7 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) ->
             for path, rpc in RPCS.items():
                 if rpc.scope == "health":
                     continue
-                # Many: of some calls gRPC's own way is asked for, of most ours.
+                # Some calls use gRPC's general code path, and most use the fast one.
                 calls = [channel.stream_stream(path)(nothing(), timeout=15) for _ in range(70)]
                 for call in calls:
                     with pytest.raises(grpc.RpcError):
@@ -389,8 +389,9 @@ def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServer
 def test_other_hosts_have_no_regions(
     guarded: Server, stranger: triton.InferenceServerClient
 ) -> None:
-    """R3: over a listener that other hosts reach there are none, even for who has them over
-    HTTP."""
+    """R3: a listener for other hosts has no regions, not even for a client that has some over
+    HTTP.
+    """
     headers = bearer(TOKEN)
     with SharedObject(2 * SIZE) as shared_object, guarded.http() as http:
         code, text = refused(

@@ -1,4 +1,4 @@
-"""What is wrong with a request over gRPC, case by case: the status and Triton's words for it."""
+"""Invalid requests over gRPC, case by case: the status and Triton's text."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:
 
 
 def of_input(**given: tuple[str, object]) -> Callable[[Any], None]:
-    """The first input, with parameters instead of data."""
+    """Return a request whose first input has parameters instead of data."""
 
     def change(request: Any) -> None:
         del request.raw_input_contents[0]
@@ -259,7 +259,7 @@ def unload() -> Any:
 
 EXPLICIT = (
     "explicit model load / unload is not allowed if polling is enabled (--model-control-mode is "
-    "none, and has to be explicit)"
+    "none; restart the server with explicit)"
 )
 NO_REPOSITORY = "'repository_name' specification is not supported"
 OTHERS: dict[str, tuple[str, Any, str, str]] = {

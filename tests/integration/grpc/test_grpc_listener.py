@@ -74,7 +74,7 @@ def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:
 
 
 def ask(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
-    """A right answer, or the error."""
+    """Return a correct response, or the error."""
     url = server.grpc_url
     with (
         grpc.secure_channel(url, channel_credentials)
@@ -100,7 +100,7 @@ def test_the_shells_client_with_tls(
     certificate = (f"--client-cert={keys}/client.pem", f"--client-key={keys}/client.key")
     assert client.run(["ready", url, root, *certificate]) == 0
     assert capsys.readouterr().out == '{"ready": true}\n'
-    # Without --url it finds where the server listens; here only gRPC is left.
+    # Without --url the command reads the server's addresses; only gRPC remains here.
     endpoints.addresses(mutual.run_dir).write_text(f"grpcs://localhost:{mutual.grpc_port}\n")
     run_dir = f"--run-dir={mutual.run_dir}"
     assert client.run(["config", "simple", run_dir, root, *certificate]) == 0
@@ -135,7 +135,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
@@ -154,8 +154,10 @@ def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
 )
 def test_compressed_responses(mutual: Server, keys: Path, takes: bytes, compressed: bool) -> None:
-    """Only for a client that takes them, as far from all do; counted as they come, since no client
-    library tells."""
+    """Responses are compressed only for a client that accepts it.
+
+    The sizes on the wire are compared, because no client library reports them.
+    """
     array = np.zeros((1, 10_000), np.int32)
     request = request_of("gated", array, "INT32")
     mutual.gate.close()
@@ -209,7 +211,9 @@ def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
 
 
 def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
-    """Said at the start; gRPC itself would say it in each gateway that takes over from the last."""
+    """The error is reported at the start; otherwise gRPC would report it in each replaced
+    gateway.
+    """
     cert, key = f"{keys}/server.pem", f"{keys}/client.key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
     run = run_command("serve", str(models), "--grpc-use-ssl", *flags)
@@ -229,7 +233,7 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
 
 
 def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
-    """Of a curve that OpenSSL knows and clients do not: said at the start, too."""
+    """Keys on a curve that OpenSSL supports and clients do not are refused at the start, too."""
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:secp256k1", "-nodes", "-subj", "/CN=x")
     certificates.openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
     cert, key = tmp_path / "cert", tmp_path / "key"
@@ -243,8 +247,10 @@ def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
-    """The next gateway reads them again. When they are no good it says so in one line, and serves
-    as soon as they are."""
+    """The next gateway reads the files again.
+
+    If they are invalid, it logs one line, and serves as soon as they are valid.
+    """
     cert, key = tmp_path / "cert", tmp_path / "key"
 
     def install(name: str) -> None:
@@ -340,7 +346,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert next(health) == b"\x08\x02"
         until("nobody is let in", lambda: refuses(server.grpc_port))
-        with idle_sock:  # told to go, and nobody comes any more
+        with idle_sock:  # the gateway is draining, and no new connection arrives
             said = b""
             while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in said:
                 piece = idle_sock.recv(65536)

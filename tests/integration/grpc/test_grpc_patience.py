@@ -1,4 +1,4 @@
-"""R15: who keeps the gRPC gateway waiting, at the beginning or for a request, is shown out."""
+"""R15: clients that keep the gRPC gateway waiting for a preface or a request are disconnected."""
 
 import contextlib
 import socket
@@ -54,7 +54,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @contextlib.contextmanager
 def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
-    """A gateway that listens at a port of this address."""
+    """Yield a gateway that listens at a port of this address."""
     gateways: list[bytes] = []
     opened: list[bytes] = []
 
@@ -168,7 +168,7 @@ def test_a_call_without_a_request_is_refused(port: int, method: str) -> None:
 
 
 def test_a_slow_upload_is_waited_for(port: int) -> None:
-    """As long as it brings what a body over HTTP has to."""
+    """A slow upload continues as long as it has the minimum rate of HTTP bodies."""
     request = pb.ModelInferRequest(model_name="none", raw_input_contents=[bytes(700_000)])
     with throttled(port, 256 * 1024) as slower, grpc.insecure_channel(slower) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -194,8 +194,7 @@ def test_a_stream_may_be_silent(port: int) -> None:
 
 
 def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
-    """Of an address that has more than its share those end that are idle, and the others are served
-    as before."""
+    """Idle connections of an address above its quota are closed; other clients are served."""
     most = 40
     with (
         listening(tmp_path, "0.0.0.0", max_connections=most) as port,
@@ -218,7 +217,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
 
 
 def is_open(sock: socket.socket) -> bool:
-    """Whether the server has not ended this connection."""
+    """Return whether the server has not closed this connection."""
     sock.setblocking(False)
     try:
         while sock.recv(65536):
@@ -231,7 +230,9 @@ def is_open(sock: socket.socket) -> bool:
 
 
 def until_said(sock: socket.socket, text: bytes) -> None:
-    """Read until the server says this; raises TimeoutError or AssertionError when it does not."""
+    """Read until the server sends these bytes; raise TimeoutError or AssertionError if it does
+    not.
+    """
     said = b""
     while text not in said:
         piece = sock.recv(65536)
@@ -241,7 +242,9 @@ def until_said(sock: socket.socket, text: bytes) -> None:
 
 @contextlib.contextmanager
 def throttled(port: int, rate: int) -> Iterator[str]:
-    """The address of a way to `port`, for one connection, that takes so many bytes a second."""
+    """Yield a port that forwards one connection to `port` at a limited number of bytes per
+    second.
+    """
 
     def carry(source: socket.socket, to: socket.socket, size: int, pause_s: float) -> None:
         with contextlib.suppress(OSError):

@@ -76,7 +76,7 @@ def test_an_error_is_a_response(server: Server) -> None:
 
 
 def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
-    """It says whose it is and that no more will come, as Triton's does."""
+    """The error names the request and is its final response, as in Triton."""
     with stub(server) as call:
         requests = [crime("error", "a"), crime("ok", "b")]
         failed, right = call.ModelStreamInfer(iter(requests), timeout=30)

@@ -1,5 +1,6 @@
-"""Much over gRPC: calls on one connection, connections, messages in a stream, large messages; what
-comes with calls; and the services beside Triton's.
+"""Large numbers over gRPC: calls on a connection, connections, stream messages, and large messages.
+
+Metadata and the services beside Triton's are tested here, too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CONNECTIONS = 1000
 STREAMED = 10_000
 RAW = simple_request().SerializeToString()
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
-ENCODINGS = {  # by gRPC's numbers for them
+ENCODINGS = {  # gRPC's numbers of the encodings
     "gzip": (grpc.Compression.Gzip, 0b101),
     "deflate": (grpc.Compression.Deflate, 0b011),
 }
@@ -131,7 +132,7 @@ def test_large_messages(plain: Way, size: int, encoding: str | None) -> None:
     ],
 )
 def test_deadlines(plain: Way, timeout: bytes, status: bytes) -> None:
-    """Those over, those far away, those that are none."""
+    """Expired deadlines, very long ones, and requests without a deadline."""
     head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
     with socket.create_connection(("127.0.0.1", plain.server.grpc_port), timeout=20) as sock:
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
@@ -163,7 +164,7 @@ def test_the_text_of_an_error(plain: Way, name: str) -> None:
 
 
 def test_metadata(plain: Way) -> None:
-    """Text is a model's parameter, where that is asked for; bytes are for nobody here."""
+    """Text metadata is a parameter of the model if configured; binary metadata is ignored."""
     sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
     request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
     with plain.channel() as channel:

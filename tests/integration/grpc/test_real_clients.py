@@ -36,7 +36,7 @@ RIGHT = "all is right\n"
 
 
 def options(way: Way) -> dict[str, Any]:
-    """What Triton's clients take."""
+    """Return the options of Triton's clients."""
     root = None if way.root is None else str(way.root)
     return {"url": way.target, "ssl": way.root is not None, "root_certificates": root}
 
@@ -202,7 +202,7 @@ def grpcurl() -> str:
 
 
 def test_grpcurl(grpcurl: str, way: Way) -> None:
-    """It knows no .proto: the server says what its messages are."""
+    """grpcurl has no .proto file: the server describes its messages by reflection."""
     scheme, _, path = way.target.partition(":")
     trust = ("-plaintext",) if way.root is None else ("-cacert", str(way.root))
     there = ("-unix", path) if scheme == "unix" else (way.target,)

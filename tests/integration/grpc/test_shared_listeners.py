@@ -1,4 +1,4 @@
-"""Several gRPC gateways at one port and one unix socket: deaths, titles, and who is known there."""
+"""Several gRPC gateways on one port and one Unix socket: their exits, titles and access rules."""
 
 import contextlib
 import os
@@ -65,7 +65,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def gateways(server: Server) -> list[str]:
-    """The titles of those that are there."""
+    """Return the titles of the running gateways."""
     return sorted(title for title in server.titles().elements() if title.startswith(TITLES[0]))
 
 
@@ -77,10 +77,10 @@ def test_the_processes(server: Server) -> None:
 
 
 def live(port: int, asked: Counter[str]) -> None:
-    """Ask on a new connection; who is cut off in the middle asks again."""
+    """Query liveness on a new connection; repeat it if the connection is lost."""
     while True:
         try:
-            # Nobody is refused, and who is let in is answered unless the gateway dies.
+            # No connection is refused, and an accepted one is answered unless the gateway exits.
             with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
                 head = frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ServerLive"))
                 sock.sendall(OPENED + head + frame(DATA, END_STREAM, 1, message(b"")))
@@ -158,7 +158,7 @@ def test_calls_of_a_client_go_on(server: Server) -> None:
 
 @contextlib.contextmanager
 def unix(path: Path, uid: int, *groups: int) -> Iterator[Any]:
-    """Triton's stub, on a connection to a unix socket that is user `uid`'s."""
+    """Yield Triton's stub on a connection to a Unix socket by user `uid`."""
 
     with (
         CuttingProxy(lambda: as_user(uid, lambda: connect_unix(path), groups), 3) as proxy,
@@ -172,7 +172,7 @@ def register(name: str, made: SharedObject) -> Any:
 
 
 def through(name: str) -> Any:
-    """Identity from the first half of a region into the second."""
+    """Run identity from the first half of a region to the second."""
     request = pb.ModelInferRequest(model_name="identity")
     memory_range(request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE)
     memory_range(request.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)

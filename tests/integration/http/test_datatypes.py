@@ -15,7 +15,7 @@ from tests.support.wire.raw_http import Http, join_bytes
 
 
 def whole(bits: int, signed: bool) -> np.ndarray:
-    """Smallest, largest, and what lies between."""
+    """Return the smallest and the largest value of a datatype, and values between them."""
     dtype = np.dtype(f"{'i' if signed else 'u'}{bits // 8}")
     return np.array([np.iinfo(dtype).min, 0, 1, np.iinfo(dtype).max], dtype)
 
@@ -41,7 +41,7 @@ def count(kind: str) -> int:
 
 
 def all_inputs(filled: str) -> list[tuple[str, str, list[int], bytes]]:
-    """Every input of the model: the one of this datatype with values, the others of size zero."""
+    """Return every input of the model: values for this datatype, and size zero for all others."""
     return [
         (
             f"INPUT_{kind}",

@@ -1,6 +1,4 @@
-"""Requests that nobody waits for any more: deadlines from arrival to reply, and clients that hang
-up.
-"""
+"""Requests that no client waits for: expired deadlines, and clients that disconnect."""
 
 import json
 import time
@@ -32,7 +30,7 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
 @pytest.mark.parametrize("model", ["plain", "batching"])
 def test_a_timeout_holds_while_executing(server: Server, pool: RequestPool, model: str) -> None:
     began = time.monotonic()
-    late = pool.number(model, 1, deadline_us=1_000_000)  # it is to begin within that
+    late = pool.number(model, 1, deadline_us=1_000_000)  # the deadline of its start
     visit = server.gate.next()
     reply = late.result()
     assert 1 <= time.monotonic() - began < 3

@@ -60,8 +60,9 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(autouse=True)
 def log_stays_ours(server: Server) -> Iterator[None]:
-    """R23: each line that a test adds to the log is one of the server's, printable and not too
-    long."""
+    """R23: each line that a test adds to the log has the server's format, is printable and not
+    too long.
+    """
     before = len(server.log())
     yield
     with server.http() as http:
@@ -111,7 +112,9 @@ def test_hostile_text_in_outputs_and_errors_of_a_model(
 
 @pytest.mark.parametrize("request_id", ["error", "exception"])
 def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
-    """The model says half a character; it is shown as Python writes it, and ends no worker."""
+    """The model writes half a character to stderr. The log shows it escaped, and no worker
+    exits.
+    """
     request = pb.ModelInferRequest(model_name="shouter", id=request_id)
     request.inputs.add(name="INPUT0", datatype="BYTES", shape=[1])
     request.raw_input_contents.append(b"\3\0\0\0a\xffb")
@@ -193,7 +196,7 @@ def test_over_grpc(server: Server, word: str) -> None:
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 ask(request, timeout=20)
-            # An error's text is in a header, and those have a limit.
+            # The text of an error is in a header, whose size is limited.
             assert refused.value.code() is not grpc.StatusCode.UNKNOWN
             assert refused.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
 

@@ -1,4 +1,4 @@
-"""Doors and who may come through them: a unix socket, addresses that other hosts reach, tokens and
+"""Listeners and their access rules: a Unix socket, addresses for other hosts, tokens and
 restricted APIs.
 """
 
@@ -24,7 +24,7 @@ ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
 
 @pytest.fixture(scope="module")
 def guarded(folder: Path) -> Iterator[Server]:
-    """A server that listens for everybody who has a token."""
+    """Start a server on all addresses that admits clients with a token."""
     repository = folder / "models"
     repositories.add(repository, "identity")
     tokens = folder / "tokens"
@@ -62,7 +62,7 @@ def bearer(token: str, **more: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:
-    """R18: every API but health is closed to whoever shows no token."""
+    """R18: without a token every API except health is refused."""
     assert http.get("/v2/health/ready").status == 200
     for headers in ({}, bearer("0123456789abcdef-wrong"), {"Authorization": f"Basic {TOKEN}"}):
         for reply in (
@@ -81,7 +81,7 @@ def test_the_shells_client_shows_a_token_and_a_header(
     guarded: Server, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token, header = f"--token-file={folder / 'tokens'}", "--header=admin-key: let-me"
-    here = f"--run-dir={guarded.run_dir}"  # of which HTTP is known, too
+    here = f"--run-dir={guarded.run_dir}"  # the HTTP address is known, too
     assert client.run(["config", "identity", here, token, header]) == 0
     assert '"name": "identity"' in capsys.readouterr().out
     for shown, text in (
@@ -211,7 +211,7 @@ def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], said: str)
 
 
 def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
-    """R3, R4: nothing listens but what was configured; and a socket that was left is taken over."""
+    """R3, R4: only configured listeners exist; a socket left by a killed server is replaced."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"
     with socket.socket(socket.AF_UNIX) as left:

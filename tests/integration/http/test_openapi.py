@@ -1,5 +1,7 @@
-"""The description of the HTTP API is true: what a running server answers to requests made of it,
-its errors too, is what it says; and the page that shows it needs nothing else."""
+"""The OpenAPI description is true: a running server's responses, errors included, match it.
+
+Requests are generated from the description. The page that shows it is tested, too.
+"""
 
 import json
 import re
@@ -23,7 +25,7 @@ for path in DOCUMENT["paths"].values():
         for parameter in operation["parameters"]:
             if names := NAMES.get(parameter["name"]):
                 parameter["schema"] = {"type": "string", "enum": names}
-# Those that load and unload come last.
+# Operations that load and unload come last.
 OPERATIONS = sorted(
     (each.ok() for each in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()),
     key=lambda each: "/repository" in each.path,
@@ -33,7 +35,7 @@ CHECKS = [
     checks.content_type_conformance,
     checks.response_schema_conformance,
 ]
-# What no request made of the description alone can have: tensors that fit, or a model of text.
+# Requests that need more than the description: matching tensors, or a text model.
 REFUSED = (
     r"infer$|generate|register$|region}/status|{repository}/models|"
     "/v1/(chat|completions|embeddings|models/|responses)|^/(de)?tokenize|cuda"

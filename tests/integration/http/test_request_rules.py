@@ -1,5 +1,5 @@
-"""Requests that are wrong: each is answered with the status and text of the protocol, and the
-connection lives on.
+"""Invalid requests: each is answered with the status and text of the protocol, and the
+connection stays open.
 """
 
 import json
@@ -15,7 +15,7 @@ ROW = np.zeros((1, 16), np.int32)
 
 
 def two(**changes: Any) -> dict[str, Any]:
-    """A right request for "simple" with changes to its first input."""
+    """Return a valid request for "simple" with changes to its first input."""
     return {"inputs": [{**json_input("INPUT0", ROW), **changes}, json_input("INPUT1", ROW)]}
 
 

@@ -1,5 +1,5 @@
-"""Requirements on a server for clients nobody trusts, at a real server over both listeners, where
-no other test holds them.
+"""Requirements for a server with untrusted clients, tested over both listeners where no other
+test covers them.
 """
 
 import base64
@@ -28,7 +28,7 @@ ROW = np.array([1], np.int32)
 ASKED = {"inputs": [json_input("INPUT0", ROW)]}
 
 
-# What the models of this server are told.
+# The headers that this server forwards to its models.
 FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
 
 
@@ -103,7 +103,7 @@ def test_every_process_has_a_title(server: Server) -> None:
     assert set(titles.values()) == {1}
 
 
-# What a client must not say through a parameter, or what a header must not say for it.
+# Names that a client must not set, as a parameter or as a forwarded header.
 HEADERS = {
     "sequence_id": "7",
     "sequence_start": "true",
@@ -118,8 +118,9 @@ HEADERS = {
 
 
 def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> None:
-    """R16: one that matches the pattern and is named like what has a meaning is refused; what does
-    not match is nothing."""
+    """R16: a header that matches the pattern becomes a parameter. A reserved parameter name is
+    refused, and other headers are ignored.
+    """
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
     body = {**ASKED, "parameters": {"mine": 1}}
@@ -170,12 +171,13 @@ OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
-    """R17: whatever a name is, spelled however: only a folder of the repository is a model."""
+    """R17: any model name, in any encoding, names only a folder of the repository."""
     before = server.titles()
     spelled = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
-    # A good name may be that of a model that is only in a request, but not of what is elsewhere.
+    # A valid name may be that of a model whose files are in the request, but not of a folder
+    # elsewhere.
     for parameters in ({},) if name in GOOD else ({}, override):
         reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body

@@ -297,7 +297,7 @@ def regions_of(server: LocalServer) -> int:
 
 
 def test_killed_processes_leave_nothing(server: Server, hosted: LocalServer) -> None:
-    """Neither the maker of memory nor one that uses it, in /dev/shm or in the server."""
+    """Killing the creator or a user of memory leaks nothing in /dev/shm or in the server."""
     before, listed = regions_of(hosted), set(os.listdir("/dev/shm"))
     command = [sys.executable, "-c", MAKER, str(hosted.run_dir)]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""shmserve.client against a real server: what goes in, what comes out, and where it lies."""
+"""shmserve.client with a real server: inputs, outputs, and the memory that contains them."""
 
 import asyncio
 import concurrent.futures
@@ -233,7 +233,7 @@ def test_regions_are_checked(client) -> None:
         wrong = "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
         with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
             client.infer("rows", region)
-    # Strings go where there is room for them.
+    # Strings are written in place if they fit.
     words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
     result = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
     assert result["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
@@ -333,7 +333,9 @@ def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
 
 
 def test_finished_calls_keep_no_memory(client) -> None:
-    """Also where nobody collects garbage: no cycle refers to results, errors or regions."""
+    """Holds without garbage collection, too: no reference cycle contains results, errors or
+    regions.
+    """
     x = frames()
     gc.collect()
     gc.disable()
@@ -381,7 +383,7 @@ def test_from_many_threads(client) -> None:
 
 
 def test_more_threads_than_a_scheduler_takes_links(client) -> None:
-    """All at once, so that none can have the link of one that is over."""
+    """All threads submit at once, so that no thread can reuse the link of an exited one."""
     count = 24
     all_have_asked = threading.Barrier(count)
     answers: list[float] = []

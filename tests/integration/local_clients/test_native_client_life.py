@@ -117,7 +117,9 @@ with shmserve.client.connect(sys.argv[1]) as client:
 
 
 def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
-    """A thread's requests go by the connection that is there, and what needs one more says so."""
+    """A thread's requests use the open connection. A call that needs a new descriptor raises an
+    error.
+    """
     run = run_python("-c", _WITHOUT_DESCRIPTORS, gated.run_dir)
     assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
 
@@ -147,13 +149,13 @@ def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
     threading.Timer(0.1, waiting.cancel).start()
     assert concurrent.futures.wait([waiting], 10).done == {waiting}
     assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
-    gated.wait_pending("gated", 0)  # the server hears of it later than they do
+    gated.wait_pending("gated", 0)  # the server detects the exit later than the threads
     visit.release()
     assert blocker.result(20)
 
 
 def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.client.Server) -> None:
-    """Also when other threads come, who ask the same of the server."""
+    """Holds also when other threads send the same requests."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
     first: list[Any] = []
@@ -235,7 +237,7 @@ sys.stdin.read()
 
 
 def _shared(process: psutil.Process) -> int:
-    """How many clients' memories a process has mapped, or holds."""
+    """Return the number of clients' memories that a process maps or holds."""
     held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
     for name in os.listdir(f"/proc/{process.pid}/fd"):
         try:
@@ -375,7 +377,7 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
         kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
         assert all((result["OUTPUT0"] == x).all() for result in kept)
         assert (asyncio.run(talk()) == x).all()
-        del kept  # which keep their memory
+        del kept  # the results keep their memory
         until("nothing is left", lambda: state() == before, 10)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated.run_dir)
@@ -384,7 +386,9 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
 def test_memory_is_taken_back_though_the_connection_is_interrupted(
     client: shmserve.client.Server,
 ) -> None:
-    """The connection's own thread takes it back, and waits for nobody who holds the lock."""
+    """The connection's own thread takes it back without waiting for a lock that the interrupted
+    thread holds.
+    """
     memories = client._session.memories
     region = client.allocate({"INPUT0": ((ROW,), "FP32")})
     with client._session.connection()._lock:
@@ -449,7 +453,7 @@ def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) 
         if ends == "the server":
             connection._link._socket.send(b"what is no message")
         closing = threading.Thread(target=client.close)
-        with connection._lock:  # nobody is woken
+        with connection._lock:  # no thread is woken
             if ends == "the client":
                 closing.start()
             error = outcome.exception(20)
@@ -497,7 +501,7 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     ask: Callable[[shmserve.client.Server], Any],
 ) -> None:
-    """It would wait for its own thread, which is the one that reads the responses."""
+    """The call would wait for its own thread, which is the one that reads the responses."""
     monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 1)
     ask(client)  # takes the only channel
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
@@ -508,7 +512,7 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
         except BaseException as error:
             outcome.set_exception(error)
 
-    # What is answered before it has its callback calls that in this thread, which may wait.
+    # The callback of a finished request runs in this thread, which may wait.
     client.infer_async("gated", _value(client, 1)).add_done_callback(callback)
     gated.gate.next().release()
     error = outcome.exception(10)
@@ -542,7 +546,7 @@ def test_a_scheduler_that_is_killed_costs_no_answer(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]
-    gated.gate.next().release()  # its answer is on its way, or lost with the scheduler
+    gated.gate.next().release()  # its answer is in transit, or lost with the scheduler
     gated.find_one("scheduler gated").send_signal(signal.SIGKILL)
     while not all(future.done() for future in futures):
         try:

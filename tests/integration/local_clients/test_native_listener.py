@@ -1,5 +1,6 @@
-"""Who may be a local client, and what local clients cannot do: the sockets behind shmserve.client,
-by hand."""
+"""Access rules of local clients, and limits on them: the sockets behind shmserve.client, used
+by hand.
+"""
 
 import contextlib
 import os
@@ -253,7 +254,7 @@ def client_in_c(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_client_is_notified_of_its_eviction() -> None:
-    """As one of another version does."""
+    """A server of another version closes the connection in the same way."""
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
         (run_dir / "guests").mkdir()
@@ -273,7 +274,7 @@ def test_a_client_is_notified_of_its_eviction() -> None:
 
 
 def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None:
-    """It says so, and it asked the version that is the latest."""
+    """The client reports the loss, and it had asked for the latest version."""
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
         (run_dir / "guests").mkdir()

@@ -31,7 +31,7 @@ input [
 ]
 output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1 ] } ]
 """
-# Does one step after the other: a number is sent, SIZE times; the rest are words.
+# Executes the steps in order: a number is sent SIZE times, and the other steps are commands.
 MODEL = """
 import os, threading, time
 import numpy as np
@@ -132,7 +132,7 @@ def test_a_decoupled_model_takes_streams_only(client: shmserve.client.Server) ->
 def test_large_responses_are_copied_out_of_the_workers_memory(
     client: shmserve.client.Server,
 ) -> None:
-    """More of them than the credit in bytes; each is the program's own."""
+    """The responses have more bytes than the credit; each array belongs to the program."""
     steps = [b"%d" % n for n in range(12)]
     size = np.array([1 << 18], np.int32)  # 1 MiB each
     responses = list(client.stream("steps", STEPS=steps, SIZE=size))
@@ -185,7 +185,7 @@ def test_a_worker_that_exits_between_responses_ends_its_stream(
 def test_responses_in_a_region_arrive_one_by_one(
     client: shmserve.client.Server, tmp_path: Path
 ) -> None:
-    """What is read stays until the next is asked for."""
+    """A response stays readable until the next one is requested."""
     note = tmp_path / "second"
     with client.allocate({"OUT": ((4,), "INT32")}) as region:
         steps = [b"1", b"2", b"note " + os.fsencode(note), b"3"]
@@ -325,7 +325,9 @@ def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Serve
 def test_a_client_that_releases_nothing_takes_no_memory_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that takes every response and gives none back is refused more, and nobody else."""
+    """A client that receives every response and releases none is refused more memory; other
+    clients are not.
+    """
     repository = tmp_path / "models"
     repositories.write(repository, "steps", CONFIG, MODEL)
     size = np.array([1 << 18], np.int32)  # a MiB a response

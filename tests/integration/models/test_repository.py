@@ -87,7 +87,7 @@ def test_mode_none_serves_both_repositories_and_refuses_control(everything: Serv
             assert reply.status == 503
             assert reply.error == (
                 "explicit model load / unload is not allowed if polling is enabled "
-                "(--model-control-mode is none, and has to be explicit)"
+                "(--model-control-mode is none; restart the server with explicit)"
             )
 
 

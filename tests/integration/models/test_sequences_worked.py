@@ -123,12 +123,10 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
 
 
 def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
-    """A lone first request runs at once, the instance is then idle, and the next of slot 0 and the
-    first of slot 1 run as one batch when they come together.
+    """A lone first request runs at once.
 
-    What is START [1, 0] and READY [1, 0] in Triton's documentation is START [1] and READY [1] here
-    and in a real Triton: behind the highest slot with a request there is no row, whether the slots
-    there have never had a sequence (as here) or have an idle one (as below).
+    Then the instance is idle, and the next request of slot 0 and the first of slot 1 run as one
+    batch.
     """
     ask, gate = asking(pool, "single"), server.gate
     lone = ask(1, start=True)
@@ -204,7 +202,7 @@ def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: Request
         assert all(visit.message["READY"])
     visit.release()
     # The oldest sequences run first, at most one request of each. An ended sequence frees its
-    # place.
+    # slot.
     assert seen == [[1], [2, 3], [4, 1], [4], [4], [5]]
     assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
     assert sums(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

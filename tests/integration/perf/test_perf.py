@@ -1,5 +1,6 @@
-"""`shmserve perf` against a real server: every door, shared memory, open loops, sequences, and what
-it says when something is wrong."""
+"""`shmserve perf` with a real server: all protocols, shared memory, open loops, sequences, and
+error messages.
+"""
 
 import json
 import re
@@ -44,7 +45,7 @@ model_transaction_policy { decoupled: true }
 input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
 """
-# Refuses what is below zero.
+# Refuses negative values.
 MOODY = """
 import triton_python_backend_utils as pb_utils
 
@@ -58,7 +59,7 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError("in no mood"))
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)])
 """
-# Takes sequences of three: the first of each with START, the last with END, nothing else.
+# Accepts only sequences of three requests, the first with START and the last with END.
 STRICT = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -165,7 +166,7 @@ def test_each_door_with_and_without_shared_memory(
     assert point["requests"] > 8
     assert 0 < point["latency"]["p50"] <= point["latency"]["p99"] <= point["latency"]["max"]
     assert point["client_us"] > 0
-    # What it counted and what the server counted are the same requests, but for the windows' edges.
+    # The client and the server count the same requests, except at the edges of the windows.
     server = point["server"]["simple"]
     assert server["requests"] == pytest.approx(point["requests"], rel=0.5, abs=50)
     assert server["batch"] >= 1
@@ -282,11 +283,11 @@ def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(["perf", "identity", where, *large, *SHORT]) == 0
         assert main(["perf", "identity", where, *large[:-1], *SHORT]) == 1
         capsys.readouterr()
-        # It goes in the middle of a load.
+        # The server stops during the load.
         stopping = threading.Timer(1.0, server.stop)
         stopping.start()
         command = ["perf", "identity", f"--url={server.url}", *large[:-1]]
         assert main([*command, "--window=60", "--patience=5"]) == 1
         stopping.join()
-        # It depends on the moment which of them meets it.
+        # The error depends on the moment of the stop.
         assert re.search("cannot be reached|no response|failed", capsys.readouterr().err)

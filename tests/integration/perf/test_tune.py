@@ -61,7 +61,8 @@ def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     before = in_force(asked)
     where = f"--url=http://{asked.url}" if door == "http" else f"--run-dir={asked.run_dir}"
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
-    # A target that nothing misses: what is found here is no matter, that is for the simulation.
+    # Every configuration meets this target. The quality of the choice is tested by the
+    # simulation.
     assert main(["tune", "slow", "--p99=60s", where, *SHORT, *files]) == 0
     assert in_force(asked) == before
     written = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
@@ -135,4 +136,6 @@ def test_a_server_that_loads_nothing_on_request_is_named(
     repositories.write(repository, "slow", CONFIG, SLOW)
     with running(repository) as server:
         assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1
-    assert "--model-control-mode is none, and has to be explicit" in capsys.readouterr().err
+    assert (
+        "--model-control-mode is none; restart the server with explicit" in capsys.readouterr().err
+    )

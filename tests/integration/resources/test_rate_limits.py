@@ -16,7 +16,7 @@ from tests.support.wire.raw_http import json_input
 
 
 def limited(count: int, name: str = "R", more: str = "") -> str:
-    """An instance group that needs so much."""
+    """Return an instance group that needs this amount of the resource."""
     resource = f'{{ name: "{name}" count: {count} {more} }}'
     return (
         "instance_group [ { kind: KIND_CPU count: 2 "
@@ -25,7 +25,7 @@ def limited(count: int, name: str = "R", more: str = "") -> str:
 
 
 def add(repository: Path, name: str, group: str) -> None:
-    """The model that waits at the gate, limited."""
+    """Add the model that waits at the gate, with a rate limit."""
     config = repositories.add_as(repository, name, "gated") / "config.pbtxt"
     lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
     config.write_text("\n".join([*lines, group]))
@@ -38,7 +38,7 @@ def ask(server: Server, model: str, value: int) -> int:
 
 
 def wait_workers(server: Server, count: int) -> None:
-    """Until the model has so many processes."""
+    """Wait until the model has this number of processes."""
     until(f"there are {count}", lambda: len(server.find("worker simple.")) == count)
 
 
@@ -54,8 +54,11 @@ def limiting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 @pytest.fixture
 def limiting(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
-    """A server that limits, to three of the resource R, and loads models when it is told to; and
-    its repository, which is empty."""
+    """Start a server with a rate limit of three for the resource R, which loads models only on
+    request.
+
+    Its repository is empty.
+    """
     yield limiting_server
     unload_all(*limiting_server)
 
@@ -69,7 +72,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def test_models_that_need_the_same_take_turns(
     limiting: tuple[Server, Path], pool: ThreadPoolExecutor
 ) -> None:
-    """Two instances of each of two models, and room for one; a third model goes its own way."""
+    """Two instances of each of two models share the resources for one; a third model is not
+    limited.
+    """
     server, repository = limiting
     for name in ("one", "two"):
         add(repository, name, limited(2))
@@ -130,8 +135,10 @@ def test_models_that_could_never_run_do_not_load(limiting: tuple[Server, Path]) 
 
 
 def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
-    """A reload that changes how many there are, or what each needs: the scheduler stays, what is
-    new takes its turn, and no request notices. As much as one needs is there."""
+    """A reload changes the number of instances, or their needs.
+
+    The scheduler stays, and new instances take part in the rate limit.
+    """
     server, repository = limiting
     folder = repositories.add_as(repository, "simple", "simple")
     config = folder / "config.pbtxt"

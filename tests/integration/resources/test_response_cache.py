@@ -16,7 +16,7 @@ from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 SIZE = 4 << 20
 LARGE = 100_000  # elements: 400 KB
 CACHED = "response_cache { enable: true }"
-# Adds the number of its executions, so that two of them never give the same.
+# Adds the number of its executions, so that no two executions give the same output.
 COUNTING = """
 self.count = getattr(self, "count", 0) + 1
 return self.response(Y=self.input(request, "X") + np.float32(self.count))
@@ -116,7 +116,9 @@ def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -
 
 
 def test_a_region_passes_the_cache_by(http: Http) -> None:
-    """A client may write there at any time: what was hashed need not be what is executed."""
+    """A client may write to its region at any time, so the hashed bytes may differ from the
+    executed ones.
+    """
     array = np.full(4, 3, np.float32)
     with SharedObject(64) as shared_object:
         shared_object.write(array, 0)
@@ -137,7 +139,9 @@ def test_a_region_passes_the_cache_by(http: Http) -> None:
 
 
 def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:
-    """What is in the message is hashed by the scheduler; what is in its memory is not."""
+    """The scheduler hashes tensors in the message. Tensors in the client's memory are not
+    cached.
+    """
     with shmserve.client.connect(server.run_dir) as client:
         small = np.full(4, 5, np.float32)
         one, two = (client.infer("native", X=small)["Y"] for _ in range(2))
@@ -168,7 +172,7 @@ def test_only_models_with_a_cache_have_cache_metrics(server: Server) -> None:
 
 
 def test_the_bound_is_the_servers(server: Server) -> None:
-    """Six models share 4 MB, whatever they are asked."""
+    """Six models share 4 MB in the cache, whichever of them are used."""
     for model in ("counting", "batched", "other"):
         for number in range(8):
             infer(server, model, np.full(60_000, number, np.float32))

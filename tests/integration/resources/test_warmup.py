@@ -61,7 +61,9 @@ def add(
     max_batch_size: int = 4,
     **files: bytes,
 ) -> None:
-    """A model that notes what it sees; `files` go into its folder "warmup"."""
+    """Add a model that records the requests it receives; `files` are written to its folder
+    "warmup".
+    """
     folder = repository / name
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").write_text(_MODEL)
@@ -128,7 +130,7 @@ def server(models: Path, start: Start) -> Server:
 
 
 def seen(server: Server, model: str, **more: Any) -> list[Any]:
-    """What a model had seen before the first client's request."""
+    """Return the requests that a model received before the first client's request."""
     inputs = more.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
     request = {
         "inputs": [

@@ -1,4 +1,4 @@
-"""How commands end that somebody does not want to the end."""
+"""The exit of commands that a user interrupts."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ def test_a_closed_output_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Interrupted:
-    """A supervisor that is told to stop while models load."""
+    """A supervisor that receives a stop signal while models load."""
 
     ended_with = -1
 

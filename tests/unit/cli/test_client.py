@@ -48,7 +48,7 @@ def back(datatype: str, shape: list[int], raw: bytes) -> Any:
         ((-1, 1), 3, [1, 1]),
         ((2,), 3, []),
         ((2,), [1, 2], [2]),
-        ((2, 2), [1, 2], [2]),  # the first dimension is not a batch's: the server says what it is
+        ((2, 2), [1, 2], [2]),  # the server defines whether the first dimension is the batch's
         ((-1, 2, 2), [1, 2], [2]),  # two dimensions less: likewise
         ((), 3, []),
         ((-1, 2), [], [1, 0]),
@@ -156,6 +156,8 @@ class Handler(BaseHTTPRequestHandler):
     """A server with one model, which sends its input back as Y and counts on the right headers."""
 
     def do_GET(self) -> None:
+        if self.path == "/v2/models/m/ready":
+            return self.reply(400, {"error": "Model version not ready"})
         if self.path.startswith("/v2/models/m"):
             return self.reply(200, METADATA)
         return self.reply(404, {"error": "Request for unknown model:\n'x\x1b[2J' is not found"})
@@ -182,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(header + binary)
 
     def log_message(self, *arguments: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -234,6 +236,17 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
     parameters = {"explain": True, "top": 0.5, "k": -3, "mode": "a=b", "quoted": "1", "empty": ""}
     assert request["parameters"] == {"deadline_us": 500, **parameters}
     assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
+
+
+def test_the_states_of_models_are_the_remedy_for_one_that_is_not_ready(
+    server: HTTPServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert client.run(["ready", "m", url(server)]) == 1
+    error = capsys.readouterr().err
+    assert error.endswith(
+        "Model version not ready; `shmserve client models` lists the models with their states and "
+        "reasons\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`shmserve guide`: pages that are files, and those that are made from what they describe."""
+"""`shmserve guide`: pages from files, and pages generated from the objects that they describe."""
 
 import inspect
 import os

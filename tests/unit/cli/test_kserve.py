@@ -64,7 +64,7 @@ def test_the_flags_of_the_container_match_its_ports_and_probes(
     manifest: dict[str, Any], tmp_path: Path
 ) -> None:
     main = container(manifest)
-    assert main["name"] == "kserve-container"  # which KServe mounts the model into
+    assert main["name"] == "kserve-container"  # the folder at which KServe mounts the model
     assert main["command"] == ["shmserve", "serve"]
     args = [argument.replace("/mnt/models", str(tmp_path)) for argument in main["args"]]
     config = server.from_flags(command_line.parse(args), {})

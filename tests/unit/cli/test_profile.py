@@ -1,4 +1,4 @@
-"""What `shmserve profile` says of the steps of a model."""
+"""The output of `shmserve profile` about the steps of a model."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_a_step_is_shared_out_among_its_phases() -> None:
     first, _, *rows = profile.table("m", FOUND).splitlines()
     assert "100 steps in 2.0 s, 4.0 sequences per step, 200.0 tokens/s" in first
     shown = {row.split()[0]: row.split()[1:3] for row in rows}
-    # What goes on beside the steps is no part of them.
+    # Work beside the steps is not part of them.
     assert shown["forward"] == ["16.000", "80.0%"]
     assert shown["text"] == ["4.000", "20.0%"]
 

@@ -1,4 +1,4 @@
-"""`shmserve systemd`: what it writes, by systemd's own tools; and that it changes no more."""
+"""`shmserve systemd`: the written units, checked by systemd's own tools, and no other change."""
 
 import shutil
 import subprocess
@@ -15,12 +15,12 @@ SYSTEM = Path("etc/systemd/system")
 
 
 def run(verb: str, root: Path, *more: str) -> int:
-    """The command for an image, with a program that is there wherever these tests are."""
+    """Run the command for an image, with a program whose path exists wherever the tests run."""
     return cli.main(["systemd", verb, f"--root={root}", "--program=/bin/sh", *more])
 
 
 def tool(name: str, *arguments: str | Path) -> str:
-    """What a tool of systemd's prints; it must end with 0."""
+    """Return the output of one of systemd's tools, which must exit with 0."""
     if shutil.which(name) is None:
         pytest.skip(f"there is no {name} here")
     ran = subprocess.run([name, *arguments], capture_output=True, text=True, check=False)
@@ -113,14 +113,14 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert run("install", tmp_path) == 0
     assert not {"written", "updated", "kept"} & set(capsys.readouterr().out.split())
-    # What the operator set is kept, and goes into the unit.
+    # Settings of the operator are kept and written to the unit.
     with file.open("a") as stream:
         stream.write("exit-timeout-secs: 100\n")
     assert run("install", tmp_path) == 0
     captured = capsys.readouterr().out
     assert f"kept       {file}" in captured and "    -exit-timeout-secs: 100\n" in captured
     assert "    -TimeoutStopSec=40\n" in captured and "    +TimeoutStopSec=110\n" in captured
-    # A unit that somebody has changed is not overwritten, but by --force.
+    # A changed unit is overwritten only with --force.
     before = unit.read_text()
     unit.write_text(before.replace("RestartSec=1", "RestartSec=9"))
     assert run("install", tmp_path) == 1
@@ -131,7 +131,7 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run("install", tmp_path, "--force") == 0
     assert unit.read_text() == before
     assert "exit-timeout-secs" in file.read_text()
-    # Another device's drop-in goes.
+    # The drop-in of another device is removed.
     assert run("install", tmp_path, "--device=nvidia") == 0
     drop_ins = {path.name for path in (tmp_path / SYSTEM / "shmserve.service.d").iterdir()}
     assert drop_ins == {"10-nvidia.conf"}

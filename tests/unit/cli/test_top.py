@@ -1,4 +1,4 @@
-"""`shmserve top`: what is shown of the figures, at any size, and what the keys do."""
+"""`shmserve top`: the display of the figures at any size, and the keys."""
 
 import io
 from typing import Any
@@ -39,7 +39,7 @@ def top_of(**models: dict[str, Any]) -> Top:
 
 
 def some() -> Top:
-    """Three that serve, of which one fails, and one that does not."""
+    """Return three serving models, one of which fails requests, and a model that is not loaded."""
     _, quick = rows_of(report(0), report(50))
     _, failing = rows_of(report(0), report(10, fail=10, workers_lost=1))
     _, idle = rows_of(report(0), report(0))
@@ -108,6 +108,6 @@ def test_it_fits_any_terminal(count: int, width: int, height: int, keys: list[st
     lines = shown_of(top, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
     if top.chosen:
-        # What is chosen is on the screen, if not all of its name.
+        # The selected row is on the screen, even if its name is truncated.
         chosen = top.chosen.removesuffix("/1")
         assert any(line.startswith(chosen[: width - 56]) for line in lines)

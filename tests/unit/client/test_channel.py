@@ -1,4 +1,6 @@
-"""Who waits for answers is told of all that happens, also of what happens while it looks around."""
+"""A channel that waits for responses receives all events, also those that arrive while it
+handles others.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from tests.support.waiting import until
 
 @contextmanager
 def listener(tmp_path: Path) -> Iterator[None]:
-    """A server that has no models, and says nothing more to the one program it lets in."""
+    """Yield a server without models that admits one program and sends nothing more."""
     (tmp_path / "guests").mkdir(exist_ok=True)
     (tmp_path / "guests" / "door").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as entrance:
@@ -70,7 +72,7 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
 
 
 def built(connection: ServerConnection) -> PackedRequest:
-    """A request of a model whose scheduler nobody reaches."""
+    """Return a request of a model whose scheduler cannot be reached."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
@@ -247,11 +249,13 @@ def test_answers_are_copied_by_several_at_a_time(
     try:
         os.write(fd, bytes(4095) + b"!")
         place = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
-        gc.collect()  # or it does in the middle: what tests before this one have left
+        # Otherwise the collection may run during the measurement and free objects of earlier
+        # tests.
+        gc.collect()
         before = len(os.listdir("/proc/self/fd"))
         copy()
         assert copies == [b"!", b"!"]
-        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two
+        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two descriptors
     finally:
         os.close(fd)
 
@@ -280,7 +284,7 @@ def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_p
 
         def all_are_there() -> bool:
             numbers.extend(message.id for _, message in router.receive())
-            link.receive()  # sends what was not taken before
+            link.receive()  # sends the messages that were waiting for credit
             return len(numbers) == count
 
         until("all are there", all_are_there, 60)

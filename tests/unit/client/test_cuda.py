@@ -106,7 +106,7 @@ class SupervisorContext:
         registry.close()
 
     def serve(self, answered: Callable[[], bool]) -> None:
-        """Be scheduler and worker until something has happened."""
+        """Play scheduler and worker until a condition holds."""
         while not answered():
             self.drop()
             self.link.wait(0.05)
@@ -143,7 +143,7 @@ def cuda() -> FakeCuda:
 
 @pytest.fixture
 def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
-    """The driver as the client has it; what it allocates is host memory to whoever asks."""
+    """Return the driver as the client uses it; the memory that it allocates is host memory."""
     export = cuda.exporting()
     monkeypatch.setattr("shmserve.client.session.exporting", lambda: export)
     monkeypatch.setattr(DeviceView, "__dlpack_device__", lambda view: (1, 0))
@@ -158,7 +158,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 
 def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
-    """A server whose model doubles x to y."""
+    """Yield a server whose model doubles x to y."""
     with rig(folder) as worker:
         memory = cuda.device_memory()
         worker.context = dataclasses.replace(
@@ -205,7 +205,7 @@ def test_a_region_on_the_device_is_used_in_place(
             assert type(result["y"]) is DeviceView
             assert (region["y"].numpy() == (ROW + turn) * 2).all()
             assert (result["y"].numpy() == (ROW + turn) * 2).all()
-            # Until the model is known to leave its inputs alone they are copied, on the device.
+            # Inputs are copied on the device until the model is known not to write to them.
             assert host.worker.finished.copied_in == (0 if turn else 16)
             assert cuda.asked[-1] == ("synchronize", 1)
         assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes by host memory"
@@ -306,7 +306,8 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     until("workers are told", lambda: bool(host.processes.workers))
     host.drop()
     assert cuda.opened == 0
-    # A request that a worker had not begun by then is not run: nobody would close the handle.
+    # A request that a worker had not begun by then is not run, since no process would close the
+    # handle.
     (reply,) = host.worker.raw_batch([work])
     assert reply.code == "UNAVAILABLE" and cuda.opened == 0
     assert len(exporting.allocated) == 1 and (view.numpy() == 0).all(), "it is the program's"

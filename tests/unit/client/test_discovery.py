@@ -19,7 +19,7 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 @pytest.fixture
 def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a first server goes."""
+    """Return the default run directory of a first server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
     monkeypatch.setattr(run_directory, "_USUAL_PATIENCE_S", 0.0)
@@ -27,7 +27,7 @@ def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ended(server: RunDirectory) -> None:
-    """Its files are left, as where it was killed."""
+    """Return the run directory of a killed server, whose files still exist."""
     os.close(server.lock_fd)
 
 
@@ -61,7 +61,7 @@ def test_of_two_one_must_be_named(usual: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SHMSERVE_RUN_DIR", str(first.path))
     assert discovery.find(None) == first.path
     monkeypatch.delenv("SHMSERVE_RUN_DIR")
-    # Who was there before goes on there.
+    # A program that knew the former server continues with it.
     assert discovery.find(None, second.path) == second.path
     ended(first)
     assert discovery.find(None) == second.path
@@ -93,7 +93,7 @@ def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_server_that_refuses_the_user_is_found(tmp_path: Path, answer: bytes, why: str) -> None:
-    """It is there, so whoever reads the error need not look for it."""
+    """The error names the server that was found, so that a reader need not search for it."""
     (tmp_path / "guests").mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "guests" / "door"))

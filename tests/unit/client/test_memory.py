@@ -48,7 +48,7 @@ CONFIG = {
 
 @pytest.fixture
 def memories() -> Iterator[Memories]:
-    """Memory that a server has been told of."""
+    """Yield the memories that a server has accepted."""
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:
@@ -131,7 +131,8 @@ def test_memory_is_freed_if_its_allocation_is_interrupted(
     def interrupted(*_: int) -> None:
         raise KeyboardInterrupt
 
-    gc.collect()  # or it does in the middle: what tests before this one have left
+    # Otherwise the collection may run during the measurement and free objects of earlier tests.
+    gc.collect()
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", interrupted)
@@ -153,7 +154,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     x = np.ones((1, 2_000_000), np.float32)
     region = Region(memories, {"y": ((1, 8192), "FP32")})
     outputs = region if loose else None
-    for _ in range(20):  # of which eight would have all that there may be
+    for _ in range(20):  # eight blocks use all the memory
         with monkeypatch.context() as patch:
             patch.setattr(np, "copyto", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -374,7 +375,7 @@ def test_options_as_they_travel() -> None:
 
 
 def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
-    """However often that came: numbers, strings, and what lies in memory."""
+    """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(

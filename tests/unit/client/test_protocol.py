@@ -1,4 +1,4 @@
-"""The page that describes the native protocol says what the code does."""
+"""The page of the native protocol describes the code."""
 
 import dataclasses
 import sys

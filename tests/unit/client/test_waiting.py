@@ -48,7 +48,9 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
 
 
 def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN) -> ResponseStream:
-    """A stream of a model whose scheduler is the test's; `ended` hears when its memory is free."""
+    """Return a stream of a model whose scheduler is the test; `ended` records when its memory
+    is free.
+    """
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)

@@ -125,7 +125,7 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
 
 
 def test_a_large_uid_is_not_read_as_a_special_value() -> None:
-    """Read as a signed number, it would be one of the values for all users or no user."""
+    """Read as a signed number, the uid would be one of the values for all users or no user."""
     assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
 
 

@@ -1,4 +1,4 @@
-"""The configuration file: every flag by its name, and what the command line says counts."""
+"""The configuration file: every flag by its name, and the precedence of the command line."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from shmserve.errors import InvalidArgument
 
 
 def read(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
-    """A command line beside a file with this text."""
+    """Return the options of a command line and a file with this text."""
     file = tmp_path / "shmserve.yaml"
     file.write_text(text)
     return command_line.parse([f"--config={file}", *arguments])
@@ -47,7 +47,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert (value["http-port"], value["exit-timeout-secs"], value["grpc-port"]) == (2, 7, 8001)
     assert (value["exit-on-error"], value["execution-timeout-secs"]) == (True, 1.5)
     assert (value["model-control-mode"], value["log-verbose"]) == ("poll", 1)
-    assert value["id"] == "2026-01-31"  # a text is what stands there
+    assert value["id"] == "2026-01-31"  # a string is taken literally
 
 
 def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Mistakes that people make in configurations, and what must be said of each: where, which key,
-what was found, what is allowed, the nearest name."""
+"""Common mistakes in configurations, and the parts of each message: position, key, found value,
+allowed values, nearest name.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -257,7 +258,7 @@ def of_class(tmp_path: Path, text: str) -> None:
             completed = NativeBackend(model_rig.context).complete_config(spec.config.source)
         except InvalidArgument:
             raise
-        except Exception as error:  # as a worker says it
+        except Exception as error:  # in the form in which a worker reports it
             raise InvalidArgument(
                 in_words(error) + source_location(error, model_rig.context.version_dir)
             ) from None
@@ -285,7 +286,7 @@ def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
         assert part in message, message
 
 
-# Of each kind, several mistakes together, and what names each of them.
+# Several mistakes of each kind together, and the names in their messages.
 TOGETHER = {
     of_pbtxt: (
         "max_batchsize: 1\nprority: 2\ninstance_group { count: x }",

@@ -21,14 +21,14 @@ ANY_FLAG = st.sampled_from(sorted(flags.FLAGS))
 
 
 def settings(*arguments: str, **environment: str) -> server.ServerConfig:
-    """The settings that a command line gives; the repository is a folder that is there."""
+    """Return the settings of a command line whose repository is an existing folder."""
     return server.from_flags(
         command_line.parse([f"--model-repository={ROOT}", *arguments]), environment
     )
 
 
 def refusal(*arguments: str, **environment: str) -> str:
-    """The error that a command line gives."""
+    """Return the error of a command line."""
     with pytest.raises(InvalidArgument) as caught:
         server.from_flags(command_line.parse(arguments), environment)
     return caught.value.message
@@ -127,7 +127,7 @@ def test_unknown_metrics_settings_are_refused(text: str, says: str) -> None:
     assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {says}"
 
 
-# What `tritonserver --help` of version 2.51 lists, and what other versions have.
+# The flags that `tritonserver --help` of version 2.51 lists, and those of other versions.
 TRITONS = """
     allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker
     allow-vertex-ai backend-config backend-directory buffer-manager-thread-count cache-config
@@ -155,7 +155,7 @@ TRITONS = """
 
 
 def test_the_flags_of_tritonserver_are_all_known() -> None:
-    """Each in both spellings; those that nothing is done about say what there is instead."""
+    """Each flag is known in both spellings; a flag without effect names its replacement."""
     known = TRITONS.split()
     assert set(known) <= set(flags.FLAGS)
     idle = [name for name in known if not flags.FLAGS[name].effect]
@@ -345,7 +345,7 @@ def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture
 def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status: object = cli.main([*verb, "--help"])
-    except SystemExit as end:  # argparse's way
+    except SystemExit as end:  # argparse ends with SystemExit
         status = end.code
     assert status == 0
     captured = capsys.readouterr().out

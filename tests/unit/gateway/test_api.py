@@ -60,7 +60,7 @@ def http(gateway: Rig, simple: Scheduler) -> Iterator[Http]:
 
 
 def report(name: str, version: str) -> dict[str, Any]:
-    """A scheduler's statistics: 3 requests in 2 executions."""
+    """Return a scheduler's statistics: 3 requests in 2 executions."""
     durations = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
     stats: dict[str, Any] = {
         key: {"count": 3, "ns": 1000 * (n + 1) + 999} for n, key in enumerate(durations)
@@ -106,7 +106,7 @@ def report(name: str, version: str) -> dict[str, Any]:
 # --- routes
 
 
-# The API of every route by the end of its path; one that is not here fails the test below.
+# The API of every route by the end of its path; a missing route fails the test below.
 SCOPES = {
     "/infer": "inference",
     "/generate": "inference",
@@ -149,7 +149,7 @@ def test_every_route_has_a_scope() -> None:
         (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
         assert route.scope == SCOPES.get(end), route
     assert {route.method for route in ROUTES.routes} == {"GET", "POST"}
-    # There is one place where a handler is found, and it authorises before anything else.
+    # A handler is looked up in one function only, which authorises before anything else.
     assert inspect.getsource(routing).count("route.handler") == 1
     source = inspect.getsource(routing.App.handle)
     assert source.index("check_authorised(route, request, cors)") < source.index("route.handler")
@@ -203,7 +203,7 @@ def test_readiness_is_that_of_the_supervisor(gateway: Rig, simple: Scheduler, ht
     gateway.publish(SIMPLE, simple, ready=False)
     reply = http.get("/v2/models/simple/ready")
     assert (reply.status, reply.error) == (400, "Model version not ready")
-    # It is starting again: requests wait for it at its scheduler.
+    # The model restarts: requests wait for it at its scheduler.
     row = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
     inputs = [{"name": name, **row} for name in ("INPUT0", "INPUT1")]
     http.infer("simple", {"inputs": inputs}).ok()
@@ -539,8 +539,9 @@ def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: 
 
 
 def test_each_model_has_an_example(simple: Scheduler) -> None:
-    """Its inputs without the optional ones; what JSON cannot have is binary, and what is long is
-    not written out."""
+    """The example has the required inputs. Values without a JSON form are binary, and long
+    values are abbreviated.
+    """
     dynamic, halves = {"name": "X", "data_type": "TYPE_FP32", "dims": [-1, 3]}, "TYPE_FP16"
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (

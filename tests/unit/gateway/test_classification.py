@@ -36,7 +36,7 @@ def classified(
     *,
     batched: bool = False,
 ) -> Inferred:
-    """The response to a request for so many values of OUT."""
+    """Return the response to a request for this number of classes of OUT."""
     signature = SimpleNamespace(max_batch_size=int(batched))
     model: Any = SimpleNamespace(signature=signature, labels=labels or {})
     request = InferRequest("", [], [InferOutput("OUT", binary=True, classes=count)])

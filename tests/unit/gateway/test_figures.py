@@ -1,4 +1,4 @@
-"""The figures of now: what is made of two reports of a scheduler, and what hurts."""
+"""The current figures, computed from two reports of a scheduler, and the list of problems."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def histogram(*counts: int) -> dict[str, Any]:
 
 
 def report(success: int = 0, **more: Any) -> dict[str, Any]:
-    """What a scheduler reports of a model that has answered so many, one by one."""
+    """Return a scheduler's report of a model that has answered this number of requests singly."""
     flat = dict.fromkeys(
         (
             *("fail", "inference_count", "execution_count", "workers_lost", "retried"),
@@ -41,7 +41,7 @@ def report(success: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
-    """The rows of a model, one look after the other."""
+    """Return the rows of a model for successive reports."""
     figures = Figures()
     return [
         figures.build_rows([{"name": "m", "version": "1", "shmserve": report}], at * every_s)["m/1"]
@@ -128,7 +128,7 @@ def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     assert found[15:365] == ["3 workers died"] * 350
     assert found[366] == "2 workers died", "the first one died an hour ago"
     assert found[375:] == [""] * 40
-    # What fails now hurts more than what died long ago.
+    # Current failures have a higher rank than an old exit.
     assert rows[5]["hurts"] > 2100 > 2000 > rows[100]["hurts"] > 1500
 
 
@@ -157,7 +157,7 @@ def test_a_generative_model_has_token_rates() -> None:
     assert made["recent"]["tokens_rate"] == 15.0 and made["recent"]["first_token_ms"] == []
 
 
-@example([1] * 8 + [1_000_001, 10_000_001], 0.9)  # which the sum's last digit takes beyond
+@example([1] * 8 + [1_000_001, 10_000_001], 0.9)  # the last digit of the sum exceeds the quantile
 @given(
     st.lists(st.integers(1, 200_000_000), min_size=1, max_size=50),
     st.sampled_from((0.5, 0.9, 0.99)),

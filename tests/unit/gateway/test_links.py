@@ -1,5 +1,6 @@
-"""Requests that nobody waits for any more: what they were answered takes up a worker's memory; and
-those that come too late."""
+"""Requests that no client waits for: the memory of their responses is released, also of late
+ones.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferr
 from shmserve.ipc.transport.router import Router
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
-HELD_S = 0.05  # longer than what was read is held for the next request
+HELD_S = 0.05  # later than this a release is not delayed until the next request
 
 
 @dataclass(slots=True, eq=False)
 class Asked(GatewayRequest):
-    """A request that keeps what it is told."""
+    """A request that records its responses."""
 
     heard: list[Any] = field(default_factory=list)
 
@@ -59,7 +60,7 @@ class Rig:
         self.schedulers.discard(self.endpoint, response)
 
     async def receive(self, count: int) -> list[Any]:
-        """Return all that has come, once it is so many messages."""
+        """Return all received messages when there are this many."""
         while len(self.received) < count:
             await asyncio.sleep(0)
             for peer, message in self.router.receive():
@@ -100,7 +101,7 @@ def run(tmp_path: Path, story: Callable[[Rig], Coroutine[Any, Any, None]]) -> No
 @pytest.mark.parametrize("answered", ["before", "after"])
 @pytest.mark.parametrize("kind", [HttpInference, UnaryInference])
 def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str) -> None:
-    """Once, whether it came before the request was given up or after."""
+    """It is released once, whether it arrived before the cancellation or after."""
 
     async def cancel(rig: Rig) -> None:
         built_request: Any = SimpleNamespace(trace=None, responses=None)
@@ -144,7 +145,7 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
         assert await rig.receive(4)
         rig.schedulers.handle(rig.endpoint, m.Finished(1, b"", []))
         rig.schedulers.handle(rig.endpoint, m.Finished(2, b"", []))
-        rig.read(answer())  # nothing is in flight with which it could go
+        rig.read(answer())  # no message in flight can carry the release
         await rig.receive(5)
 
     run(tmp_path, read)
@@ -153,7 +154,7 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
 
 
 def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
-    """Each is told, and the end; what comes after who waited has left is given back."""
+    """Each response is delivered, and the end. Responses after a cancellation are released."""
     finished = answer()
     body = (finished.schema, finished.data)
     heard: list[Any] = []
@@ -221,7 +222,9 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end: str) -> 
 
 @pytest.mark.parametrize("inflight", [False, True])
 def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: bool) -> None:
-    """As soon as nothing is in flight there: what that becomes the supervisor says."""
+    """The link is closed when no request uses it. The supervisor reports the fate of the
+    scheduler.
+    """
 
     async def story(rig: Rig) -> None:
         request = rig.ask(1) if inflight else None
@@ -255,7 +258,7 @@ STOPPING = "Server is stopping, scheduler for model has stopped accepting new in
 def test_requests_during_a_drain_are_refused(
     prefix: str, stateful: bool, request_id: str, text: str
 ) -> None:
-    """In the words of Triton's schedulers; who has begun a sequence goes on."""
+    """The text is that of Triton's schedulers; a client that has begun a sequence continues."""
     leaving: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
     begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)

@@ -12,7 +12,7 @@ LATENCIES = ("success", "queue", "compute_input", "compute_infer", "compute_outp
 
 
 def report(**more: Any) -> tuple[dict[str, str], dict[str, Any]]:
-    """A report of a model that has answered nothing."""
+    """Return the report of a model that has answered no request."""
     counts = dict.fromkeys((*COUNTS, *(f"{name}_ns" for name in LATENCIES)), 0)
     cache_ns = {"cache_hit_ns": 0, "cache_miss_ns": 0}
     failures = {"OTHER": 2, "CANCELED": 1}

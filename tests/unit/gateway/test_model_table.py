@@ -44,7 +44,7 @@ def test_the_number_of_withdrawn_names_is_bounded() -> None:
     for number in range(5_000):
         models.withdraw(f"m{number}", "1")
     assert len(models._withdrawn) == 4096
-    with pytest.raises(Unavailable):  # one that is remembered
+    with pytest.raises(Unavailable):  # a version that is cached
         models.resolve("m4999", "1")
     models.publish(published())
     models.withdraw("simple", "1")
@@ -67,7 +67,7 @@ def test_readiness_keeps_prepared_schemas() -> None:
 
 
 def generator(name: str, *aliases: str) -> Any:
-    """The publication of a model that generates text."""
+    """Return the publication of a model that generates text."""
     engine = json.dumps({"max_model_len": 64, "aliases": aliases})
     text = {"data_type": "TYPE_STRING", "dims": [1]}
     return published(

@@ -1,4 +1,4 @@
-"""What a gateway does when it is told something that it knows only half of."""
+"""Messages that a gateway receives before it knows all that they refer to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_responses_of_an_exited_worker_can_be_read(
         memory_range = worker.allocate(64)
         worker.view(memory_range)[:] = bytes(range(64))
         mappings.view(memory_range)
-        worker.close()  # from here on, only who has it mapped can read it
+        worker.close()  # from here on, only a process that has mapped it can read it
         gateway._handle_message(m.ProcessExited(memory_range.memory.pid, ""))
         assert bytes(mappings.view(memory_range)) == bytes(range(64))
         await asyncio.sleep(0.1)  # a later timer

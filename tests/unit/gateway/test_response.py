@@ -32,7 +32,7 @@ RECORDED = [
 DATATYPES = "BOOL, UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP16, FP32, FP64"
 NO_VERSION = " (a version is an integer)"
 MORE = " (input 'INPUT0': its shape has 16 elements, more are given)"
-# What this server says behind Triton's text of an error.
+# This server's addition to Triton's text of an error.
 AS_A_BODY = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
 ADDED = {
     **dict.fromkeys(("json string", "json null"), AS_A_BODY),
@@ -84,7 +84,7 @@ def http(gateway: Rig) -> Iterator[Http]:
 
 
 def ordered(text: bytes) -> Any:
-    """JSON with the order of keys; anything else as it is."""
+    """Return JSON with the order of its keys, and any other body unchanged."""
     try:
         return json.loads(text, object_pairs_hook=list)
     except ValueError:
@@ -97,7 +97,7 @@ def split(body: bytes, header_length: str | None) -> tuple[Any, bytes]:
 
 
 def with_addition(case: dict[str, Any]) -> str:
-    """Triton's answer, and what this server says behind an error's text."""
+    """Return Triton's answer with this server's addition to the text of an error."""
     answer: str = case["answer"]
     if case["name"] not in ADDED:
         return answer
@@ -134,7 +134,7 @@ def one(datatype: str, size: int, data: list[Any]) -> dict[str, Any]:
 HEADER_LENGTH = "Inference-Header-Content-Length"
 IN_REGION = [{"name": "OUTPUT0", "parameters": {"shared_memory_region": "r"}}]
 
-# Where 2.51 is wrong, or a newer one or a safer choice holds.
+# Cases in which 2.51 is wrong, or a newer version or a safer choice differs.
 OURS = {
     ("simple", 400, "[request id: <id_unknown>] output 'OUTPUT0' already exists in request"): (
         simple(outputs=[{"name": "OUTPUT0"}] * 2)

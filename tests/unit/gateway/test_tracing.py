@@ -47,7 +47,7 @@ def test_no_trace_is_created_without_need() -> None:
     called = tracer.begin_trace("m", "1", "", 0, SAMPLED, False)
     assert called is not None
     assert called.scheduler.trace_id == "1" * 32
-    assert called.scheduler.sampled  # as its caller says, for who is called in turn
+    assert called.scheduler.sampled  # the called request is sampled as its caller decides
 
 
 def test_a_caller_decides_for_opentelemetry() -> None:

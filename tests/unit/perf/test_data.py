@@ -1,4 +1,4 @@
-"""Inputs by shape, from values, files and programs; and what is said of wrong ones."""
+"""Inputs by shape, from values, files and programs, and the errors for wrong ones."""
 
 import json
 from pathlib import Path

@@ -20,7 +20,7 @@ from shmserve.protocols.connection import Poller
 
 
 class InstantDoor:
-    """Answers in the next turn: with an error what is one, never what is None."""
+    """A transport that answers in the next turn: with an error for an error, and never for None."""
 
     streams = False
 

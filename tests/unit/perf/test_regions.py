@@ -1,4 +1,4 @@
-"""Regions of a run: what is registered, what lies where, and that nothing stays."""
+"""Regions of a run: their registration, the ranges in them, and their removal."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ ITEMS = [
 
 
 class Transport:
-    """Keeps what is registered."""
+    """A transport that stores the registrations."""
 
     def __init__(self) -> None:
         self.registered: dict[str, tuple[str, Mapping[str, Any]]] = {}

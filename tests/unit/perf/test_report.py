@@ -1,4 +1,4 @@
-"""The table, the files and the picture of what was measured."""
+"""The table, the files and the picture of a measurement."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ def test_the_table_attributes_the_time() -> None:
     head, row, _, _, server = report.table([POINT]).splitlines()
     assert head.split()[:3] == ["load", "requests/s", "±"]
     assert row.split()[:6] == ["concurrency", "4", "2,000.0", "1.0%", "2.000", "1.500"]
-    # What the client waited for and the server does not count.
+    # The client's waiting time includes a part that the server does not count.
     assert server.split()[-6:] == ["100.0", "10.0", "500.0", "20.0", "1370.0", "2.50"]
 
 

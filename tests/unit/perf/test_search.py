@@ -28,8 +28,10 @@ START = Candidate(1, 8, "prefer_latency")
 def model(
     a: float, b: float, cores: int, noise: float = 0.0, seed: int = 0
 ) -> Callable[[Candidate], Trial]:
-    """A run of a model that takes a + b * rows ms, on so many processors; of a batch that waits
-    until it is full, where the next one waits while it runs."""
+    """Return the throughput and latency of a model that takes a + b * rows ms.
+
+    The model has a number of processors, and a batch may wait until it is full.
+    """
     draw = random.Random(seed)
 
     def measure(candidate: Candidate) -> Trial:
@@ -45,7 +47,7 @@ def model(
 
 
 def optimum(measure: Callable[[Candidate], Trial]) -> float:
-    """The most of all configurations, each tried."""
+    """Return the highest throughput of all configurations, each of which is tried."""
     trials = (
         measure(replace(START, instances=k, batch=batch, **way))
         for k in SPACE.instances
@@ -170,7 +172,7 @@ def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> 
     validate(config, gpu_count=0, complete=True)
     assert search.start(to_dict(config)) == candidate
     assert ("target_p99_ms" in written) == (candidate.strategy == "adaptive")
-    assert in_force(BATCHING) == CONFIG  # which is not touched
+    assert in_force(BATCHING) == CONFIG  # the former configuration is not changed
 
 
 def test_models_without_batching_keep_that_setting() -> None:

@@ -1,4 +1,4 @@
-"""The page for who wants to change the server: every file and every name on it exists."""
+"""The architecture page: every file and every name in it exists."""
 
 import ast
 import functools
@@ -21,7 +21,7 @@ def path(name: str) -> Path:
 
 @functools.cache
 def names(file: Path) -> set[str]:
-    """All that a module defines, with what its classes do."""
+    """Return the names that a module defines, with the methods of its classes."""
     classes: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         match node:

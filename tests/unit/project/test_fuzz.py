@@ -79,7 +79,7 @@ def test_inputs_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_difference_that_nothing_explains_is_a_finding() -> None:
-    """The table is for what is in it, and each entry is there for something."""
+    """The table explains only listed differences, and each entry occurs."""
     assert explained("ngh2", "DATA over: PROTOCOL_ERROR x | -") is None
     assert explained("cut", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK") is None
     known = explained("ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK")
@@ -92,7 +92,9 @@ def test_a_difference_that_nothing_explains_is_a_finding() -> None:
 @pytest.mark.parametrize("name", targets.TARGETS)
 @given(st.binary(max_size=300))
 def test_any_bytes(name: str, data: bytes) -> None:
-    """R2, R6, R8, R12: any bytes are refused in words for clients, or are what was sent."""
+    """R2, R6, R8, R12: any bytes are refused with a text for clients, or parsed to what was
+    sent.
+    """
     targets.TARGETS[name](data)
 
 
@@ -133,7 +135,7 @@ packed = st.recursive(
 
 @given(st.sampled_from([b"i", b"a", b"m"]), packed)
 def test_any_message(kind: bytes, value: Any) -> None:
-    """R2: what unpacks as MessagePack is one of our messages, whole, or malformed."""
+    """R2: data that unpacks as MessagePack is a complete message, or malformed."""
     if kind == b"m" and type(value) is list:
         value = [frames.VERSION, *value]
     targets.wire(kind + msgpack.packb(value))

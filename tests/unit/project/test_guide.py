@@ -36,7 +36,7 @@ def links(page: Path) -> list[str]:
 
 @cache
 def known_flags(verb: str) -> set[str]:
-    """The flags of `shmserve VERB`, as its help has them."""
+    """Return the flags of `shmserve VERB` from its help."""
     if own := {"check": ("--input", "--json", "--on-cpu"), "doctor": ("--json", "--peer")}.get(
         verb
     ):
@@ -50,7 +50,7 @@ def known_flags(verb: str) -> set[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command of the program in a text of the shell."""
+    """Return the words of each command of the program in a shell text."""
     lines = text.replace("\\\n", " ").splitlines()
     missing = [
         shlex.split(part, comments=True)

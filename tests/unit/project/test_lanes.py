@@ -6,7 +6,7 @@ import pytest
 
 from tests.__main__ import HERE, LANES, MOST_TRIED_AGAIN, Suite
 
-# What each of these does is told by a file that it leaves: the second try finds it.
+# Each test writes a file about its run, which its second try reads.
 TESTS = """
 import os
 from pathlib import Path
@@ -79,7 +79,7 @@ DIES = "import os\ndef test_dies(): os._exit(0)"
 
 
 def ran(folder: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[int, str, str]:
-    """A run of these files: its exit status, its last line, and what else it said."""
+    """Run these files; return the exit status, the last line, and the other output."""
     (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "some").mkdir()
     for name, text in files.items():

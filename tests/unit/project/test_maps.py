@@ -14,7 +14,7 @@ MAPS = (
 
 
 def named(package: Path) -> set[str]:
-    """The files, and the folders with a slash behind them, that a package's docstring names."""
+    """Return the files and folders (with a slash) that a package's docstring names."""
     text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
     return set(re.findall(r"\b\w+\.py\b|\b\w+/(?=[\w\s,;:.]|$)", text))
 

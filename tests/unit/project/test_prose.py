@@ -68,7 +68,7 @@ class Text(NamedTuple):
 
 
 def files(roots: Iterable[str], suffix: str) -> Iterator[Path]:
-    """The files of folders, without generated ones."""
+    """Return the files of folders, without generated ones."""
     for root in roots:
         if (ROOT / root).is_file():
             yield ROOT / root
@@ -110,21 +110,21 @@ def comments(path: Path) -> Iterator[Text]:
 
 
 def pages() -> Iterator[Text]:
-    """The Markdown pages, without their code."""
+    """Return the Markdown pages without their code."""
     for path in files(("README.md", *CODE), ".md"):
         text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
         yield Text(str(path.relative_to(ROOT)), "page", text)
 
 
 def texts(roots: Iterable[str] = CODE) -> Iterator[Text]:
-    """All docstrings and comments below these folders."""
+    """Return all docstrings and comments below these folders."""
     for path in files(roots, ".py"):
         yield from docstrings(path)
         yield from comments(path)
 
 
 def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
-    """The number of sentences of a text, and the suspects: (rule, sentence)."""
+    """Return the number of sentences of a text, and the suspects: (rule, sentence)."""
     count, suspicious = 0, []
     for sentence in SENTENCE_END.split(text):
         words = sentence.split()
@@ -164,7 +164,9 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
 
 
 def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> None:
-    """Ruff requires one of overriding methods, too, which would only repeat the base class."""
+    """Ruff requires docstrings of overriding methods, too, which would only repeat those of the
+    base class.
+    """
     classes: dict[str, list[ast.ClassDef]] = {}
     where: dict[ast.ClassDef, Path] = {}
     for path in files(CODE, ".py"):
@@ -205,7 +207,7 @@ TRITONS = ("It should be either 'int', 'bool', or 'string'.", "If you want to sp
 
 
 def template(node: ast.expr) -> str:
-    """The text of an expression, with X for its values; "" if it is no text."""
+    """Return the text of an expression with X for its values, or "" if it is no text."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -217,7 +219,9 @@ def template(node: ast.expr) -> str:
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """The message templates of a module: of errors, log lines, and help; texts with a space."""
+    """Return the message templates of a module: errors, log lines and help texts that contain a
+    space.
+    """
     for node in ast.walk(tree(path)):
         match node:
             case ast.Call():

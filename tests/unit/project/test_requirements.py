@@ -1,4 +1,4 @@
-"""Requirements on a server for clients nobody trusts, where no other test holds them."""
+"""Requirements for a server with untrusted clients that no other test covers."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def calls(folder: str) -> list[tuple[Path, ast.Call]]:
-    """Every call in the Python files of a folder at the root."""
+    """Return every call in the Python files of a folder at the root."""
     return [
         (Path(path, name), node)
         for path, _, names in os.walk(ROOT / folder)
@@ -64,7 +64,9 @@ def test_the_server_fetches_nothing() -> None:
 
 
 def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
-    """R12: the parser in C; most smuggling was in the one that replaces it where it is missing."""
+    """R12: requests are parsed by aiohttp's parser in C, because most smuggling was possible in
+    its Python fallback.
+    """
     assert HttpRequestParser is not HttpRequestParserPy
 
 
@@ -103,7 +105,7 @@ def test_numbers_and_names_are_checked_before_memory_is_taken(inputs: list[Any])
     "key", ["triton_enable_empty_final_response", "triton_final_response", "triton_x"]
 )
 def test_reserved_parameters_are_refused(key: str) -> None:
-    """R16: what the server says about a request is not said by its client."""
+    """R16: a client cannot set parameters that the server adds to a request."""
     with pytest.raises(ShmserveError, match="reserved for Triton usage"):
         read({"inputs": [tensor("INPUT0"), tensor("INPUT1")], "parameters": {key: True}})
 

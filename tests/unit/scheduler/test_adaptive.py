@@ -220,7 +220,7 @@ def test_it_does_not_wait_longer_than_the_setup_of_an_execution() -> None:
     while True:
         now, here = now + MS, here + 1
         queue.append(Item(now))
-        batcher.record_arrival(now, 3)  # more requests seem to be on their way
+        batcher.record_arrival(now, 3)  # more requests seem to be in transit
         decision = batcher.decide(now, queue, 0)
         if isinstance(decision, Batch):
             break

@@ -95,7 +95,7 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
     began = rig.now
     last = rig.submit(2)[1]
     asks: list[Any] = []
-    while not asks:  # more requests seem to be on their way, because others are cancelled
+    while not asks:  # more requests seem to be in transit, because other requests are cancelled
         rig.pass_time(2 * MS)
         (new,) = rig.submit()
         rig.client(Cancel(last))

@@ -45,7 +45,7 @@ class World:
         self.roots = self.open = self.ended = 0
 
     def plan(self, depth: int = 3) -> list[Any]:
-        """The models that a request calls, each with the plan of that call."""
+        """Draw the models that a request calls, each with the plan of that call."""
         calls = range(self.random.randint(0, 2) if depth else 0)
         return [(self.random.randrange(len(self.rigs)), self.plan(depth - 1)) for _ in calls]
 
@@ -76,7 +76,7 @@ class World:
                 request.plan = [] if failed else request.plan
 
     def step(self) -> None:
-        """Have one execution go on, or time pass, or a report arrive."""
+        """Advance one execution, let time pass, or deliver a report."""
         self.collect()
         idle = [request for request in self.running if request.call is None]
         if self.roots < ROOTS and self.random.random() < 0.3:
@@ -108,7 +108,7 @@ class World:
             self.ended += 1
 
     def deadlocked(self) -> set[Number]:
-        """The calls that wait for ever, in the true state of all schedulers."""
+        """Return the calls that wait for ever in the true state of all schedulers."""
         by_number = {request.number: request for request in self.running}
         stuck = {request.number for request in self.running if request.call is not None}
         size = -1

@@ -17,7 +17,7 @@ Call = tuple[int, str]
 
 
 def call(key: int, *callers: tuple[int, int, str]) -> Call:
-    """A call and its callers: process, key of the request, and model of each."""
+    """Return a call and its callers: process, key of the request, and model of each."""
     return key, "\n".join(Caller(*caller).line for caller in callers)
 
 
@@ -31,7 +31,7 @@ class Graph:
         self.now_ns = 0
 
     def rounds(self, reports: dict[int, CallsWaiting], count: int = 4) -> list[tuple[int, Any]]:
-        """The calls that fail in these rounds of reports, by scheduler."""
+        """Return the calls that fail in these rounds of reports, by scheduler."""
         failed = []
         for _ in range(count):
             for scheduler, message in reports.items():

@@ -31,7 +31,7 @@ async def test_the_last_messages_of_a_process_are_read_before_its_end(tmp_path: 
 async def test_requests_are_routed_to_handlers_and_acknowledgements_to_waiters(
     tmp_path: Path,
 ) -> None:
-    """Everything else goes to whoever started the process."""
+    """All other messages go to the component that started the process."""
     received: list[Any] = []
     pending_calls: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))

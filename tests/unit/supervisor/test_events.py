@@ -117,7 +117,7 @@ async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptu
 def test_missing_events_are_counted(arrived: set[int]) -> None:
     gaps = Gaps()
     lost = [gaps.before("models", number) for number in sorted(arrived)]
-    assert lost[0] == 0  # what came before is nobody's loss
+    assert lost[0] == 0  # events before the first received one are not counted as lost
     assert sum(lost) == max(arrived) - min(arrived) + 1 - len(arrived)
     assert gaps.before("health", 50) == 0
     assert gaps.reached("health", 50) == 0
@@ -133,7 +133,7 @@ def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
         async with published(run_dir) as publisher:
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
-                for number in range(count):  # nobody waits for anybody here
+                for number in range(count):  # the publisher does not wait for subscribers
                     publisher.publish(m.ProcessStarted(number, "x"))
 
                 def read() -> tuple[int, int]:
@@ -145,7 +145,7 @@ def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
                     raise AssertionError
 
                 reading = asyncio.ensure_future(asyncio.to_thread(read))
-                while not reading.done():  # until one arrives, when there is room again
+                while not reading.done():  # until an event arrives, when the queue has space again
                     publisher.publish(m.ProcessStarted(-1, "x"))
                     await asyncio.sleep(0.01)
                 return await reading
@@ -214,7 +214,7 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
     holder: list[EventFeed] = []
     async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
         holder.append(feed(publisher, states, pending_calls))
-        holder[0].models_changed()  # nobody hears of it
+        holder[0].models_changed()  # no process receives it
         with EventReader(run_dir) as reader:
             snapshot = await asyncio.to_thread(reader.snapshot)
             assert [received.event for received in snapshot] == [

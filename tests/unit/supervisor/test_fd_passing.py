@@ -12,7 +12,7 @@ from tests.support.waiting import until
 def test_one_that_fails_to_close_keeps_no_other_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a file does whose file system cannot write what is left of it."""
+    """A file fails to close if its file system cannot write the remaining data."""
     close = os.close
     fds = [os.open(tmp_path / str(number), os.O_CREAT | os.O_RDWR) for number in range(4)]
 

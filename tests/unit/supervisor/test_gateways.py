@@ -10,7 +10,7 @@ from tests.rigs.process_rig import Processes, turns
 
 
 async def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
-    """What it is told before it has made contact is lost, and it would not end."""
+    """Messages before its contact are lost, so it would never acknowledge a stop."""
     processes = Processes()
     gateways = Gateways(processes.context, Listeners(), list)
     starting = asyncio.ensure_future(gateways.start())
@@ -22,7 +22,9 @@ async def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
 
 
 async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
-    """One that is started is told what there is; only then it opens its ports, and says so."""
+    """A started gateway receives the current state, then opens its ports, and reports that it
+    accepts connections.
+    """
     processes = Processes()
     records: list[Any] = []
     gateways = Gateways(processes.context, Listeners(), lambda: ["what there is"])

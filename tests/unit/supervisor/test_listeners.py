@@ -14,7 +14,7 @@ NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
 
 
 def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    """Have every name mean these addresses."""
+    """Let every host name resolve to these addresses."""
     addresses_found = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses
     ]
@@ -86,7 +86,7 @@ def test_a_unix_socket_that_is_in_use(tmp_path: Path) -> None:
 
 
 def test_unix_sockets_take_no_descriptors(tmp_path: Path) -> None:
-    """Who sends one that is slow to close would have the gateway wait for that."""
+    """A descriptor that is slow to close would block the gateway."""
     path = tmp_path / "sock"
     with socket.socket(socket.AF_UNIX) as known:
         try:

@@ -1,4 +1,6 @@
-"""The listener for programs: who has a place there, and what is left of who does not stay."""
+"""The listener for local clients: its limit of connections, and the release of what clients
+leave.
+"""
 
 import asyncio
 import contextlib
@@ -81,7 +83,7 @@ async def test_one_user_does_not_take_all_places(
 
 
 async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(folder: Path) -> None:
-    """It said hello and shared memory in one message: all of it goes with the program."""
+    """The program sent its hello and shared memory in one message; all of it is released."""
     left = asyncio.Event()
     capabilities = Capabilities(bytes(32))
     registry = LocalMemory(capabilities, RegionOpener(POLICY), RecordedProcesses(), print)
@@ -165,7 +167,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
 async def test_a_model_with_many_inputs_ends_no_connection(
     folder: Path, tensors: int, told: bool
 ) -> None:
-    """Neither who is there when it is loaded, nor who comes later."""
+    """Holds for a client that is connected during the load, and for a later one."""
     wide = _model("wide", tensors)
     models: list[Any] = [_model("plain", 1), HealthChanged(True, True, False)]
     nobody: Any = None
@@ -206,7 +208,7 @@ def test_the_tensors_that_a_welcome_lists() -> None:
 
 
 def _model(name: str, tensors: int) -> m.ModelPublished:
-    """A model with so many inputs, described as Triton does it."""
+    """Return a model with this number of inputs, in Triton's form."""
     unset = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
     unset |= {"optional": False, "is_non_linear_format_io": False}
     inputs = [
@@ -245,7 +247,7 @@ def come(folder: Path) -> socket.socket:
 
 
 async def welcome(link: socket.socket) -> bool:
-    """Whether who says hello is welcomed."""
+    """Return whether a hello is answered with a welcome."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # shown out before that
         link.send(frames.pack([Hello(frames.VERSION)]))
         return await asyncio.get_running_loop().sock_recv(link, 1024) != b""

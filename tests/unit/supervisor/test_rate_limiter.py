@@ -90,14 +90,15 @@ def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
         member = held[0]
         assert isinstance(member, int)
         ran[member] += 1
-        # It asks again before it gives back: both always wait.
+        # The next ticket is requested before the old one is returned, so that both models always
+        # wait.
         rate_limiter.ask(member, 0, ticket)
         (held,) = rate_limiter.release(*held, True)
     assert abs(ran[0] - 2 * ran[1]) <= 3
 
 
 def test_a_large_request_does_not_block_smaller_ones() -> None:
-    """Rule 3.9.3: Triton tries only the first of those that wait."""
+    """Rule 3.9.3: Triton tries only the first waiting request."""
     rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
     (small,) = rate_limiter.ask(1, 0, "small")
     assert rate_limiter.ask(0, 0, "large") == []
@@ -209,7 +210,7 @@ def test_instances_join_and_leave_while_their_model_serves() -> None:
     assert rate_limiter.ask(0, 2, "b") == rate_limiter.ask(0, 1, "c") == []
     assert (
         rate_limiter.remove_instance(0, 1) == []
-    )  # it waits no more; what it has is given back later
+    )  # it no longer waits; the ticket it holds is returned later
     assert rate_limiter.capacity() == {R: 2}
     assert rate_limiter.ask(0, 1, "d") == []
     assert rate_limiter.release(0, "a", executed=True) == [(0, "b")]
@@ -230,7 +231,7 @@ def test_tickets_of_an_exited_scheduler_are_released() -> None:
     assert notified == [(100, TicketGranted(7)), (200, TicketGranted(8))]
     tickets.bind(101, 1)  # its successor
     tickets.handle(101, AskTicket(1, 0))
-    tickets.handle(100, TicketReturned(8, True))  # a frame of who is dead
+    tickets.handle(100, TicketReturned(8, True))  # a message of an exited process
     tickets.remove(2)
     assert notified[2:] == [(101, TicketGranted(1))]
 
@@ -245,7 +246,8 @@ def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
     notified.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
-        tickets.handle(scheduler, CheckHolders(7, [10]))  # it does not hold them
+        # The scheduler does not hold these tickets.
+        tickets.handle(scheduler, CheckHolders(7, [10]))
     assert notified == [(300, ResourcesHeld(300))]
     tickets.handle(200, AskTicket(2, 0, 12))
     notified.clear()

@@ -1,4 +1,4 @@
-"""Run directories that must be refused, and one that a killed server left."""
+"""Run directories that must be refused, and one of a killed server."""
 
 import errno
 import os
@@ -53,7 +53,7 @@ def test_a_late_removal_leaves_the_next_servers_run_directory(tmp_path: Path) ->
 def test_processes_that_end_remove_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the same time, so that what was just listed is gone."""
+    """The processes exit at the same time, so that a listed entry may be gone."""
     directory = RunDirectory(tmp_path / "run")
     (directory.path / "guests").mkdir()
     for number in range(3):
@@ -103,7 +103,7 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are full, or somebody else's."""
+    """The folders are full, or belong to another user."""
 
     def nowhere(prefix: str) -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
@@ -147,7 +147,7 @@ def test_a_second_server_names_the_run_directory_of_the_first(
 
 
 def test_folders_that_are_not_private(tmp_path: Path) -> None:
-    """R3: a link, a foreign folder and one that others enter are refused."""
+    """R3: a link, a foreign folder and a folder that others can enter are refused."""
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     link = tmp_path / "link"

@@ -1,4 +1,4 @@
-"""What a service manager is told, and the sockets that it gives."""
+"""The notifications to a service manager, and the sockets that it passes."""
 
 import asyncio
 import contextlib
@@ -89,7 +89,7 @@ def test_notifications_queue_up_without_watchdog_messages(
     heard: tuple[str, socket.socket],
 ) -> None:
     address, sock = heard
-    count = 40  # more than the kernel queues: net.unix.max_dgram_qlen, 10 if nobody set it
+    count = 40  # more than the kernel queues (net.unix.max_dgram_qlen, 10 by default)
     names = [f"FDSTORE=1\nFDNAME=kept-{number}\nFDPOLL=0" for number in range(count)]
 
     async def fill(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
@@ -97,7 +97,7 @@ def test_notifications_queue_up_without_watchdog_messages(
         got: list[tuple[str, tuple[int, int]]] = []
         for number, fd in enumerate(files):
             manager.keep(str(number), [fd])
-            os.close(fd)  # the one that waits is another
+            os.close(fd)  # the waiting descriptor is a duplicate
             manager.alive()
         while not got or got[-1][0] != names[-1]:
             await asyncio.sleep(0)
@@ -105,7 +105,7 @@ def test_notifications_queue_up_without_watchdog_messages(
                 said, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
             except BlockingIOError:
                 continue
-            except ValueError:  # a sign of life, while there was room
+            except ValueError:  # a watchdog message sent while the queue had space
                 continue
             got.append((said.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
             os.close(fd)
@@ -183,12 +183,12 @@ print([name for name in os.environ if name.startswith("LISTEN_")])
 
 
 def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
-    """What a process finds that is given these as its first descriptors."""
+    """Return what a process finds that received these sockets as its first descriptors."""
 
     def memory_range() -> None:
         copies = [
             fcntl.fcntl(socket, fcntl.F_DUPFD, 100) for socket in sockets
-        ]  # beyond their places
+        ]  # above the numbers that are passed on
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 

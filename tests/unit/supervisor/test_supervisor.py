@@ -1,4 +1,4 @@
-"""The supervisor's own end, whatever goes wrong in it."""
+"""The supervisor's own shutdown after any failure."""
 
 import asyncio
 from dataclasses import fields
@@ -32,7 +32,7 @@ def supervisor() -> Any:
 
 
 def test_a_drain_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """Everything ends all the same, and the log says what it was."""
+    """The server still stops completely, and the log names the failure."""
     ending = supervisor()
     ending.gateways.drain.side_effect = RuntimeError("so it is")
     asyncio.run(ending.end(0))

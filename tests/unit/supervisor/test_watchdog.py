@@ -13,7 +13,7 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements
 
 
 class Control:
-    """A control socket whose peers are asked, and answer when the test says so."""
+    """A control socket whose peers answer queries when the test allows it."""
 
     def __init__(self) -> None:
         self.acknowledgements = Acknowledgements()

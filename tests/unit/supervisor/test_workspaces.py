@@ -43,7 +43,9 @@ class SentMessages:
         self.messages.append((pid, message))
 
     def granted(self) -> list[tuple[int, int, int, int]]:
-        """The leases since the last time: pid, number, the holder's and the offset."""
+        """Return the leases granted since the last call: pid, number, the holder's pid and the
+        offset.
+        """
         offsets = []
         for pid, message in self.messages:
             assert isinstance(message, m.Answered)
@@ -69,7 +71,7 @@ def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
     assert sent.granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
     workspaces.handle(10, ReturnWorkspace(DEVICE, 77, 0))
     assert sent.granted() == [(12, 1, 77, 0)]
-    workspaces.close()  # of which no descriptor is ours
+    workspaces.close()  # the workspaces hold no descriptor of it
 
 
 def test_leases_of_released_memory_are_dropped() -> None:
@@ -202,7 +204,7 @@ STEPS = st.lists(
 
 
 def opened() -> WorkspacePool:
-    """A pool whose memory is there."""
+    """Return a pool whose memory is allocated."""
     pool = WorkspacePool(CAPACITY)
     assert pool.open() == []
     return pool
@@ -217,7 +219,7 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
     def take(granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
             first = waiting.popleft()
-            assert (owner, ticket) == first[:2]  # nobody overtakes
+            assert (owner, ticket) == first[:2]  # no request overtakes an earlier one
             for at, (_, size) in leases.items():
                 assert offset + first[2] <= at or at + size <= offset
             assert offset + first[2] <= CAPACITY
@@ -237,17 +239,18 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
             take(pool.drop(who))
         pool.check_integrity()
         assert pool.waiting == len(waiting)
-        assert leases or not waiting  # with nothing leased, nobody waits
+        assert leases or not waiting  # if nothing is leased, no request waits
     while leases:
         offset, (owner, _) = leases.popitem()
         take(pool.release(owner, offset))
     assert not waiting and pool.used == 0
-    assert pool.ask(9, 0, CAPACITY) == [GrantedLease(9, 0, 0)]  # whole again
+    assert pool.ask(9, 0, CAPACITY) == [GrantedLease(9, 0, 0)]  # the pool is one free range again
 
 
 def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
-    """A hundred thousand leases, from bytes to the whole pool: each is had in the end, and the
-    pool is one piece then."""
+    """A hundred thousand leases, from bytes to the whole pool: each is granted in the end, and
+    the pool is one free range again.
+    """
     chance = random.Random(17)
     pool = opened()
     sizes: dict[int, int] = {}
@@ -286,7 +289,9 @@ def test_only_the_owner_ends_a_lease() -> None:
 
 
 def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
-    """Leases end with it; who waits is granted, in order, when there is some again."""
+    """Leases end with the lost memory; waiting requests are granted in order after the next
+    allocation.
+    """
     pool = WorkspacePool(CAPACITY)
     assert pool.ask(1, 7, CAPACITY) == []
     assert pool.open() == [GrantedLease(1, 7, 0)]

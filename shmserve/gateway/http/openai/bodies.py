@@ -17,8 +17,15 @@ from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError,
 from shmserve.gateway.compression import BodyTooLarge
 from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
+from shmserve.gateway.http.json.large_bodies import (
+    Packed,
+    are_tokens,
+    check_count,
+    parse_large,
+    without_role,
+    wrong_token,
+)
 from shmserve.gateway.http.json.parser import JsonFault
-from shmserve.gateway.http.json.prompt_sizes import find_long_prompt
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.http.openai.fields import (
@@ -129,11 +136,9 @@ MESSAGE_OUTPUT = "message"
 
 _REQUIRED_OUTPUTS = (TEXT_OUTPUT, "finish_reason", "usage")
 _STOP_REASON = "stop_reason"  # models of other backends may lack this output
-_MAX_PROMPTS = 1024
-_MAX_TOKEN_ID = (1 << 31) - 1
-_UNLIMITED_TOKENS = 1 << 24  # number of tokens that stands for the maximum of the model
-# The names of the field that limits the tokens; the first field in the body counts.
-_TOKEN_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+_UNLIMITED = 1 << 24  # number of tokens that stands for the maximum of the model
+# Alternative names of the limit; the first that is present counts.
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 
 
 class TextRequest(NamedTuple):
@@ -199,20 +204,34 @@ def create_input(
     name: str, datatype: str, values: Sequence[Any], shape: Sequence[int] = ()
 ) -> InferInput:
     """Return an input with these values, of one dimension unless a shape is given."""
+    data: Any = None
     count = len(values)
     data = decode(list(values), datatype, count, name)
     return InferInput(name, datatype, tuple(shape) or (count,), count, data)
 
 
-async def read_body(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
+def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()) -> InferInput:
+    """Return an input with the prompts of a large body."""
+    count = sum(each.count for each in values)
+    pieces = [piece for each in values for piece in each.pieces]
+    size = sum(each.byte_size for each in values)
+    shape = tuple(shape) or (count,)
+    return InferInput(name, values[0].datatype, shape, count, pieces, size)
+
+
+async def read(
+    gateway: Gateway, request: HttpRequest, prompts: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the JSON object in a request's body, which may be compressed.
+
+    The fields `prompts` of a large body are `Packed`.
 
     Raises:
         InvalidArgument: The body is too large, or not a JSON object.
     """
     try:
         body = await read_json(
-            gateway, request, required=True, check=partial(check_prompts, gateway)
+            gateway, request, required=True, parse_large=partial(parse_prompts, gateway, prompts)
         )
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
@@ -224,18 +243,20 @@ async def read_body(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
 
 
 async def read_fields(
-    gateway: Gateway, request: HttpRequest, supported: frozenset[str]
+    gateway: Gateway, request: HttpRequest, supported: frozenset[str], prompts: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the supported fields of a request's body; errors are those of the called functions."""
-    body = await read_body(gateway, request)
+    """Return the supported fields of a request's body, as `read` and `supported_fields` do."""
+    body = await read(gateway, request, prompts)
     return select_supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
 
 
-async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") -> None:
-    """Check the prompts of a large body, for `model` or the model that the body names.
+async def parse_prompts(
+    gateway: Gateway, prompts: Sequence[str], pieces: list[bytes], model: str = ""
+) -> Any:
+    """Parse a large body with prompts, for `model` or the model that the body names.
 
     Raises:
-        InvalidArgument: A prompt is too long.
+        ShmserveError: As by `parse_large`.
     """
     token_limits = {
         name: served.max_model_len
@@ -243,9 +264,7 @@ async def check_prompts(gateway: Gateway, pieces: list[bytes], model: str = "") 
         if served.max_model_len
         for name in (*model_names(gateway, served.name), *served.aliases)
     }
-    error = await find_long_prompt(pieces, token_limits, model) if token_limits else ""
-    if error:
-        raise InvalidArgument(error)
+    return await parse_large(pieces, longest, prompts, model)
 
 
 async def resolve_named_model(
@@ -274,7 +293,8 @@ def check_member(body: dict[str, Any], name: str, member_type: type[Any], defaul
     value = body[name]
     if member_type is int and type(value) is float and value.is_integer():
         return int(value)
-    if type(value) is not member_type:
+    is_packed = type(value) is Packed and kind is (str if value.kind == "text" else list)
+    if type(value) is not kind and not is_packed:
         nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
         allowed = nouns.get(member_type, "an integer")
         raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")
@@ -325,9 +345,16 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
     messages = check_member(body, "messages", list, [])
     if not messages:
         raise InvalidArgument("messages: at least one message is required")
-    for index, message in enumerate(messages):
-        if type(message) is not dict or type(message.get("role")) is not str:
-            raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
+    is_packed = type(messages) is Packed
+    index = messages.fault if is_packed else without_role(messages)
+    if index is not None:
+        raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
+    if is_packed:
+        before = b'{"messages":' if variables else b""
+        behind = b"," + orjson.dumps(variables)[1:] if variables else b""
+        size = len(before) + messages.byte_size + len(behind)
+        pieces = [size.to_bytes(4, "little") + before, *messages.pieces, behind]
+        return InferInput("messages", "BYTES", (1,), 1, pieces, size + 4)
     chat = {"messages": messages, **variables} if variables else messages
     return create_input("messages", "BYTES", [orjson.dumps(chat).decode()])
 
@@ -365,19 +392,15 @@ def _text_request(
 
 def _prompt_inputs(model: GatewayModel, value: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
-    values = [value] if _are_tokens(value) or type(value) is not list else value
-    if len(values) > _MAX_PROMPTS:
-        raise InvalidArgument(f"prompt: {len(values)} prompts are more than {_MAX_PROMPTS}")
+    values = [value] if type(value) is not list or are_tokens(value) else value
     if not values:
         raise InvalidArgument("prompt: the list is empty; at least one prompt is required")
-    prompts = list(map(_prompt_input, values))
+    if values is value:
+        check_count("prompt", values)
+    prompts = list(map(prompt, values))
     if len(prompts) > 1:
         _check_capacity(model, len(prompts))
     return prompts
-
-
-def _are_tokens(value: Any) -> bool:
-    return type(value) is list and bool(value) and all(type(token) is int for token in value)
 
 
 def _check_capacity(model: GatewayModel, count: int) -> None:
@@ -397,13 +420,19 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def _prompt_input(value: Any) -> InferInput:
+def prompt(value: Any) -> InferInput:
+    """Return the input of a text or of a list of tokens."""
     if type(value) is str:
         return create_input("text_input", "BYTES", [value])
-    if _are_tokens(value):
-        for token in (min(value), max(value)):
-            if abs(token) > _MAX_TOKEN_ID:  # the encoding as INT32 would wrap it
-                raise InvalidArgument(f"prompt: {token} is not a token")
+    is_packed = type(value) is Packed
+    if is_packed and value.kind == "text":
+        return packed_tensor("text_input", [value])
+    if is_packed or are_tokens(value):
+        token = value.fault if is_packed else wrong_token(value)
+        if token is not None:
+            raise InvalidArgument(f"prompt: {token} is not a token")
+        if is_packed:
+            return packed_tensor("input_ids", [value])
         return create_input("input_ids", "INT32", value)
     raise InvalidArgument(
         f"prompt: {clip(repr(value))} is not a string, a list of tokens, or a list of these"

@@ -33,7 +33,7 @@ from shmserve.gateway.http.openai.bodies import (
     response_name,
 )
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
-from shmserve.gateway.inference.prepare import build_request
+from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -342,19 +342,23 @@ class Choices:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
 
 
-async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Handle POST /v1/completions: respond with the continuations of prompts."""
-    text_request = await bodies.parse_completion(gateway, await bodies.read_body(gateway, request))
+async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Respond with the continuations of prompts."""
+    text_request = await bodies.parse_completion(
+        gateway, await bodies.read(gateway, request, ["prompt"])
+    )
     return await respond(
         gateway, request, text_request, _create_choices(gateway, COMPLETION_FORMAT, text_request)
     )
 
 
-async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Handle POST /v1/chat/completions: respond with the next message of a chat."""
-    text_request = await bodies.parse_chat(gateway, await bodies.read_body(gateway, request))
+async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Respond with the next message of a chat."""
+    text_request = await bodies.parse_chat(
+        gateway, await bodies.read(gateway, request, ["messages"])
+    )
     return await respond(
-        gateway, request, text_request, _create_choices(gateway, CHAT_FORMAT, text_request)
+        gateway, request, text_request, _create_choices(gateway, CHAT_FIELDS, text_request)
     )
 
 
@@ -394,7 +398,7 @@ async def respond(
     """Return the response with the text of a model, whole or as a stream."""
     generation = _Generation(gateway, request, text_request, rendering)
     try:
-        await generation.begun()
+        await generation.begin()
         if not text_request.stream:
             return json_response(await generation.whole_response())
     except BaseException as error:
@@ -419,21 +423,11 @@ class _Generation:
         rendering: Rendering,
     ) -> None:
         self._gateway = gateway
+        self._request = request
         self._text_request = text_request
         self._rendering = rendering
         self._queues: list[ResponseQueue] = []
         self._response_event = asyncio.Event()
-        arrived_ns = time.monotonic_ns()
-        try:
-            for infer_request in text_request.infer_requests():
-                built_request = build_request(gateway, text_request.model, infer_request)
-                queue = ResponseQueue(
-                    gateway, request, built_request, arrived_ns, self._response_event
-                )
-                self._queues.append(queue)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Cancel the inference requests that have not ended."""
@@ -445,8 +439,20 @@ class _Generation:
         """Return the headers of the response, from the first prompt's inference request."""
         return self._queues[0].headers
 
-    async def begun(self) -> None:
-        """Wait for the model's response to the first prompt, and raise its error, if any."""
+    async def begin(self) -> None:
+        """Submit the requests, and wait for the response to the first prompt.
+
+        Raises:
+            ShmserveError: The error in this response, or of a request.
+        """
+        gateway, model = self._gateway, self._text_request.model
+        arrived_ns = time.monotonic_ns()
+        for infer_request in self._text_request.infer_requests():
+            built_request = await build_in_turns(gateway, model, infer_request)
+            queue = ResponseQueue(
+                gateway, self._request, built_request, arrived_ns, self._response_event
+            )
+            self._queues.append(queue)
         first = self._queues[0]
         await first.wait()
         error = find_error(first.first_response)

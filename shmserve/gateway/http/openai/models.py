@@ -25,6 +25,7 @@ import orjson
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
 from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.infer import ResponseQueue
+from shmserve.gateway.http.json.large_bodies import Packed, check_count
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -44,15 +45,14 @@ from shmserve.gateway.http.openai.fields import (
     TOKENIZE_FIELDS,
 )
 from shmserve.gateway.inference.inference import find_error, output_bytes
-from shmserve.gateway.inference.prepare import build_request
+from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 
-_ENCODING_FORMATS = ("float", "base64")
-_FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
-_MAX_TEXTS = 2048
+_FORMATS = ("float", "base64")
+_FLOATS = ("FP32", "FP16", "FP64")
 
 
 class Embedder(NamedTuple):
@@ -79,8 +79,8 @@ def find_embedder(model: GatewayModel) -> Embedder | None:
 
 
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Handle POST /v1/embeddings: respond with a vector for each text."""
-    body = await bodies.read_fields(gateway, request, EMBEDDING_FIELDS)
+    """Respond with a vector for each text."""
+    body = await bodies.read_fields(gateway, request, EMBEDDING_FIELDS, ["input"])
     model = await bodies.resolve_named_model(gateway, body)
     embedder = find_embedder(model)
     if embedder is None:
@@ -115,22 +115,26 @@ async def _compute_vectors(
     request: HttpRequest,
     model: GatewayModel,
     embedder: Embedder,
-    texts: list[str],
+    texts: list[Any],
 ) -> list[np.ndarray[Any, Any]]:
     """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
     shape = (len(texts), *embedder.dims) if embedder.max_texts else embedder.dims
-    text_input = bodies.create_input(embedder.text, "BYTES", texts, shape or (1,))
+    if type(texts[0]) is Packed:
+        text_input = bodies.packed_tensor(embedder.text, texts, shape or (1,))
+    else:
+        text_input = bodies.create_input(embedder.text, "BYTES", texts, shape or (1,))
     outputs = await _infer(gateway, request, model, text_input, [embedder.vector], {})
     vectors = outputs[embedder.vector].astype(np.float32)
     return list(vectors.reshape(len(texts), -1))
 
 
-def _check_texts(value: Any) -> list[str]:
-    texts = [value] if type(value) is str else value
-    if type(texts) is not list or not texts or any(type(text) is not str for text in texts):
+def _texts(value: Any) -> list[Any]:
+    texts = value if type(value) is list else [value]
+    if not texts or not all(
+        type(each) is str or (type(each) is Packed and each.kind == "text") for each in texts
+    ):
         raise InvalidArgument(f"input: {clip(repr(value))} is not a string or a list of strings")
-    if len(texts) > _MAX_TEXTS:
-        raise InvalidArgument(f"input: {len(texts)} strings exceed the limit of {_MAX_TEXTS}")
+    check_count("input", texts)
     return texts
 
 
@@ -194,8 +198,8 @@ def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str,
 
 
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
-    fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS)
+    """Respond with the tokens of a prompt or of a chat."""
+    fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
     model = await bodies.resolve_generative_model(
         gateway, fields, default=await _default_model(gateway, fields)
     )
@@ -208,9 +212,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         variables = {name: fields[name] for name in CONVERSATION_FIELDS & fields.keys()}
         prompt = bodies.conversation_input(fields, variables)
     elif "prompt" in fields:
-        prompt = bodies.create_input(
-            "text_input", "BYTES", [bodies.check_member(fields, "prompt", str, "")]
-        )
+        prompt = bodies.prompt(bodies.check_member(fields, "prompt", str, ""))
     else:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
@@ -277,7 +279,7 @@ async def _infer(
     infer_request = InferRequest(
         "", [infer_input], requested_outputs, binary=True, parameters=parameters
     )
-    built_request = build_request(gateway, model, infer_request)
+    built_request = await build_in_turns(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:
         return await _arrays(gateway, model, queue)

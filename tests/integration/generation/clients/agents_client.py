@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 @function_tool
 def get_weather(city: str) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     assert city == "Paris"
     return "sunny"
 

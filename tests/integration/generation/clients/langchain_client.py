@@ -11,7 +11,7 @@ from langchain_openai import ChatOpenAI
 
 @tool
 def get_weather(city: str) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     return "sunny in " + city
 
 

@@ -21,7 +21,7 @@ get_weather_type = ToolOutput(Weather, name="get_weather")
 
 
 def get_weather(city: str) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     assert city == "Paris"
     return "sunny"
 

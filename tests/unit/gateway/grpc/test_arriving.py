@@ -41,8 +41,10 @@ def arrive(
     sizes: Sequence[int] | None,
     in_place: Collection[int] = (),
 ) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
-    """The bytes in pieces, those with these numbers read to their place where there is one, with
-    the rooms that were asked for, and by which heads."""
+    """Pass the bytes in pieces, and read the bytes with these numbers in place if possible.
+
+    Returns the requested sizes and the parsed heads.
+    """
     recorded: list[RecordedTensors] = []
     heads: list[bytes] = []
 

@@ -48,7 +48,7 @@ def test_a_response_is_written_in_one_piece() -> None:
 
 
 class TensorSink:
-    """Where a message goes as it arrives; `copied`: so many bytes of it were not read to it."""
+    """The sink of an arriving message; `copied` counts the bytes that were not read in place."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
@@ -215,9 +215,9 @@ def test_a_protocol_violation_ends_the_connection() -> None:
 def test_a_silent_client_receives_a_ping() -> None:
     async def play(scene: Scene) -> None:
         await scene.clock.advance(1.1)
-        assert not scene.transport.frames()  # nothing is asked of who has no call
+        assert not scene.transport.frames()  # a connection without calls is not probed
         scene.call(1)
-        await scene.clock.advance(1.1)  # something came since the last look
+        await scene.clock.advance(1.1)  # bytes arrived since the last check
         await scene.clock.advance(1.1)
         ((kind, flags, _, payload),) = scene.transport.frames()
         assert (kind, flags) == (PING, 0)
@@ -250,7 +250,7 @@ def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
         await scene.clock.advance(1.2)
         (kind, _, _, last), (ping, _, _, payload) = scene.transport.frames()
         assert (kind, last[:4], ping) == (GO_AWAY, b"\x7f\xff\xff\xff", PING)
-        scene.call(3)  # was on its way
+        scene.call(3)  # the call was already sent
         scene.send(frame(PING, ACK, 0, payload))
         ((kind, _, _, last),) = scene.transport.frames()
         assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
@@ -356,7 +356,7 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
-    """However many come at once, and in how many frames; the last is none, when its turn comes."""
+    """Holds for any number of messages and frames at a time; the last message may be malformed."""
 
     async def play(scene: Scene) -> None:
         resume, ended, seen = asyncio.Event(), asyncio.Event(), []
@@ -388,7 +388,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
 
 
 def test_unread_messages_do_not_keep_the_read_buffer() -> None:
-    """A buffer of the socket is larger than what is in it for a stream, and may be used again."""
+    """The socket's read buffer is larger than the stream's bytes in it, and may be reused."""
 
     async def play(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
@@ -435,7 +435,9 @@ def test_reading_messages_enlarges_the_window() -> None:
 
 
 def test_an_ended_stream_ends_its_handler() -> None:
-    """Who waits for a message, or for the client to take one, waits no longer."""
+    """A handler that waits for a message, or for the client to read one, continues with an
+    error.
+    """
 
     async def play(scene: Scene) -> None:
         ended: list[int] = []

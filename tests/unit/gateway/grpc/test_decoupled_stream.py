@@ -78,7 +78,7 @@ def stream(gateway: Rig, repeat: Scheduler) -> Iterator[Stream]:
 
 
 def asked(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
-    """The first requests, as the scheduler has them."""
+    """Return the first requests as the scheduler receives them."""
     until("they are here", lambda: len(scheduler.waiting) >= number)
     return [(peer, submit.id) for peer, submit in scheduler.waiting]
 
@@ -237,7 +237,7 @@ def test_credit_is_returned_for_responses_that_are_read(repeat: Scheduler, strea
 def test_a_client_that_does_not_read_receives_no_credit(
     gateway: Rig, repeat: Scheduler, tmp_path: Path
 ) -> None:
-    """What gRPC takes from us before it waits for the client is bounded, and others go on."""
+    """The bytes that gRPC buffers for a slow client are bounded, and other streams continue."""
     deaf, other = Stream(gateway), Stream(gateway)
     deaf.ask("deaf")
     ((peer, number),) = asked(repeat, 1)
@@ -261,7 +261,9 @@ def test_a_client_that_does_not_read_receives_no_credit(
 
 
 def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Stream) -> None:
-    """Those that are sent, and those that come when the client has gone."""
+    """The memory of sent outputs is released, and that of outputs which arrive after the
+    disconnect.
+    """
     arena = Arena(8 << 20)
     data = bytes(range(200)) * 200
 
@@ -289,7 +291,7 @@ def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Str
 
 
 def test_a_unary_call_of_a_decoupled_model_is_refused(gateway: Rig, repeat: Scheduler) -> None:
-    """Even where a stream has shown what its request comes to."""
+    """Holds even if a stream has taught the schema of the request."""
     stream = Stream(gateway)
     for number in range(3):
         stream.ask(str(number))

@@ -147,7 +147,7 @@ def test_malformed_base64_is_ignored() -> None:
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=9), st.binary(max_size=9)), max_size=5))
 def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]]) -> None:
-    """Whatever passes as fields of a request is a head, whose metadata is text or bytes."""
+    """Fields that pass as those of a request have text or binary metadata."""
     sent = [*START, KIND, *fields]
     try:
         parsed = CallHead(validate_request(sent))
@@ -199,7 +199,7 @@ def test_the_trailers_of_a_response() -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
-    """It is a field that is well-formed, and says what it said."""
+    """The encoded field is valid and decodes to the same text."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -139,7 +139,7 @@ def _of(request_id: str, content: bytes) -> bytes:
 
 
 def _overlong(raw: bytes, field: bytes) -> bytes:
-    """The message with the length of this field, a digit, in two bytes."""
+    """Return the message with the one-byte length of this field encoded in two bytes."""
     assert raw.count(field) == 1
     return raw.replace(field, field[:1] + bytes((field[1] | 128, 0)) + field[2:])
 
@@ -152,7 +152,9 @@ ODD: dict[str, Callable[[int], bytes]] = {
 
 @pytest.mark.parametrize("form", ODD)
 def test_a_message_in_another_notation_is_parsed(gateway: Any, form: str) -> None:
-    """Ids and contents are what the message says, though its size is that of others."""
+    """Ids and contents are parsed as in the message, though its size equals that of known
+    messages.
+    """
     inferences = grpc.Inferences(gateway)
     for _ in range(4):
         for number in range(1, 4):
@@ -167,8 +169,10 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, form: str) -> Non
 def test_ids_and_values_are_cut_at_any_position(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
-    """Whatever bytes are in them: those of fields, too. Few are looked at field by field: the first
-    ones of each length."""
+    """The bytes may be those of fields, too.
+
+    Few messages are parsed field by field: the first ones of each schema.
+    """
     split = Read(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
     request_count = 0

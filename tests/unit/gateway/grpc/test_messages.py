@@ -1,4 +1,4 @@
-"""gRPC's messages: however their bytes are cut they are the same; what is none is refused."""
+"""gRPC messages: any split of the bytes gives the same messages, and malformed ones are refused."""
 
 import asyncio
 import gzip
@@ -70,7 +70,9 @@ def test_messages_are_assembled_for_any_split(
 )
 @example([b"", b"x"], [(5, 0), (1, 1)])
 def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[int, int]]) -> None:
-    """What is not taken at once is there later, in its order, out of the buffer that it came in."""
+    """Messages that are not taken at once stay in order, copied from the buffer in which they
+    arrived.
+    """
     stream = b"".join(map(message, sent))
     assembly = Assembly(WINDOW, HEAD, None)
     errors = []
@@ -137,7 +139,7 @@ def test_an_unknown_flag_is_refused(flag: int) -> None:
 
 
 def test_a_message_that_is_too_large_is_refused() -> None:
-    """By what it says of itself, before anything is kept for it."""
+    """The message is refused by its announced size, before memory is allocated."""
     assembly = Assembly(WINDOW, HEAD, None)
     fed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
     for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
@@ -263,7 +265,7 @@ def test_a_decompression_bomb_is_refused(encoding: str) -> None:
 
 
 async def test_concurrent_decompression_bombs_are_refused() -> None:
-    """Each is within the limit; what they would take together is not there."""
+    """Each message is within the limit, but their sum exceeds the budget."""
     size = 4 << 20
     _, bomb = Deflater(9).frame(bytes(size), "gzip")
     budget = BodyBudget(2 * size, MallocTrim())

@@ -107,7 +107,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     async def cancelled_twice() -> None:
         stream = streaming(inferences, Deaf(requests()), 60.0)
         call = asyncio.create_task(stream)
-        for _ in range(100):  # until it is stuck
+        for _ in range(100):  # until the window is full
             await asyncio.sleep(0)
         call.cancel()
         await asyncio.sleep(0)
@@ -124,7 +124,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     ("size", "most"), [(10, 1024), (30_000, 1024), (1 << 20, 32), (10 << 20, 4), (40 << 20, 1)]
 )
 def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int) -> None:
-    """The others are not even read; one is, however large it is."""
+    """Further requests are not read; one request of any size is."""
     cancelled: list[str] = []
     request = bytes(size)
     asked = 0
@@ -142,7 +142,7 @@ def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
         asyncio.run(streaming(inferences, Deaf(requests()), 0.05))
-    assert asked == most + 1  # one was answered
+    assert asked == most + 1  # one request was answered
 
 
 def test_memory_is_trimmed_when_the_call_ends() -> None:

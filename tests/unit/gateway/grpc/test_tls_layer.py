@@ -43,7 +43,7 @@ class Client:
         self.tls = context.wrap_bio(self.incoming, self.outgoing)
 
     def shake_hands(self, layer: TlsLayer) -> bytes:
-        """As far as it goes; what the layer has received in it."""
+        """Run the handshake as far as possible; return the bytes that the layer received."""
         came = b""
         for _ in range(5):
             with contextlib.suppress(ssl.SSLWantReadError):
@@ -163,7 +163,7 @@ def test_certificates_of_clients(mutual: ssl.SSLContext, keys: Path) -> None:
 
 
 def test_closing_tls_is_accepted(context: ssl.SSLContext) -> None:
-    """Each side says so; nothing that is said late is a fault of ours."""
+    """Either side may close; late bytes are not an error of the server."""
     client, layer = connected(context)
     layer.close()
     client.incoming.write(layer.outgoing())

@@ -29,7 +29,7 @@ theirs = pytest.importorskip("tritonclient.grpc.service_pb2")
 
 
 def fields(messages: Iterable[Any]) -> set[tuple[object, ...]]:
-    """Everything about the messages that shows on the wire, or in a program."""
+    """Return all properties of the messages that appear on the wire or in a program."""
     return {
         found
         for message in messages
@@ -153,7 +153,7 @@ PLACES = st.fixed_dictionaries(
 def test_the_identity_is_not_part_of_the_fingerprint(
     request_id: str, memory_ranges: dict[str, str]
 ) -> None:
-    """Whatever its id and its place in a sequence: they are what the whole message says."""
+    """Its id and its position in a sequence are read from each message."""
     plain = request(own="int64:1")
     plain.inputs.add(name="x", datatype="INT8", shape=[1])
     plain.raw_input_contents.append(b"1")
@@ -166,7 +166,7 @@ def test_the_identity_is_not_part_of_the_fingerprint(
         split_message(plain.SerializeToString()),
     )
     if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
-        assert parts is None  # the long way: it may be too long
+        assert parts is None  # the message may be overlong, so it is parsed completely
         return
     assert parts is not None and expected is not None
     assert parts.identity.is_identity_of(decode_request(made))
@@ -250,4 +250,4 @@ def test_a_template_rejects_other_data(
     outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
     template = ResponseEncoder().create_template(model, b"schema", Inferred(outputs), placed)
     filled = template.fill("7", data)
-    assert filled is None or (placed and len(data) == 2)  # a place may be anything here
+    assert filled is None or (placed and len(data) == 2)  # a memory range may be invalid here

@@ -1,4 +1,4 @@
-"""Bodies that are arriving: whose memory counts, and who gives way when there is no more of it."""
+"""Arriving bodies: whose memory counts, and which body is evicted when memory is short."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.messages import HttpRequest
-from shmserve.gateway.inference import body_arrival
+from shmserve.gateway.inference import body_arrival, prepare
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.inference.prepare import ArrivingTensors, Resources
+from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
@@ -47,7 +48,7 @@ def tensors(views: list[memoryview]) -> ArrivingTensors:
 
 
 class Client:
-    """A body that comes as the test sends it. Who was waited for it for 10 ms may be slow."""
+    """A client that sends its body as the test demands. A body awaited for 10 ms may be slow."""
 
     def __init__(self, body_timeout_s: float = 0.3) -> None:
         protocol = SimpleNamespace(connected=True, resume_reading=lambda **_: None)
@@ -61,7 +62,7 @@ class Client:
         self.body = Body(cast("HttpRequest", request), settings, budget)
 
     async def upload(self, arena: Arena, size: int) -> None:
-        """Have a block of the arena and wait for what goes into it."""
+        """Allocate a block of the arena, and wait for the bytes that fill it."""
         holds = resources_in(arena)
         try:
             with self.body.arrival.registered_block(holds.release):
@@ -76,7 +77,7 @@ def arena_of(size: int) -> Iterator[Arena]:
     arena = Arena(size)
     yield arena
     assert not arena.used
-    gc.collect()  # what errors keep of the views
+    gc.collect()  # frees views that exceptions refer to
     arena.close()
 
 
@@ -94,7 +95,7 @@ def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
 async def started(
     clock: Clock, *ways: Coroutine[object, object, object]
 ) -> list[asyncio.Task[object]]:
-    """Tasks that have waited for 50 ms."""
+    """Return tasks that have waited for 50 ms."""
     tasks = [asyncio.create_task(way) for way in ways]
     await clock.advance(0)
     await clock.advance(0.05)
@@ -102,7 +103,9 @@ async def started(
 
 
 def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], Clock]) -> None:
-    """Memory for JSON is none for tensors: who has none of what is wanted goes on."""
+    """A body without a block of the requested kind is not evicted: memory for JSON is not
+    memory for tensors.
+    """
 
     async def run(arena: Arena) -> None:
         clock = make_clock()
@@ -136,7 +139,7 @@ def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> N
         client.content.feed_data(bytes(100))
         with client.body.arrival.registered_block(holds.release):
             await client.body.next()
-            await clock.advance(0.1)  # as while it is decompressed
+            await clock.advance(0.1)  # as during decompression
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
@@ -148,7 +151,7 @@ def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> N
 
 
 def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]) -> None:
-    """Between the end of its time and the moment at which it knows."""
+    """The eviction happens between the expiry of its time limit and the body's reaction."""
 
     async def run(arena: Arena) -> None:
         clock = make_clock()
@@ -177,7 +180,7 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
 
 
 def test_thousands_of_bodies_are_evicted_at_once() -> None:
-    """The loop answers nobody meanwhile."""
+    """The event loop is not blocked meanwhile."""
 
     async def run(arena: Arena) -> None:
         with ExitStack() as stack:
@@ -185,7 +188,8 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
                 client = Client()
                 holds = resources_in(arena)
                 holds.allocate([16 << 10])
-                stack.callback(holds.release)  # some may stay, where the rest is room enough
+                # Some bodies may stay if the remaining memory suffices.
+                stack.callback(holds.release)
                 stack.enter_context(client.body.arrival.registered_block(holds.release))
                 client.body.arrival._earlier_waits_s = 1.0
             began = time.monotonic()
@@ -196,3 +200,29 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
 
     with arena_of(64 * MIB) as arena:
         asyncio.run(run(arena))
+
+
+def test_a_tensor_in_pieces_is_copied_between_other_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, copied = bytearray(6), []
+    arriving = tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
+    arriving.built_request = "built"  # type: ignore[attr-defined]
+    monkeypatch.setattr(prepare, "reserve_tensors", lambda *_: arriving)
+    large = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"], 5)
+    request = InferRequest("", [large, InferInput("B", "BYTES", (1,), 1, [b"f"], 1)], [])
+
+    async def others() -> None:
+        while True:
+            copied.append(bytes(memory).rstrip(b"\0"))
+            await asyncio.sleep(0)
+
+    async def built() -> Any:
+        task = asyncio.create_task(others())
+        found = await prepare.build_in_turns(cast("Any", None), cast("Any", None), request)
+        task.cancel()
+        return found
+
+    assert asyncio.run(built()) == "built"
+    assert copied == [b"ab", b"abc", b"abcde", b"abcdef"]
+    assert [(each.data, each.binary_size) for each in request.inputs] == [(None, 5), (None, 1)]

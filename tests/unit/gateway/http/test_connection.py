@@ -38,7 +38,7 @@ _HEADS = (
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written."""
+    """A transport that stores the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,8 +101,10 @@ AT_ONCE = -2
 
 
 class Underway:
-    """A request without a task: it is answered after a turn of the loop and so many more, with
-    bytes or by the task, or never (-1), or by the task at once (-2)."""
+    """A request without a task.
+
+    It is answered after a number of turns of the loop, with bytes or by the task, or never (-1).
+    """
 
     def __init__(
         self, request: HttpRequest, body: bytes, answer: WriteResponse, turns: int, *, whole: bool
@@ -136,8 +138,11 @@ class Underway:
 
 
 class Repeats:
-    """Repeats what is asked, as `repeat`; where a head comes again, in these ways, one after the
-    other: without a task, after so many turns, or (None) as ever."""
+    """A handler that repeats requests.
+
+    For a repeated head it returns these results in order: an answer without a task after some
+    turns, or None for a task.
+    """
 
     def __init__(self, *ways: tuple[int, bool] | None) -> None:
         self._ways = itertools.cycle(ways or (None,))
@@ -155,7 +160,7 @@ class Repeats:
 
 
 def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str) -> bytes:
-    """A request; `how` says how its body is framed."""
+    """Return a request; `how` is the framing of its body."""
     if how == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
@@ -181,7 +186,7 @@ requests = st.lists(
 def connected(
     answer: Handle = repeat, settings: GatewaySettings = _SETTINGS
 ) -> tuple[HttpConnection, Transport]:
-    """A new connection whose requests are repeated, or answered otherwise."""
+    """Return a new connection whose requests are repeated, or answered by another handler."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
     make = partial(HttpConnection, app=Answering(answer), settings=settings)
     connection = Acceptor(make, listener, 10)()
@@ -194,7 +199,9 @@ def connected(
 async def answers(
     pieces: list[tuple[bytes, int]], count: int, answer: Handle = repeat
 ) -> list[Any]:
-    """The answers to bytes that come in `pieces`, with so many turns of the loop after each."""
+    """Return the answers to bytes that arrive in `pieces`, with some turns of the loop after
+    each.
+    """
     loop = asyncio.get_running_loop()
     connection, transport = connected(answer)
     for piece, turns in pieces:
@@ -327,7 +334,7 @@ def test_only_an_identical_head_is_reused() -> None:
             await settle()
         return requests
 
-    # The head that comes again is cached, and what is found of it when it comes once more.
+    # A repeated head is cached, together with its route.
     assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
 
 
@@ -355,7 +362,7 @@ KNOWN = packed("POST", "/a", (), b"{}", "length")
 
 
 async def begun(way: tuple[int, bool]) -> tuple[HttpConnection, Transport, Underway]:
-    """A connection with a request that is under way without its task."""
+    """Return a connection with an unanswered request that has no task."""
     repeats = Repeats(way)
     connection, transport = connected(repeats)
     await settle()
@@ -388,7 +395,7 @@ async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
         await settle()
     assert len(replies(transport.written)) == 4
     connection.connection_lost(None)
-    # The first request caches the head, which the second finds.
+    # The first request caches the head, and the second one uses it.
     assert (len(repeats.begun), app_of(connection).active) == (2, 0)
 
 
@@ -457,7 +464,7 @@ async def test_pipelined_requests_yield_to_other_connections() -> None:
 
 
 async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> None:
-    """One that is on its way out, and waits for its client to read, counts as idle."""
+    """A connection that is closing and waits for its client to read counts as idle."""
     connection, transport = connected()
     await asyncio.sleep(0)
     last = packed("GET", "/a", ("Connection: close",), b"", "length")
@@ -476,7 +483,9 @@ async def settle(count: int = 20) -> None:
 
 
 async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
-    """One coarse clock a connection: it ends only what was there during all of its time."""
+    """A connection has one coarse timer, which ends it only if the state lasted for the whole
+    limit.
+    """
     known = packed("POST", "/a", (), b"{}", "length")
     connection, transport = connected()
     await settle()
@@ -487,7 +496,7 @@ async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     connection.data_received(known[-2:])
     await settle()
     connection.data_received(known[:-2])
-    connection._check_timeout()  # as if its time were over just now
+    connection._check_timeout()  # as if its time limit had just expired
     await settle()
     connection.data_received(known[-2:])
     await settle()
@@ -555,7 +564,7 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
 def test_a_client_that_does_not_read_does_not_delay_the_close(
     end: Callable[[Any], None],
 ) -> None:
-    """Its connection would be beyond every limit for as long as it likes."""
+    """Otherwise the connection could stay open beyond every limit."""
     ended = asyncio.Event()
 
     class Kept(Acceptor):

@@ -1,4 +1,4 @@
-"""R15: how many connections one peer may have, and that it costs the others none of theirs."""
+"""R15: the number of connections of one peer is limited, without effect on other peers."""
 
 import contextlib
 import os
@@ -34,12 +34,14 @@ class PeerConnections:
                 self._socks[-1].sendall(sent)
 
     def arrive(self) -> None:
-        """One more, which is answered: so all before it have been let in, or not."""
+        """Open a further connection and wait for an answer: all earlier ones are then admitted
+        or refused.
+        """
         self.open(1)
         assert _is_answered(self._socks[-1])
 
     def served(self) -> int:
-        """How many of them are answered; the others were ended."""
+        """Return how many of the connections are answered; the others were closed."""
         return sum(map(_is_answered, self._socks))
 
     def close(self) -> None:
@@ -72,7 +74,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 
 def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnections:
-    """Clients with one address, at a listener that is not this host's alone."""
+    """Yield clients with one address at a listener for other hosts."""
     to, own = ("127.0.0.1", gateway.port), (address, 0)
     peer_connections = PeerConnections(lambda: socket.create_connection(to, 20, source_address=own))
     stack.callback(peer_connections.close)
@@ -80,7 +82,7 @@ def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnecti
 
 
 def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
-    """Beyond it, what is idle for longest makes room among its own."""
+    """Beyond the quota, the connection of the same address that is idle for longest is closed."""
     listener = socket.create_server(("0.0.0.0", 0))
     gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
     gateway.open()
@@ -90,7 +92,7 @@ def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> No
     many.arrive()
     assert one.served() == 8
     assert SHARE // 2 <= many.served() <= SHARE
-    # What it may not have is there for others.
+    # Other addresses may use the connections that this one may not.
     another = far(gateway, "127.0.0.4", stack)
     another.open(2)
     assert another.served() == 2
@@ -114,7 +116,7 @@ def test_incomplete_requests_are_evicted_or_refused(
 
 
 def test_loopback_has_no_quota(folder: Path, stack: contextlib.ExitStack) -> None:
-    """There an address tells nothing about a client."""
+    """On loopback an address does not identify a client."""
     gateway = stack.enter_context(rig(folder, max_connections=MOST))
     gateway.open()
     all_of_them = far(gateway, "127.0.0.1", stack)

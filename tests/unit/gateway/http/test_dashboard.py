@@ -73,11 +73,11 @@ async def told(viewer: Viewer) -> dict[str, Any]:
 
 
 def no_counters() -> None:
-    """Counters are not asked for here."""
+    """Return no counters."""
 
 
 def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
-    """A story beside a publisher of events, with nothing left at its end."""
+    """Run a test beside a publisher of events, and check that nothing remains at its end."""
 
     async def whole_events() -> None:
         holder: list[EventFeed] = []

@@ -140,7 +140,7 @@ def long_way(text: bytes) -> bytes:
 
 
 def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
-    """What the cache makes of a request; it is remembered where that is wanted."""
+    """Return the cache's result for a request; store the request if wanted."""
     fingerprint = Fingerprint(text, 0)
     known: Any = fill_known_template(cache, fingerprint, text, len(text))
     if known is None:
@@ -162,7 +162,7 @@ def one(data: str, before: str = "", behind: str = "") -> bytes:
 # --- the same as the long way ----------------------------------------------------------------
 
 numbers = st.lists(st.integers(-9, 9), min_size=2, max_size=2)
-# What may stand elsewhere and looks like a tensor's data.
+# Text elsewhere in the request that looks like a tensor's data.
 odd = st.sampled_from(
     (
         *('"id": "\\"data\\": [1, 2]", ', '"id": "\\\\", ', '"more": {"data": [7, 7]}, ', ""),
@@ -180,7 +180,9 @@ colon = st.sampled_from(('"data": ', '"data":', '"data" : ', '"data":  '))
 def test_a_repeated_request_equals_a_parsed_one(
     before: str, form: str, key: str, first: list[list[int]], data: st.DataObject
 ) -> None:
-    """Whatever stands around the numbers: it is what the long way gives, or that is taken."""
+    """For any text around the numbers, the result equals that of the parser, or the parser is
+    used.
+    """
 
     def written(values: list[list[int]], elsewhere: str) -> bytes:
         inputs = [
@@ -206,7 +208,7 @@ def test_a_repeated_request_equals_a_parsed_one(
 @example(b"1, 2]", b"")
 @example(b'"\0"', b"\0")
 def test_different_requests_have_different_fingerprints(data: bytes, behind: bytes) -> None:
-    """Of a request like one that is known, but with any bytes in it."""
+    """The request equals a known one except for some bytes."""
     cache = made()
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))
@@ -242,7 +244,7 @@ def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
 
 
 def test_the_text_of_a_fingerprint_is_no_request() -> None:
-    """It has no arrays, and the key of one that has."""
+    """The text of a fingerprint has no arrays, but the key of a request that has."""
     cache = made()
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))

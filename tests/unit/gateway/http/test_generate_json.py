@@ -1,4 +1,6 @@
-"""Flat JSON: what becomes an input and of which shape, what a parameter, and what comes back."""
+"""Flat JSON: which members become inputs of which shape, which become parameters, and the
+response.
+"""
 
 import json
 import math

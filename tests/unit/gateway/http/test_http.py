@@ -62,7 +62,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """One that takes its time, but not many connections."""
+    """Yield a gateway with long time limits and few connections."""
     with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as model_rig:
         model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
         model_rig.open()
@@ -97,7 +97,7 @@ def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> 
 
 
 def ask(gateway: Rig, *parts: bytes) -> Reply:
-    """The reply to bytes that are sent in parts."""
+    """Return the reply to bytes that are sent in parts."""
     with raw_connection(gateway.port) as connection:
         for part in parts:
             connection.sendall(part)
@@ -165,7 +165,7 @@ def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> Non
 def test_heads_that_are_not_utf8_receive_a_response(
     connection: socket.socket, raw: bytes, status: int
 ) -> None:
-    """A refusal quotes them, and the connection goes on."""
+    """The error quotes the bytes, and the connection stays open."""
     for _ in range(2):
         connection.sendall(raw)
         reply = read_reply(connection)
@@ -327,7 +327,7 @@ def test_an_incomplete_head_ends_the_connection(hasty: Rig, sent: bytes) -> None
         if sent:
             connection.settimeout(20 * SECONDS)
             assert is_closed(connection)
-        else:  # who has said nothing yet may take its time
+        else:  # a connection that has sent nothing may wait
             connection.settimeout(2 * SECONDS)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
@@ -375,7 +375,7 @@ def test_an_incomplete_body_after_a_known_head_times_out(hasty: Rig, sent: int) 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("impatient", ["body_timeout_s", "header_timeout_s"])
 def test_small_bodies_have_the_body_timeout(tmp_path: Path, known: bool, impatient: str) -> None:
-    """--http-body-timeout-secs, whatever the time for heads; both of a few seconds or minutes."""
+    """The limit is --http-body-timeout-secs, independent of the one for heads."""
     body = simple_body()
     limits: dict[str, Any] = {impatient: SECONDS}
     with rig(tmp_path, **limits) as model_rig:
@@ -415,7 +415,9 @@ def test_a_slow_body_times_out(hasty: Rig) -> None:
 
 @pytest.mark.parametrize("reads", [0, 1, 1000])
 def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> None:
-    """R15: answers have a deadline, also for who takes a few bytes from time to time."""
+    """R15: responses have a deadline, also for a client that reads a few bytes from time to
+    time.
+    """
     big = bytes(64 * MIB)
     config = model_config(
         "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
@@ -449,7 +451,7 @@ def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> 
 
 
 def client_ports(gateway: Rig) -> set[int]:
-    """The ports at the other ends of the gateway's connections."""
+    """Return the remote ports of the gateway's connections."""
     connections = psutil.Process(gateway.process.pid).net_connections("tcp")
     return {connection.raddr.port for connection in connections if connection.raddr}
 
@@ -494,9 +496,11 @@ def memory_of(process: int) -> int:
 
 
 def bomb(name: str) -> bytes:
-    """10 GiB of spaces in 10 MB; without the checksum at its end, which nobody should reach."""
+    """Return 10 GiB of spaces compressed to 10 MB, without the checksum at the end, which must
+    not be reached.
+    """
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-    # After a full flush the same bytes mean the same again, wherever they stand.
+    # After a full flush the same compressed bytes mean the same at any position.
     block = packer.compress(b" " * (64 * MIB)) + packer.flush(zlib.Z_FULL_FLUSH)
     head = b"\x1f\x8b\x08\0\0\0\0\0\x02\xff" if name == "gzip" else b"\x78\xda"
     return head + block * 160
@@ -516,7 +520,7 @@ def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
 
 
 def test_failures_leak_no_memory(gateway: Rig) -> None:
-    """R13, R14: what was read, or inflated, of a body that is refused is given back."""
+    """R13, R14: memory of a refused body, received or inflated, is released."""
     cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
     wrong_cases: list[tuple[bytes, dict[str, str]]] = [
         (cut, {"Content-Encoding": "gzip"}),
@@ -574,7 +578,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
         gateway.open()
         gateway.http.get("/v2/health/live").ok()
-        answered = 0  # once the whole body was on its way
+        answered = 0  # counted from the end of the body
         sent, done = threading.Event(), threading.Event()
 
         def parts() -> Iterator[bytes]:
@@ -602,13 +606,14 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         os.close(fd)
     assert np.array_equal(np.frombuffer(raw, np.float32), values.astype(np.float32))
     assert len(body) > 25 * MIB
-    assert answered > 20  # in one piece, hardly any
+    assert answered > 20  # parsed in one piece, hardly any request would be answered
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_idle_connections_are_evicted(patient: Rig, known: bool) -> None:
-    """R15: many connections that send nothing, or a part of something, keep nobody out, and cost
-    nobody the answer to a request that is on its way."""
+    """R15: many idle or incomplete connections keep no client out, and close no active
+    connection.
+    """
     body = simple_body()
     with contextlib.ExitStack() as stack:
         sending = stack.enter_context(raw_connection(patient.port))
@@ -639,7 +644,7 @@ def test_connections_have_a_limit(patient: Rig) -> None:
 
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(raw_connection(patient.port)) for _ in range(70)]
-        # Who was answered may have to make room for one that is accepted only then.
+        # An idle connection may be closed for one that is accepted later.
         answered = [connection for connection in connections if lives(connection)]
         assert 55 <= sum(map(lives, answered)) <= 60
     with raw_connection(patient.port) as connection:
@@ -752,7 +757,7 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
 
 
 def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> None:
-    """What came before a tensor is here for as long as that is awaited."""
+    """Bytes before a tensor are kept only while that tensor is awaited."""
     tensor = ("IN", "FP32", [5000], bytes(20_000))
     whole, headers = binary_request([tensor], id="i" * (700 << 10))
     lines = [f"{name}: {value}" for name, value in headers.items()]
@@ -778,7 +783,7 @@ def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["json", "gzip", "start", "binary"])
 def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
-    """One that is declared and not sent holds memory for those that others send at once."""
+    """A declared but unsent body is evicted for bodies that arrive at once."""
     size = 700 << 10
     tensor = ("IN", "FP32", [size // 4], bytes(size))
     if kind == "binary":

@@ -99,7 +99,7 @@ class ClientIdentity(threading.Thread):
         self._http.close()
 
     def reply(self) -> Reply:
-        """The answer, once it is here."""
+        """Return the answer when it has arrived."""
         self.join(10)
         assert self._reply is not None, "no answer"
         return self._reply
@@ -137,7 +137,7 @@ def test_failures_have_the_status_of_their_code(
     until("the request is there", lambda: simple.waiting)
     fail(simple, "as the model says", code=code)
     assert (caller.reply().status, caller.reply().error) == (status, "as the model says")
-    if status == 500:  # what it logs comes through a pipe, and may come after the answer
+    if status == 500:  # the log arrives through a pipe, possibly after the response
         until("it is logged", lambda: "request=q1" in gateway.log)
     else:
         assert "request=q1" not in gateway.log
@@ -307,7 +307,7 @@ def test_the_loss_of_a_scheduler_loses_no_response(
         gateway.publish(SIMPLE, successor)
     gateway.send(SchedulerLost(simple.endpoint, successor.endpoint))
     if not published_first:
-        # Nobody has said yet that the model moved: its requests go to the successor all the same.
+        # The move is not published yet, and requests go to the successor all the same.
         assert gateway.http.infer("simple", simple_body(id="new")).ok().json()["id"] == "new"
         gateway.publish(SIMPLE, successor)
     assert {caller.reply().ok().json()["id"] for caller in callers} == set("01234")
@@ -364,7 +364,7 @@ def test_a_moved_scheduler_receives_later_requests(gateway: Rig, simple: Schedul
 
 
 def content(memory_range: Any) -> bytes:
-    """What a worker would read at a place."""
+    """Return the bytes that a worker reads from a memory range."""
     assert isinstance(memory_range, Range)
     fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
     try:
@@ -376,7 +376,7 @@ def content(memory_range: Any) -> bytes:
 
 @pytest.fixture
 def large(gateway: Rig) -> Scheduler:
-    """A model that takes whatever and returns one byte."""
+    """Publish a model that accepts any input and returns one byte."""
 
     def compute(request: Inference) -> Inferred:
         return Inferred((TensorRef("OUT", "INT8", (1,), b"\x07"),))
@@ -875,7 +875,7 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple: Scheduler) ->
     until("health says so", lambda: http.get("/v2/health/ready").status == 503)
     live = http.get("/v2/health/live")
     assert (live.status, live.error) == (503, "Server exiting")
-    http.infer("simple", simple_body()).ok()  # nobody was told to go yet
+    http.infer("simple", simple_body()).ok()  # no drain was requested yet
     simple.held = True
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)

@@ -1,4 +1,4 @@
-"""The v2 protocol's JSON and binary tensors: what is taken, what is refused, what survives."""
+"""The v2 protocol's JSON and binary tensors: accepted and refused requests, and exact values."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_large_text_is_parsed_without_garbage_collection() -> None:
 
 
 def test_lenient_parsing_has_a_size_limit() -> None:
-    """One client's request keeps all others waiting for as long as it takes."""
+    """Parsing a request blocks all other requests for as long as it takes."""
     assert len(loads(b"[NaN," + b"1," * (1 << 20) + b"1]")) == (1 << 20) + 2
     with pytest.raises(JsonFault, match="failed to parse the request JSON"):
         loads(b"[NaN," + b"1," * (5 << 20) + b"1]")
@@ -145,7 +145,7 @@ def test_malformed_json_is_refused(text: bytes) -> None:
         *(("", 0), ("\0", 0), ("{", 1), ("{'a':1}", 1), ('{"a" 1}', 5), ('{"a":1 "b":2}', 7)),
         *(("[1,2", 4), ("[1 2]", 3), ('{"a":1}}', 7), ("}", 0), ("[", 1), ('{"a":+1}', 5)),
         ("[" + "1," * 20_000, 40_001),
-        # Where NaN is none of the faults, the one behind it is.
+        # Where NaN is allowed, the later fault is reported.
         ('["\\ud83d\\ude00", NaN, 1.5E-3, true, {"": null}, false, "\\"", x]', 61),
     ],
 )
@@ -548,8 +548,9 @@ def test_only_data_of_inputs_is_cut() -> None:
     ids=["short arrays", "blanks", "strings", "strings, cut off", "objects"],
 )
 def test_cutting_takes_linear_time(text: bytes) -> None:
-    """Nobody else is answered meanwhile. The measure is what the standard library's parser takes
-    for as many bytes of strings; what this is about took tens of times as long."""
+    """Other requests wait meanwhile. The time is compared with that of the standard library's
+    parser for the same number of bytes.
+    """
     began = process_time()
     json.loads(b"[" + b'"",' * (len(text) // 3) + b"1]")
     parser = process_time() - began
@@ -573,7 +574,7 @@ def _names(count: int) -> list[str]:
 
 
 def test_dimensions_and_parameters_are_limited() -> None:
-    """They go on to schedulers and workers, and into texts."""
+    """They are sent to schedulers and workers, and quoted in errors."""
     tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
     with pytest.raises(InvalidArgument, match="'A' may have at most 1024 dimensions, got 1025"):
         parse_request({"inputs": [tensor]}, 0, "m", LIMIT)
@@ -698,7 +699,8 @@ def test_a_response_contains_the_requested_outputs() -> None:
     filled = form.fill("", list(datas.values()))  # C's bytes are in the answer, and are not sent
     assert filled is not None and filled[1] == [b"\1\2"]
     assert form.fill("", [b"\1", b"\3\4", b""]) is None  # of another size than its shape
-    assert form.fill("", [b"\1\2", b"\3\4"]) is None  # not one for each output
+    # The number of values differs from that of the outputs.
+    assert form.fill("", [b"\1\2", b"\3\4"]) is None
     assert form.fill("", [b"\1\2", b"\3\4", b"", b""]) is None
     entries = json.loads(form.encode_json("", (b"[1,2]",)))["outputs"]
     assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]

@@ -29,7 +29,7 @@ ARENA = 1 << 20
 
 
 def packed(value: Any) -> bytes:
-    """A request whose head is the same for every value of two digits."""
+    """Return a request whose head is the same for every value of two digits."""
     tensor = {"datatype": "INT32", "shape": [1, 16], "data": [value] * 16}
     body = json.dumps({"inputs": [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]})
     return (HEAD.format(len(body)) + body).encode()
@@ -54,7 +54,7 @@ class Asked:
         until("the request is there", lambda: self.scheduler.waiting)
 
     def is_right(self, value: int) -> bool:
-        """Whether one more is answered rightly."""
+        """Return whether a further request is answered correctly."""
         self.scheduler.held = False
         return sums(self.ask(value)) == [2 * value] * 16
 
@@ -189,7 +189,7 @@ def test_the_loss_of_a_scheduler_loses_no_response(asked: Asked) -> None:
 
 
 def test_a_request_without_a_scheduler_fails_at_once(asked: Asked) -> None:
-    """Before the gateway hears that the model is withdrawn."""
+    """Holds before the gateway receives the withdrawal of the model."""
     asked.gateway.send(SchedulerLost(asked.scheduler.endpoint, ""))
     asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_a_request_without_a_scheduler_fails_at_once(asked: Asked) -> None:
 
 
 def test_a_moved_scheduler_receives_later_requests(asked: Asked) -> None:
-    """And one that was withdrawn nowhere."""
+    """Holds for a scheduler that was withdrawn without a successor, too."""
     moved = asked.gateway.scheduler(add_sub)
     asked.gateway.publish(SIMPLE, moved)
     assert asked.is_right(66)

@@ -27,7 +27,7 @@ from shmserve.gateway.listener import ListenerKind, MisdirectedHost
 
 
 def openai_error(error: ShmserveError) -> bytes:
-    """The error form of another API."""
+    """Return an error in the form of another API."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {"message": error.message, "type": kind, "param": None, "code": None}
     return json.dumps({"error": body}).encode()
@@ -66,7 +66,7 @@ class Request(SimpleNamespace):
 
 
 async def fail(gateway: Any, request: Any, what: str) -> HttpResponse:
-    """A handler that raises what its path says."""
+    """Raise the error that the path names."""
     raise {"bad": InvalidArgument("bad"), "full": QueueFull("full", 3), "bug": KeyError("x")}[what]
 
 
@@ -236,7 +236,9 @@ def test_the_metrics_listener_has_a_table_of_its_own(
 
 
 class Transport:
-    """Remembers what is written; the client leaves at the write number `leaves`."""
+    """A transport that records the written bytes; the client disconnects at write number
+    `leaves`.
+    """
 
     def __init__(self, leaves: int = -1) -> None:
         self.written: list[bytes] = []
@@ -256,7 +258,7 @@ class Transport:
 
 
 class Batches:
-    """Chunks; `ended` once nobody wants more."""
+    """Chunks of a response; `ended` is set when no further chunk is wanted."""
 
     def __init__(self, *batches: Sequence[bytes] | Exception) -> None:
         self.ended = False

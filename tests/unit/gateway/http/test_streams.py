@@ -102,7 +102,7 @@ class Asked:
         return read_reply(self.connection)
 
     def raw(self) -> bytes:
-        """Everything up to the end of the connection."""
+        """Return all bytes up to the end of the connection."""
         stream = b""
         while piece := self.connection.recv(65536):
             stream += piece
@@ -110,7 +110,7 @@ class Asked:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the scheduler was told that nobody waits."""
+        """Return whether the scheduler received the cancellation."""
         return any(
             isinstance(message, m.Cancel) and message.id == self.number
             for message in self._scheduler.notices
@@ -118,7 +118,7 @@ class Asked:
 
     @property
     def granted(self) -> int:
-        """How many responses the model may send beyond the first credit."""
+        """Return how many responses the model may send beyond the first credit."""
         return sum(
             message.responses
             for message in self._scheduler.notices

@@ -105,7 +105,7 @@ def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: l
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_parsed_or_refused(data: bytes) -> None:
-    """They are frames, or the connection is told what is wrong."""
+    """The bytes are frames, or the connection is closed with an error."""
     engine = Engine().take(wire.OPENED + data)
     assert engine.gone is None or engine.http2.closing
     assert Engine().take(data).http2.received_frames == 0

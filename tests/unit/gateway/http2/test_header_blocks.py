@@ -1,4 +1,6 @@
-"""Header blocks: what is kept of them is never wrong, whatever they do to the table."""
+"""Header blocks: cached blocks are decoded correctly whatever the client does to the dynamic
+table.
+"""
 
 import random
 
@@ -103,10 +105,11 @@ def test_a_repeated_block_is_decoded_once() -> None:
 
 
 def test_a_change_of_the_table_is_detected_at_equal_length() -> None:
-    """A field that comes takes the place of one that goes: the same bytes mean another."""
+    """A new field replaces an evicted one, so that the same bytes have another meaning."""
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     newest = REQUEST + b"\xbe"
-    decoder.decode_request(b"\x3f\x03" + REQUEST + b"\x40\x01a\x01b")  # room for one
+    # The table has space for one field.
+    decoder.decode_request(b"\x3f\x03" + REQUEST + b"\x40\x01a\x01b")
     for _ in range(2):
         assert decoder.decode_request(newest)[-1] == (b"a", b"b")
     decoder.decode_request(REQUEST + b"\x40\x01c\x01d")
@@ -123,7 +126,7 @@ def test_a_malformed_request_stays_malformed() -> None:
 
 
 def test_the_cache_is_bounded() -> None:
-    """And no long ones: memory is for what comes often."""
+    """Long blocks are not cached, since the memory is meant for frequent ones."""
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     for number in range(1000):
         decoder.decode_request(REQUEST + encode_block(((b"a", b"%d" % number),)))
@@ -141,7 +144,7 @@ def test_nothing_is_cached_without_access_to_the_table() -> None:
 
 @given(st.lists(st.tuples(st.binary(max_size=300), st.binary(max_size=300)), max_size=5))
 def test_encoded_blocks_are_decoded_by_clients(fields: list[tuple[bytes, bytes]]) -> None:
-    """It is what it was, and leaves no trace in a client's table."""
+    """The client decodes the same fields, and its dynamic table does not change."""
     decoder = Decoder()
     assert list(decoder.decode(encode_block(fields), raw=True)) == fields
     assert not decoder.header_table.dynamic_entries

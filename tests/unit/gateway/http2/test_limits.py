@@ -44,7 +44,7 @@ def begin(stream: int, *, end: bool = False, block: bytes = REQUEST) -> bytes:
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that a test advances."""
 
     now = 1000.0
 
@@ -92,7 +92,7 @@ def test_too_many_stream_resets_end_the_connection(name: str) -> None:
 
 
 def test_resets_are_refilled_over_time() -> None:
-    """Who gives up streams more slowly may go on."""
+    """A client that resets streams more slowly stays connected."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED)
     for number in range(1, 1000, 2):
@@ -143,7 +143,9 @@ CONTROL: dict[str, Callable[[int], bytes]] = {
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_floods_end_the_connection(name: str) -> None:
-    """A number of them at once ends it; what is answered is bounded by what comes."""
+    """A burst of such frames ends the connection; the answers are bounded by the received
+    frames.
+    """
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sending.send_response(engine.stream(3), FORM, ())
@@ -158,7 +160,7 @@ def test_floods_end_the_connection(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
-    """As time allows, or with calls: it may go on."""
+    """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sending.send_response(engine.stream(3), FORM, ())
@@ -223,7 +225,7 @@ def test_an_endless_header_block_is_refused() -> None:
 
 
 def test_a_header_list_is_limited_while_it_is_decoded() -> None:
-    """A large field of the table, of which each mention takes a byte."""
+    """The table has a large field, of which each reference takes one byte."""
     field = b"\x40\x01a\x7f\xc1\x1e" + b"x" * 4032
     engine = Engine().take(OPENED + begin(1, block=REQUEST + field))
     tracemalloc.start()
@@ -243,7 +245,9 @@ def test_many_small_fields_are_refused() -> None:
 
 
 def test_too_many_streams_are_refused() -> None:
-    """So many at once; who goes on beginning them is shown out."""
+    """Streams beyond the limit are refused; a client that continues to open them is
+    disconnected.
+    """
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 1000, 2):
         engine.take(begin(number))
@@ -253,7 +257,7 @@ def test_too_many_streams_are_refused() -> None:
 
 
 def test_data_beyond_the_window_is_refused() -> None:
-    """What is not granted again ends the stream."""
+    """Data beyond the granted window ends the stream."""
     engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
     for _ in range(SMALL.window // 16384 + 1):
         engine.take(frame(DATA, 0, 1, bytes(16384)))
@@ -262,7 +266,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 
 def test_incomplete_frames_are_bounded() -> None:
-    """Data is not collected; of any other frame no more than a size is."""
+    """Data is not buffered; of any other incomplete frame at most its maximum size is."""
     engine = Engine().take(OPENED + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])
     for _ in range(60):
         engine.take(bytes(16384))
@@ -273,7 +277,7 @@ def test_incomplete_frames_are_bounded() -> None:
 
 
 def test_a_client_that_does_not_read_is_bounded() -> None:
-    """What is owed to it is bounded, however many calls it makes that are answered at once."""
+    """The queued bytes are bounded for any number of calls that are answered at once."""
     engine = Engine(SMALL, Clock()).take(OPENED)
     engine.http2.sending.paused = True
     before = len(engine.sent)
@@ -289,7 +293,7 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
 
 
 def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
-    """How many frames are handled in each turn that these bytes take."""
+    """Return the number of frames handled in each turn for these bytes."""
     before = engine.http2.received_frames
     engine.http2.receive(sent)
     while True:
@@ -311,7 +315,7 @@ def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
     ],
 )
 def test_the_work_of_a_turn_is_bounded(piece: bytes, most: int) -> None:
-    """By frames, all of which are handled in the end; what carries nothing counts as more."""
+    """The limit counts frames, and empty frames count more; all are handled in the end."""
     engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
     handled = list(_turns(engine, piece * 1000))
     turns = [most] * (1000 // most)
@@ -400,7 +404,7 @@ def test_time_refills_a_budget() -> None:
     clock.now += 0.5
     budget.spend()
     clock.now += 1000
-    for _ in range(4):  # what was left of the first second, and all that it can be
+    for _ in range(4):  # the rest of the first second, and then the full capacity
         budget.spend()
     with pytest.raises(ConnectionFault):
         budget.spend()
@@ -408,7 +412,7 @@ def test_time_refills_a_budget() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["spend", "earn", "wait"]), st.integers(0, 50))))
 def test_a_refill_does_not_exceed_the_capacity(deeds: list[tuple[str, int]]) -> None:
-    """In all; and at once no more than twice the most: what is there, and what time has earned."""
+    """The sum is bounded by the capacity and the refill, and a burst by twice the capacity."""
     clock = Clock()
     budget = Budget(10, 2.0, clock, "things")
     spent, had = 0, 10.0

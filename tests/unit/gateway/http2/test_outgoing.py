@@ -33,13 +33,13 @@ def setting(key: int, value: int) -> bytes:
 
 
 def begin(*streams: int, end: bool = True) -> bytes:
-    """Requests, ended as they are in the usual case."""
+    """Return requests that end their streams."""
     flags = END_HEADERS | end
     return b"".join(frame(HEADERS, flags, stream, post("/x")) for stream in streams)
 
 
 class Client:
-    """The client of an engine: it counts what it has granted, and what comes of that."""
+    """The client of an engine, which checks the sent data against its granted windows."""
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -55,7 +55,7 @@ class Client:
         self.seen = len(self.engine.sent)
 
     def look(self) -> None:
-        """Check what has been sent since the last look."""
+        """Check the frames sent since the last call."""
         self.engine.flush()
         fresh, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
         for it in fresh:
@@ -213,7 +213,9 @@ def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
 
 
 def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
-    """While the socket takes nothing, a stream is not over, however little is to be said on it."""
+    """While the socket accepts no bytes, a stream is not finished, even if little is left to
+    send.
+    """
     engine = Engine().take(OPENED + begin(1, 3))
     sending = engine.http2.sending
     sending.paused = True
@@ -243,7 +245,7 @@ def test_trailers_need_no_window() -> None:
 
 
 def test_progress_is_reported() -> None:
-    """Whoever waits for a client to take what it has written hears of it."""
+    """A task that waits for the client to read written data is woken."""
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
     engine.http2.sending.send_data(stream, bytes(25))

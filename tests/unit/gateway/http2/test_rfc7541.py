@@ -19,7 +19,7 @@ def headers(block: bytes, stream: int = 1) -> bytes:
 
 
 def broken(section: str, title: str, *blocks: bytes) -> Case:
-    """The last of these blocks is none."""
+    """Check that the last of these blocks is malformed."""
     sent = b"".join(headers(block, 2 * at + 1) for at, block in enumerate(blocks))
     return Case(section, title, sent, ends=BROKEN)
 
@@ -103,7 +103,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """What comes is as the section says, however it is cut."""
+    """The result is that of the section for any split of the bytes."""
     case.check()
 
 

@@ -170,7 +170,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """What comes is as the section says, however it is cut."""
+    """The result is that of the section for any split of the bytes."""
     case.check(Limits(frame=16384))
 
 

@@ -15,7 +15,7 @@ PSEUDO = (METHOD, SCHEME, PATH)
 
 
 def request(*fields: tuple[bytes, bytes], end: bool = False, pseudo: Fields = PSEUDO) -> bytes:
-    """HEADERS of stream 1."""
+    """Return HEADERS of stream 1."""
     return frame(HEADERS, END_HEADERS | end, 1, encode_block((*pseudo, *fields)))
 
 
@@ -24,7 +24,7 @@ def data(size: int, *, end: bool = True) -> bytes:
 
 
 def trailers(*fields: tuple[bytes, bytes]) -> bytes:
-    """HEADERS that end stream 1."""
+    """Return HEADERS that end stream 1."""
     return frame(HEADERS, END_HEADERS | END_STREAM, 1, encode_block(fields))
 
 
@@ -167,5 +167,5 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """What comes is as the section says, however it is cut."""
+    """The result is that of the section for any split of the bytes."""
     case.check()

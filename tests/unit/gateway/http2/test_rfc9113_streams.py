@@ -50,7 +50,7 @@ def priority(stream: int, on: int = 0) -> bytes:
 
 
 def continued(*pieces: bytes, flags: int = END_STREAM) -> bytes:
-    """A header block in several frames, of stream 1."""
+    """Return a header block in several frames of stream 1."""
     first, *middle, last = pieces
     return (
         frame(HEADERS, flags, 1, first)
@@ -234,7 +234,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    """What comes is as the section says, however it is cut."""
+    """The result is that of the section for any split of the bytes."""
     case.check()
 
 
@@ -309,7 +309,7 @@ def test_too_many_concurrent_streams_are_refused() -> None:
 
 
 def test_a_response_may_overlap_its_request() -> None:
-    """5.1, half closed: what is sent does not depend on what comes."""
+    """5.1, half closed: sending does not depend on receiving."""
     engine = Engine().take(OPENED + BEGUN)
     sending, stream = engine.http2.sending, engine.stream(1)
     sending.send_head(stream, b"\x88")
@@ -323,7 +323,7 @@ def test_a_response_may_overlap_its_request() -> None:
 
 
 def test_data_beyond_the_window_is_refused() -> None:
-    """6.9.1: of a stream; what is granted counts, padding does, too."""
+    """6.9.1: the window of a stream; window updates and padding count."""
     limits = Limits(window=65535, frame=16384)
     full = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
     assert Engine(limits).take(OPENED + BEGUN + full).resets == {}
@@ -338,7 +338,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 
 def test_padding_is_returned_to_the_window() -> None:
-    """6.9.1: it uses up the window, and no receiver of data knows of it."""
+    """6.9.1: padding uses the window, and the receiver of the data does not see it."""
     limits = Limits(window=65535, frame=16384)
     engine = Engine(limits).take(OPENED + BEGUN)
     for _ in range(2000):

@@ -1,4 +1,6 @@
-"""Every check's judgement of made-up facts; the gathering on this machine; what a start says."""
+"""The judgement of every check on invented facts, the gathering of facts here, and the report
+of a start.
+"""
 
 import json
 import logging
@@ -162,7 +164,7 @@ def config(*flags: str) -> ServerConfig:
 
 
 def test_facts_of_this_machine(tmp_path: Path) -> None:
-    """None of them fails, and what is known of the machine is what is found."""
+    """No check fails, and known facts of this machine are found."""
     (tmp_path / "models").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

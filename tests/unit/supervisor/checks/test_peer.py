@@ -24,7 +24,7 @@ CONFIG = server.from_flags(
 
 
 def elsewhere(*names: str) -> access.PeerFacts:
-    """Who sees other things by these names."""
+    """Simulate a process that sees other files under the same paths."""
     return PEER._replace(sees={**SEES, **dict.fromkeys(names, (9, 9))})
 
 

@@ -80,7 +80,7 @@ class Rig:
         return self.version.instances.count
 
     def changes(self) -> list[Any]:
-        """What the scheduler was told of the number of instances."""
+        """Return the instance counts that the scheduler received."""
         kinds = (m.RetireInstance, m.CountChange)
         return [message for message in self.sent if isinstance(message, kinds)]
 
@@ -88,7 +88,7 @@ class Rig:
 def played(
     monkeypatch: pytest.MonkeyPatch, play: Callable[[Rig], Awaitable[None]], *flags: str
 ) -> None:
-    """A version that has started, and what comes then."""
+    """Yield a started version, and let a story run."""
 
     async def live() -> None:
         rig = Rig(Processes(*flags), monkeypatch)
@@ -134,7 +134,8 @@ def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.Monke
         assert rig.sent.count(m.SnapshotStatistics()) == 0
         rig.model.orders.clear()
         assert [await rig.look(answers=False) for _ in range(3)] == [1, 1, 1]
-        assert rig.sent.count(m.SnapshotStatistics()) == 1  # it is not asked again meanwhile
+        # The scheduler is not queried again meanwhile.
+        assert rig.sent.count(m.SnapshotStatistics()) == 1
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
         rig.model.orders.clear()
@@ -207,7 +208,7 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
 
 
 def load(at_s: float, **more: Any) -> LoadSample:
-    """Of two instances that took 50 ms for each of 100 requests, and have nothing to do."""
+    """Return the load of two idle instances that took 50 ms for each of 100 requests."""
     fields: dict[str, Any] = {
         "executed": 100,
         "succeeded": 100,
@@ -223,14 +224,14 @@ def load(at_s: float, **more: Any) -> LoadSample:
 
 
 def served(policy: ScalingPolicy) -> ScalingPolicy:
-    """It knows how long an execution takes."""
+    """Return a policy that knows the duration of an execution."""
     policy.sample(load(0.0, executed=0, succeeded=0, executions=0, took_s=0.0), 2)
     policy.sample(load(0.1), 2)
     return policy
 
 
 def looks(policy: ScalingPolicy, seconds: float, count: int, **more: Any) -> list[Change]:
-    """The changes of looks at the same load, for so long."""
+    """Return the changes after repeated samples of the same load for this time."""
     times = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
     decisions = (policy.sample(load(at_s, **more), count) for at_s in times)
     return [change for change in decisions if change is not None]
@@ -246,7 +247,7 @@ def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
     )
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
     assert policy.sample(load(0.2, **queue), 2) is None
-    assert policy.sample(load(0.3), 2) is None  # it is gone
+    assert policy.sample(load(0.3), 2) is None  # the removed instance counts no longer
     assert policy.sample(load(0.4, **queue), 2) is None
     assert not looks(served(ScalingPolicy(1, 4, target_s=0.4)), 0.3, 2, **queue)
 
@@ -279,7 +280,7 @@ def test_an_instance_is_added_when_served_requests_waited() -> None:
 
 
 def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
-    """Ten more were served, which waited for 100 ms each."""
+    """Return the change after ten further requests that waited for 100 ms each."""
     count = 100 + 10 * number
     counted = {"executed": count, "succeeded": count, "executions": count, "took_s": count / 20}
     return policy.sample(load(0.1 + number / 10, **counted, waited_s=1.0 * number), 2)
@@ -336,7 +337,7 @@ states = st.builds(
 def test_one_at_a_time_within_the_bounds(
     found: list[tuple[int, int, int, int]], target_s: float, delay_s: float
 ) -> None:
-    """Whatever is counted; and never one less while requests wait for those that there are."""
+    """Holds for any load. No instance is removed while requests wait for the existing ones."""
     policy, count, done = ScalingPolicy(2, 5, target_s, delay_s), 3, 0
     for number, (more, pending, ready, busy) in enumerate(found):
         done, at_s = done + more, number / 10
@@ -392,7 +393,7 @@ def test_processors_suffice_for_all_busy_instances(times: dict[int, float]) -> N
     """Instances that take two processors each while they execute, or less while they wait."""
     host = HostCapacity(processors=4)
     host.sample([1], 5.0, 0.0)
-    assert host.missing_resources(9) == ""  # nobody knows yet
+    assert host.missing_resources(9) == ""  # the host's capacity is not known yet
     times[1] += 2
     host.sample([1, 2], 6.0, 0.1)
     assert host.missing_resources(2) == ""

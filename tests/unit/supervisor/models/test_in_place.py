@@ -1,4 +1,6 @@
-"""Reloads that change instances only: what is one, and what comes and goes."""
+"""Reloads that change instances only: which changes qualify, and which instances are added and
+removed.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -79,7 +81,9 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
 
 
 def test_instances_that_both_ask_for_stay() -> None:
-    """By name, else by kind, device and settings; one that stays down is replaced."""
+    """Instances are matched by name, then by kind, device and settings; one that has failed is
+    replaced.
+    """
     present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
     present[1].state = InstanceState.FAILED
     added, leaving = change_between(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
@@ -105,7 +109,9 @@ groups = st.lists(
 
 @given(groups, groups)
 def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -> None:
-    """As many of each kind and device, none twice, and no more moves than are needed."""
+    """The result has as many instances of each kind and device as requested, by the fewest
+    changes.
+    """
 
     def what(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
@@ -122,7 +128,7 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
 
 
 async def serving(processes: Processes, count: int) -> ModelVersion:
-    """A version with so many instances."""
+    """Return a version with this number of instances."""
     version = processes.version(spec(config(group("m_0", count))))
     await version.start()
     return version

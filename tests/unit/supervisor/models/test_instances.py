@@ -33,7 +33,7 @@ def group(name: str, kind: str, count: int, *gpus: int) -> dict[str, Any]:
 
 
 def test_one_instance_for_each_count_and_accelerator() -> None:
-    """Names, kinds and devices as Triton tells them to a model's `initialize`."""
+    """Names, kinds and devices equal those that Triton passes to `initialize`."""
     config = {
         "instance_group": [
             group("m_0", "KIND_CPU", 2),
@@ -73,7 +73,7 @@ def test_one_with_bounds_has_the_fewest_at_least() -> None:
 
 
 def test_one_with_bounds_has_as_many_as_run() -> None:
-    """Whatever was written; up to the most, and those without bounds as many as are written."""
+    """The count is bounded by the maximum; groups without bounds have their configured count."""
     for written, running, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
         config = bounded(written, max_instances="4")
         assert len(expand_instances(config, running)) == expected
@@ -111,7 +111,7 @@ def test_a_worker_exits_and_restarts() -> None:
     assert new_instance.state is InstanceState.STOPPED
 
 
-# As faulthandler writes them: a thread of the model's own before the one that loads.
+# Stacks in faulthandler's format: a thread of the model's own, and the loading thread.
 STACKS = """\
 Thread 0x00007f1 (most recent call first):
   File "/tmp/1/watcher.py", line 3 in watch

@@ -15,7 +15,7 @@ GIVEN_UP = "failed to load 'm', no version is available"
 @pytest.mark.parametrize("served", [True, False])
 @pytest.mark.parametrize("moment", range(4))
 def test_an_unload_at_every_moment_of_a_load(moment: int, served: bool) -> None:
-    """Each order is answered once, a load that is over stays over, and nothing is left."""
+    """Each order is answered once, a finished load stays finished, and nothing remains."""
     rig = LifecycleRig()
     if served:
         rig.lifecycle.load("m")
@@ -109,8 +109,10 @@ def test_one_that_failed_is_loaded_again_when_it_is_wanted_again() -> None:
 
 
 def test_an_operators_order_holds_for_a_model_on_demand() -> None:
-    """Once it is loaded it stays; where that fails, requests load it still. What is unloaded is not
-    on demand, and neither are the ensembles that need it."""
+    """Once loaded by an operator, the model stays loaded. If that fails, requests still load it.
+
+    An unloaded model is not loaded on demand, and neither are the ensembles that need it.
+    """
     rig = on_demand("m", "s", "e")
     rig.steps = {"e": ["s"]}
     model = rig.registry.models["m"]
@@ -147,7 +149,7 @@ def test_a_step_that_is_loaded_wakes_no_ensemble_on_demand() -> None:
 
 
 def ensemble(*loaded: str) -> LifecycleRig:
-    """An ensemble "e" of "s", and these models loaded."""
+    """Return a lifecycle with an ensemble "e" of "s", both loaded."""
     rig = LifecycleRig()
     rig.steps = {"e": ["s"]}
     for name in loaded:
@@ -171,7 +173,7 @@ def test_a_step_ends_after_its_ensemble_and_both_once_all_know() -> None:
 
 
 def test_generations_that_need_each_other_do_not_deadlock() -> None:
-    """The old one of a needs b, and the new one of b needs a."""
+    """The old generation of a needs b, and the new generation of b needs a."""
     rig = LifecycleRig()
     rig.steps = {"a": ["b"]}
     rig.lifecycle.load("a")
@@ -211,8 +213,9 @@ def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
 
 @pytest.mark.parametrize(("sent", "broken"), [("", False), ("another", False), ("another", True)])
 def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, broken: bool) -> None:
-    """The step's load is answered once that is over; what does not fit serves no more, and comes
-    back with the next."""
+    """The load of the step is answered after the reload of the ensemble. An ensemble that does
+    not fit is unavailable.
+    """
     rig = ensemble("e")
     (before,) = rig.registry.models["e"].serving.values()
     rig.broken = {"e"} if broken else set()
@@ -248,7 +251,7 @@ def test_a_failed_load_leaves_no_ensemble_with_a_steps_old_shape() -> None:
 
 
 def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
-    """Whatever happens to its steps."""
+    """Holds for all changes of its steps."""
     rig = ensemble("e")
     rig.lifecycle.unload("e")
     rig.happen(*EVENTS)
@@ -258,7 +261,7 @@ def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
 
 
 def test_a_step_that_is_unloaded_later_stays_away() -> None:
-    """The load of the ensemble came before that, and has not looked yet."""
+    """The load of the ensemble was requested earlier, but has not read the step yet."""
     rig = ensemble("s")
     load, unload = rig.lifecycle.load("e"), rig.lifecycle.unload("s")
     rig.happen("read")

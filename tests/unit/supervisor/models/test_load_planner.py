@@ -1,4 +1,4 @@
-"""What is said of a model that cannot be planned: file, line and key, and all of it at once."""
+"""Errors of models that cannot be planned: file, line and key, and all errors at once."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ FAILED = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid 
 
 
 def planner(tmp_path: Path, config: str | None = None, *more: str) -> LoadPlanner:
-    """Of a repository with the model "m", which has version 1."""
+    """Return a planner for a repository with version 1 of the model "m"."""
     folder = tmp_path / "repository" / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
@@ -27,7 +27,7 @@ def planner(tmp_path: Path, config: str | None = None, *more: str) -> LoadPlanne
 
 
 def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> ShmserveError:
-    """The error of a plan that cannot be made."""
+    """Return the error of a plan that fails."""
     with pytest.raises(ShmserveError) as caught:
         planner.plan("m", override, {name.replace("_", "/"): data for name, data in files.items()})
     return caught.value

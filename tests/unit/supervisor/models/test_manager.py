@@ -84,7 +84,9 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
 
 @pytest.mark.parametrize("moment", ["reading", "waiting"])
 async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
-    """It comes when the configuration is read, or when a second load waits, which is given up."""
+    """The unload arrives while the configuration is read, or while a second load waits, which
+    is cancelled.
+    """
     processes, repository = Processes(), Repository()
     processes.hanging = True
     served = models(processes, repository)
@@ -123,7 +125,7 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
 
 @pytest.mark.parametrize("reported", [True, False])
 async def test_a_hanging_load_is_abandoned(monkeypatch: pytest.MonkeyPatch, reported: bool) -> None:
-    """The unload comes before the hang is reported, or after it."""
+    """The unload arrives before the hang is reported, or after it."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
     processes = Processes()
     processes.hanging = True
@@ -142,7 +144,7 @@ async def test_a_hanging_load_is_abandoned(monkeypatch: pytest.MonkeyPatch, repo
 
 
 async def test_a_file_that_changes_while_its_model_is_read() -> None:
-    """What was read may be the file as it was: it is read again."""
+    """The planner may have read the old file, so it reads it again."""
     processes, repository = Processes(), Repository()
     served, poller = server(processes, repository)
     readings = []
@@ -161,7 +163,7 @@ async def test_a_file_that_changes_while_its_model_is_read() -> None:
 
 
 async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is given up, and comes back when its files do."""
+    """The load is abandoned, and repeated when the files return."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
     processes, repository = Processes(), Repository()
     served, poller = server(processes, repository)
@@ -188,7 +190,7 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_end_of_a_server_waits_for_no_load() -> None:
-    """A model that hangs hears nothing: it is killed."""
+    """A hanging model ignores the stop and is killed."""
     processes = Processes()
     processes.hanging = True
     served = models(processes, Repository())
@@ -207,7 +209,7 @@ GONE = ModelWithdrawn("m", "1", 0)
 
 
 class Gateway:
-    """Keeps what it is told; knows the numbers up to `known`."""
+    """A gateway that stores publications and acknowledges those up to `known`."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -219,7 +221,7 @@ class Gateway:
         return self.number
 
     def is_acknowledged(self, number: int) -> bool:
-        """Whether it has said so."""
+        """Return whether the gateway has acknowledged the number."""
         return number <= self.known
 
     def publish_readiness(self, news: ReadinessChanged) -> None:
@@ -249,7 +251,7 @@ def test_only_what_differs_is_sent() -> None:
 
 
 def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
-    """Whatever its versions do."""
+    """Holds for all states of its versions."""
     gateway, publications = Gateway(), Publications()
     asleep = ModelOnDemand("m", 0)
     sent: list[dict[str, ModelNews]] = [{"": asleep}, {"": asleep, "1": ONE}, {"": asleep}, {}]

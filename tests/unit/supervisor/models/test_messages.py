@@ -1,5 +1,6 @@
-"""The messages of a load, of deaths and of a move, in the order in which they are said: what one
-process sends another is right only after what came before it."""
+"""The order of messages of a load, of exits and of a move, which makes each process's view
+consistent.
+"""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,7 +16,9 @@ ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
 
 
 class Traced(Processes):
-    """Keeps who says what: "Drain to s2" is heard by scheduler 2, "from worker" is said by one."""
+    """Processes that record sender and receiver: "Drain to s2" is received by scheduler 2,
+    "from worker" is sent by a worker.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +31,7 @@ class Traced(Processes):
         return "host" if titles[address] == "scheduler" else titles[address]
 
     def send(self, address: Address, message: Any) -> None:
-        """It is kept, but for settings of the log."""
+        """Record a message unless it is about log settings."""
         if type(message).__name__ != "SetLogging":
             self.said.append(f"{type(message).__name__} to {self._who(address)}")
         super().send(address, message)

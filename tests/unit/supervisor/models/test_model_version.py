@@ -47,7 +47,7 @@ async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
 async def test_only_the_process_is_killed_that_its_scheduler_means(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may have died before that is heard, and another have been started in its place."""
+    """The named process may have exited already, and a successor may have been started."""
     signalled: list[Made] = []
     processes = Processes()
     model = deployment(processes)
@@ -70,7 +70,10 @@ async def test_only_the_process_is_killed_that_its_scheduler_means(
 async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of its death everybody is told, whatever it was; one that takes over hears who is gone."""
+    """Every exit is reported to the scheduler.
+
+    An instance that will not be restarted is reported as gone, too.
+    """
     monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
     processes = Processes()
     model = deployment(processes)
@@ -100,7 +103,9 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
 async def test_an_instance_that_does_nothing_but_crash_stays_down(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
-    """Not one that has executed something in between; each is started again with pauses."""
+    """An instance that has executed a request in between is restarted; each restart has a
+    longer backoff.
+    """
     most = instance_processes._MOST_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
@@ -161,7 +166,7 @@ async def test_killed_workers_are_always_restarted(
 async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
     monkeypatch: pytest.MonkeyPatch, serves: bool
 ) -> None:
-    """One that only dies is waited for longer and longer."""
+    """A scheduler that only crashes has a growing backoff."""
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,) * 5 + (60.0,))
     processes = Processes()
     model = deployment(processes)
@@ -177,7 +182,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
 
 
 async def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is any number of ends that are far apart, of a model that nobody asks."""
+    """Rare exits of a model without requests are no crash loop, either."""
     monkeypatch.setattr("shmserve.supervisor.processes.children._HEALTHY_S", -1.0)
     processes = Processes()
     model = deployment(processes)
@@ -212,7 +217,7 @@ async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
 
 
 async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None:
-    """The others hear of it all the same."""
+    """The other waiters receive the result all the same."""
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -255,7 +260,9 @@ CONFIG: dict[str, Any] = {
 
 
 def steps_of(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
-    """An ensemble over "a" and "b", whose outputs Y have labels; some of the models are ready."""
+    """Return an ensemble over "a" and "b" whose outputs Y have labels; some of the models are
+    ready.
+    """
 
     def find(name: str, version: str) -> Any:
         instances = SimpleNamespace(labels={"Y": [name]})

@@ -21,7 +21,7 @@ NAMES = "abcdefgh"
 
 @st.composite
 def residents(draw: st.DrawFn) -> list[Resident]:
-    """Models, of which some are steps of those before them."""
+    """Draw models, some of which are steps of earlier ones."""
     names = NAMES[: draw(st.integers(0, len(NAMES)))]
     return [
         Resident(
@@ -126,7 +126,8 @@ def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch)
 
     assert found(model("a", a)) == [0], "nothing is known"
     asyncio.run(use.measure([a, b, coming]))
-    # The second process is of two of them. What is coming will have as much as others.
+    # The second process belongs to two models. A loading model counts as large as the mean of the
+    # others.
     assert found(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
     sizes[1] = 1000
     asyncio.run(use.measure([a, b]))

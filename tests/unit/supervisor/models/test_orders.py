@@ -1,4 +1,6 @@
-"""Orders to load and unload models that need one another, and what is told of them meanwhile."""
+"""Orders to load and unload models that need each other, and the states that are published
+meanwhile.
+"""
 
 import asyncio
 import json
@@ -25,7 +27,7 @@ from tests.support.waiting import until_async
 
 
 def config_of(name: str, steps: list[str], note: str) -> ModelSpec:
-    """A model, or an ensemble of some; `note` tells one configuration from another."""
+    """Return a model, or an ensemble of models; `note` makes configurations differ."""
     config: dict[str, Any] = {
         **CONFIG,
         "name": name,
@@ -115,7 +117,7 @@ class Server(Processes):
         return self.acknowledgements.begin(["gateway"] if self.deaf else [])
 
     def hears_again(self) -> None:
-        """The gateway acknowledges all that it was told."""
+        """Acknowledge all publications so far for the gateway."""
         self.deaf = False
         self.acknowledgements.exited("gateway")
 
@@ -135,7 +137,7 @@ class Server(Processes):
         return str(version.config.source["parameters"]["note"]["string_value"])
 
     def worker(self, name: str) -> Any:
-        """The last process of a model's instance."""
+        """Return the last process of a model's instance."""
         return [process for process in self.started if process.title.startswith(f"worker {name}.")][
             -1
         ]
@@ -152,14 +154,14 @@ def live(story: Callable[[], Awaitable[None]]) -> None:
 
 
 async def as_far_as_they_come() -> None:
-    """Let all that waits for nobody go on, by way of threads, too."""
+    """Run all tasks that wait for no external event, including those in threads."""
     for _ in range(50):
         await asyncio.to_thread(len, "")
         await turns()
 
 
 def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
-    """The unload waits until all know that its ensemble is gone; the load comes after it."""
+    """The unload waits until all peers know that the ensemble is gone; the load follows it."""
 
     async def story() -> None:
         server = Server(s=[], e=["s"])
@@ -179,7 +181,7 @@ def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
 
 
 def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
-    """Whoever waits for the load is answered."""
+    """The waiting load is answered."""
 
     async def story() -> None:
         server = Server(s=[], e=["s"])
@@ -248,7 +250,7 @@ def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
 
 
 def test_an_override_survives_the_reload_of_a_step() -> None:
-    """An ensemble is loaded again as it was loaded, and not as its folder has it."""
+    """An ensemble is reloaded with its override and not with the configuration of its folder."""
 
     async def story() -> None:
         server = Server(s=[], e=["s"])
@@ -271,7 +273,7 @@ def test_an_override_survives_the_reload_of_a_step() -> None:
 
 
 def test_circles_of_overrides_are_refused() -> None:
-    """What serves is what counts, whatever the folders have."""
+    """The check uses the serving configurations, not those of the folders."""
 
     async def story() -> None:
         server = Server(s=[], a=["s"], b=["s"])
@@ -307,12 +309,12 @@ def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
 
 
 def test_generations_that_need_one_another_end() -> None:
-    """The old one of a, which is drained, needs b; the new one of b needs a."""
+    """The draining old generation of a needs b; the new generation of b needs a."""
 
     async def story() -> None:
         server = Server(s=[], a=["b"], b=["s"])
         await server.load("a")
-        server.draining = False  # the old ones stay
+        server.draining = False  # the old versions stay
         await server.load("a", ["s"], "on s")
         await server.load("b", ["a"], "on a")
         await server.unload("a")
@@ -346,7 +348,7 @@ def test_an_ensemble_reports_a_step_that_failed_for_good(
 
 
 def test_nothing_is_published_that_does_not_differ() -> None:
-    """Of two instances one dies and comes back: the model takes requests all the time."""
+    """One of two instances exits and restarts; the model accepts requests all the time."""
 
     async def story() -> None:
         server = Server(s=[])
@@ -380,7 +382,7 @@ def test_nothing_is_published_that_does_not_differ() -> None:
 
 
 def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> None:
-    """What is there still serves, though it will not for long; what comes does, too."""
+    """The draining version still serves. The gateway also receives the changes that follow."""
 
     async def story() -> None:
         server = Server(s=[])
@@ -431,7 +433,7 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
 def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the poller; one that the model itself refuses waits for another file."""
+    """The poller repeats it. A load that the model itself refused waits for changed files."""
     monkeypatch.setattr("shmserve.supervisor.reload._FIRST_PAUSE_S", 0.0)
 
     async def story() -> None:
@@ -459,7 +461,9 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
 
 
 def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
-    """Its long life is told once: a device that is free again a second later costs no model."""
+    """The long life counts once, so that a short shortage of device memory does not end the
+    model.
+    """
 
     async def story() -> None:
         server = Server(s=[])
@@ -480,7 +484,7 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
 
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
-    """The processes of each version that serves."""
+    """Return the processes of each serving version."""
     serving = server.registry.model(name).serving
     return {version: model_version.instances.pids() for version, model_version in serving.items()}
 
@@ -514,7 +518,9 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_reload_of_what_does_not_differ(written: bool) -> None:
-    """Where its files were written again nothing is touched; else who asks means all of it."""
+    """Rewritten files with the same content change nothing; an explicit load restarts
+    everything.
+    """
 
     async def story() -> None:
         server = Server(s=[])
@@ -548,7 +554,7 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
 
 
 def test_equal_loads_that_wait_are_one() -> None:
-    """Each is answered; one that differs, or that has begun, is another."""
+    """Each order is answered. A load that differs or has begun is separate."""
 
     async def story() -> None:
         server = Server(s=[])
@@ -568,7 +574,7 @@ def test_equal_loads_that_wait_are_one() -> None:
 def test_an_abandoned_load_cancels_its_steps_loads(
     others: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where another ensemble, or a request, waits for the step, too, it goes on."""
+    """The load of the step continues if another ensemble or a request waits for it."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
 
     async def story() -> None:
@@ -617,7 +623,7 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
 
 
 def test_an_ensemble_without_its_step_is_unavailable() -> None:
-    """An ensemble that serves and whose step has been taken away is not ready, and says why."""
+    """A serving ensemble whose step was removed is not ready, and reports the reason."""
 
     async def story() -> None:
         server = Server(s=[], e=["s"])

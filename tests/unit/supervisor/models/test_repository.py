@@ -1,4 +1,6 @@
-"""What is in a repository: names, versions, changes; and the folders the server writes itself."""
+"""The content of a repository: names, versions and changes, and the folders that the server
+writes.
+"""
 
 import os
 from pathlib import Path
@@ -31,7 +33,7 @@ CONFIG = 'backend: "python" max_batch_size: 4\n'
 
 
 def make(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> Path:
-    """A model's folder with a model.py in each version."""
+    """Create a model's folder with a model.py in each version."""
     folder = root / name
     folder.mkdir(parents=True)
     for version in versions:

@@ -1,4 +1,4 @@
-"""Counters of a scheduler that outlive it: restored by one that takes over, the base of another."""
+"""Counters that outlive their scheduler: a successor restores them, or adds them to its own."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from tests.rigs.process_rig import CONFIG, Processes, plan
 
 
 class Scheduler:
-    """A scheduler's end of it: the base that it was told last."""
+    """A scheduler's side: the base that it received last."""
 
     def __init__(self) -> None:
         self.base: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def test_a_base_is_passed_on_through_all_that_follow() -> None:
     assert third.base == {"success": 2}  # the second has not reported anything yet
     second.count(3)
     assert third.base == {"success": 5}
-    first.count(4)  # it finishes what it had
+    first.count(4)  # the draining scheduler completes its requests
     assert (second.base, third.base) == ({"success": 4}, {"success": 7})
 
 

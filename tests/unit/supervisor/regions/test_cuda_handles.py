@@ -247,7 +247,7 @@ def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
 async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[bytes]]) -> None:
     office = Office()
     registry = office.registry
-    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    gc.collect()  # objects of earlier tests are finalized now and not during this test
     before = len(os.listdir("/proc/self/fd"))
     for number, exporter in enumerate(exporters):
         handle = CudaHandle(HANDLE, number)
@@ -299,11 +299,11 @@ def test_the_workers_on_the_device_are_asked() -> None:
     assert workers.asked[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
     workers.check(1)
     assert workers.asked[-1][0] == 12
-    workers.handles.checked(10, MemoryChecked(1, "", ""))  # late: nobody waits
+    workers.handles.checked(10, MemoryChecked(1, "", ""))  # a late answer that no request waits for
 
 
 def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
-    """R24: what a worker says of a handle that others were asked about."""
+    """R24: an answer of a worker about a handle that other workers were asked about."""
     workers = Workers({0: [10]}, {10: ""})
     ask = workers.handles._send
 
@@ -347,7 +347,7 @@ def test_an_unchecked_handle_is_opened_by_the_first_request(
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """One that believes to have two CUDA devices."""
+    """Yield a gateway of a server that seems to have two CUDA devices."""
     with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as model_rig:
         model_rig.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
         model_rig.open()
@@ -375,7 +375,7 @@ def host(memory_id: int, number: int) -> m.RegionPublished:
 
 
 def body(**changed: Any) -> dict[str, Any]:
-    """A good registration, with changes; a None takes a member away."""
+    """Return a valid registration with changes; a None removes a member."""
     body = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
     return {key: value for key, value in body.items() if value is not None}
 
@@ -401,7 +401,8 @@ def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
         gateway.received.clear()
 
 
-# As a real Triton 2.51 answers, which was built with GPUs and has none; the last ones are ours.
+# The answers of a real Triton 2.51 that was built with GPU support and has no GPU; the last ones
+# are ours.
 BAD_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
 INVALID = "failed to register shared memory region: invalid args"
 UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
@@ -488,7 +489,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
     ):
         reply = http.get(path)
         assert (reply.status, reply.error) == (404, error)
-    # A request names places in it; the gateway looks at none of its bytes.
+    # A request contains memory ranges of the region; the gateway reads none of its bytes.
     scheduler.compute = lambda request: echo(Inference((json_tensor(),)))
     request = {
         "inputs": [shm_input("IN", "FP32", [4], "device", 16, 984)],
@@ -538,7 +539,7 @@ def test_others_do_not_see_a_users_regions() -> None:
         assert table.visible_regions("", peer, cuda=True) == []
         with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'r'"):
             table.visible_regions("r", peer, cuda=True)
-        # Nor of which kind they are.
+        # The kinds of the other user's regions are not revealed either.
         with pytest.raises(NotFound, match="Unable to find system shared memory region: 'r'"):
             table.visible_regions("r", peer, cuda=False)
 

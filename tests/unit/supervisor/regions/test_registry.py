@@ -33,7 +33,7 @@ def make_object(size: int = 8192) -> None:
 @pytest.fixture
 def key() -> Iterator[str]:
     make_object()
-    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    gc.collect()  # objects of earlier tests are finalized now and not during this test
     before = len(os.listdir("/proc/self/fd"))
     yield KEY
     posix_ipc.unlink_shared_memory(KEY)
@@ -81,7 +81,7 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
     published = replace(office.published[0], acknowledge=0)
     for_a_new_gateway = [published, RegionRetired(memory_id, 0)]
     assert list(office.registry.published()) == for_a_new_gateway
-    draining.in_use(8, memory_id, True)  # a request that arrived meanwhile
+    draining.in_use(8, memory_id, True)  # a request that arrived during the drain
     draining.in_use(7, memory_id, False)
     await asyncio.sleep(0)
     assert len(office.published) == 2
@@ -195,7 +195,7 @@ async def test_nothing_is_pinned_without_a_device_or_if_it_is_not_mapped(key: st
         await office.registry.register("r", key, 0, 4096, ME, pin=True)
     await office.registry.register("r", key, 0, 4096, ME)
     office.registry.close()
-    os.chmod(f"/dev/shm{key}", 0o666)  # whoever may write to it may truncate it
+    os.chmod(f"/dev/shm{key}", 0o666)  # a user who may write to the object may truncate it
     office = RegionOffice(handles=unchecked_handles(1))
     with pytest.raises(InvalidArgument, match="neither mapped nor pinned"):
         await office.registry.register("r", key, 0, 4096, ME, pin=True)

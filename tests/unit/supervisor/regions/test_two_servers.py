@@ -1,4 +1,4 @@
-"""Regions of two servers, one of which takes over from the other: what one has, the other has."""
+"""Regions of two servers, one of which takes over from the other: both have the same regions."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ class Side(RegionOffice):
 
 @contextlib.asynccontextmanager
 async def sides(most: int = 100) -> AsyncIterator[tuple[Side, Side]]:
-    """Two; the second one may have fewer regions."""
+    """Return the two servers; the second one may have a lower limit of regions."""
     before = len(os.listdir("/proc/self/fd"))
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one, two = Side(ends[0]), Side(ends[1], most)
@@ -62,7 +62,7 @@ def test_each_has_what_the_other_has() -> None:
             assert first.shared.inode == second.shared.inode
             assert (first.key, first.owner) == (second.key, second.owner)
             assert [type(message) for message in two.published] == [RegionPublished] * 2
-            # The same again is the same, at either.
+            # An equal registration at either server is accepted.
             await two.register("a", objects[0].key)
             await two.unregister("a")
             assert one.names() == two.names() == ["b"]
@@ -75,7 +75,7 @@ def test_each_has_what_the_other_has() -> None:
 
 
 def test_at_the_same_time() -> None:
-    """Neither waits for the other for ever; a name that both were given is one."""
+    """The servers do not wait for each other for ever; a name registered at both is one region."""
 
     async def steps() -> None:
         async with sides() as (one, two):
@@ -93,7 +93,7 @@ def test_at_the_same_time() -> None:
 
 
 def test_a_server_cannot_take_a_region_of_another_server() -> None:
-    """The other one keeps it."""
+    """The other server keeps it."""
 
     async def steps() -> None:
         async with sides(most=1) as (one, two):
@@ -106,7 +106,7 @@ def test_a_server_cannot_take_a_region_of_another_server() -> None:
 
 
 def test_the_other_one_ends() -> None:
-    """Nobody waits for it."""
+    """The remaining server does not wait for it."""
 
     async def steps() -> None:
         async with sides() as (one, two):

@@ -145,7 +145,7 @@ def test_greedy_texts_equal_those_of_transformers(
     with llm_rig(tmp_path / "rig", path, engine, chunk=chunk, shuffle=shuffle) as scheduler:
         for key, tokens in prompts.items():
             scheduler.add(key, input_ids=tokens, temperature=0, max_tokens=12)
-            scheduler.step()  # the requests begin one after the other
+            scheduler.step()  # the requests begin in turn
         chance = random.Random(1)
         for number in range(400):
             if disturbance and number % 10 == 9 and scheduler.running:
