@@ -169,7 +169,7 @@ class _Generation:
         )
 
 
-_NESTED = "parameters"
+_NESTED_MEMBER = "parameters"
 _PROMPTS = ("text_input", "input_ids", "messages")
 
 
@@ -233,9 +233,9 @@ def _read_nested_members(
         raise type(error)(f"Converting keyword: '{_NESTED_MEMBER}': {error.message}") from None
 
 
-def _tensor(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
+def _create_input(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
     if type(value) is Packed:
-        shape = _nested_shape(value.count, dims)
+        shape = _fit_shape(value.count, dims)
         if shape is not None and value.datatype == datatype and value.kind != "messages":
             return packed_tensor(name, [value], shape)
         value = value.value()

@@ -136,9 +136,9 @@ MESSAGE_OUTPUT = "message"
 
 _REQUIRED_OUTPUTS = (TEXT_OUTPUT, "finish_reason", "usage")
 _STOP_REASON = "stop_reason"  # models of other backends may lack this output
-_UNLIMITED = 1 << 24  # number of tokens that stands for the maximum of the model
-# Alternative names of the limit; the first that is present counts.
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+_UNLIMITED_TOKENS = 1 << 24  # number of tokens that stands for the maximum of the model
+# The names of the field that limits the tokens; the first field in the body counts.
+_TOKEN_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 
 
 class TextRequest(NamedTuple):
@@ -219,7 +219,7 @@ def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()
     return InferInput(name, values[0].datatype, shape, count, pieces, size)
 
 
-async def read(
+async def read_body(
     gateway: Gateway, request: HttpRequest, prompts: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the JSON object in a request's body, which may be compressed.
@@ -245,8 +245,8 @@ async def read(
 async def read_fields(
     gateway: Gateway, request: HttpRequest, supported: frozenset[str], prompts: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the supported fields of a request's body, as `read` and `supported_fields` do."""
-    body = await read(gateway, request, prompts)
+    """Return the supported fields of a request's body; errors are those of the called functions."""
+    body = await read_body(gateway, request, prompts)
     return select_supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
 
 
@@ -264,7 +264,7 @@ async def parse_prompts(
         if served.max_model_len
         for name in (*model_names(gateway, served.name), *served.aliases)
     }
-    return await parse_large(pieces, longest, prompts, model)
+    return await parse_large(pieces, token_limits, prompts, model)
 
 
 async def resolve_named_model(
@@ -293,8 +293,8 @@ def check_member(body: dict[str, Any], name: str, member_type: type[Any], defaul
     value = body[name]
     if member_type is int and type(value) is float and value.is_integer():
         return int(value)
-    is_packed = type(value) is Packed and kind is (str if value.kind == "text" else list)
-    if type(value) is not kind and not is_packed:
+    is_packed = type(value) is Packed and member_type is (str if value.kind == "text" else list)
+    if type(value) is not member_type and not is_packed:
         nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
         allowed = nouns.get(member_type, "an integer")
         raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")

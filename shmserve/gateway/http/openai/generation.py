@@ -342,23 +342,23 @@ class Choices:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
 
 
-async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the continuations of prompts."""
+async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle POST /v1/completions: respond with the continuations of prompts."""
     text_request = await bodies.parse_completion(
-        gateway, await bodies.read(gateway, request, ["prompt"])
+        gateway, await bodies.read_body(gateway, request, ["prompt"])
     )
     return await respond(
         gateway, request, text_request, _create_choices(gateway, COMPLETION_FORMAT, text_request)
     )
 
 
-async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the next message of a chat."""
+async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle POST /v1/chat/completions: respond with the next message of a chat."""
     text_request = await bodies.parse_chat(
-        gateway, await bodies.read(gateway, request, ["messages"])
+        gateway, await bodies.read_body(gateway, request, ["messages"])
     )
     return await respond(
-        gateway, request, text_request, _create_choices(gateway, CHAT_FIELDS, text_request)
+        gateway, request, text_request, _create_choices(gateway, CHAT_FORMAT, text_request)
     )
 
 

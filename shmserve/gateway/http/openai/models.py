@@ -51,8 +51,8 @@ from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 
-_FORMATS = ("float", "base64")
-_FLOATS = ("FP32", "FP16", "FP64")
+_ENCODING_FORMATS = ("float", "base64")
+_FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
 
 
 class Embedder(NamedTuple):
@@ -79,7 +79,7 @@ def find_embedder(model: GatewayModel) -> Embedder | None:
 
 
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with a vector for each text."""
+    """Handle POST /v1/embeddings: respond with a vector for each text."""
     body = await bodies.read_fields(gateway, request, EMBEDDING_FIELDS, ["input"])
     model = await bodies.resolve_named_model(gateway, body)
     embedder = find_embedder(model)
@@ -128,10 +128,10 @@ async def _compute_vectors(
     return list(vectors.reshape(len(texts), -1))
 
 
-def _texts(value: Any) -> list[Any]:
+def _check_texts(value: Any) -> list[Any]:
     texts = value if type(value) is list else [value]
     if not texts or not all(
-        type(each) is str or (type(each) is Packed and each.kind == "text") for each in texts
+        type(text) is str or (type(text) is Packed and text.kind == "text") for text in texts
     ):
         raise InvalidArgument(f"input: {clip(repr(value))} is not a string or a list of strings")
     check_count("input", texts)
@@ -198,7 +198,7 @@ def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str,
 
 
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the tokens of a prompt or of a chat."""
+    """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
     fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
     model = await bodies.resolve_generative_model(
         gateway, fields, default=await _default_model(gateway, fields)
