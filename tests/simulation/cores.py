@@ -60,7 +60,7 @@ _KEPT = {
     "Targets._of_steps": 10,
     "EnsembleCore._plans": 64,
     "StepRunner._waiting": 10,
-    "StepRunner._running": 10,
+    "StepRunner._in_flight": 10,
     "_EnsembleMemory._held": 64,
 }
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.scheduler_client")
@@ -146,7 +146,7 @@ class _HeldArena:
         self.pid = memory.pid
         self.memory = memory
         self.users = 0
-        self.gone = False
+        self.owner_exited = False
 
     def close(self) -> None:
         """Release the arena."""
