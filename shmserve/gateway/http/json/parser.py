@@ -64,7 +64,7 @@ class DuplicateKey(InvalidArgument):
         self.name = fault.name
 
 
-def loads(raw: bytes) -> Any:
+def loads(json_text: bytes) -> Any:
     """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton, in up to 8 MiB.
 
     Raises:
@@ -72,62 +72,66 @@ def loads(raw: bytes) -> Any:
         DuplicateKey: A key occurs twice in an object.
         InvalidArgument: The nesting is deeper than 100, or there are far too many members.
     """
-    if len(raw) > 2 * MAX_MEMBERS and any(_has_too_many(raw, mark) for mark in (b"{", b":")):
+    if len(json_text) > 2 * MAX_MEMBERS and any(
+        _has_too_many(json_text, mark) for mark in (b"{", b":")
+    ):
         raise InvalidArgument(_PARSE_ERROR + _TOO_MANY)
     try:
-        value = orjson.loads(raw) if len(raw) < LARGE else _loads_large(raw)
+        value = orjson.loads(json_text) if len(json_text) < LARGE else _loads_large(json_text)
     except orjson.JSONDecodeError as error:
-        return _loads_lenient(raw, error)
-    has_request_members = raw.count(b":") == _count_request_members(value)
-    objects = _OBJECTS_IN_REQUEST if has_request_members else raw.count(b"{")
-    if objects + raw.count(b"[") > MAX_DEPTH and _is_too_deep(raw):
+        return _loads_lenient(json_text, error)
+    has_request_members = json_text.count(b":") == _count_request_members(value)
+    objects = _OBJECTS_IN_REQUEST if has_request_members else json_text.count(b"{")
+    if objects + json_text.count(b"[") > MAX_DEPTH and _is_too_deep(json_text):
         raise InvalidArgument(_TOO_DEEP)
-    if not has_request_members and (fault := _find_duplicate_key(raw, value)) is not None:
+    if not has_request_members and (fault := _find_duplicate_key(json_text, value)) is not None:
         raise DuplicateKey(fault)
     return value
 
 
-def loads_members(raw: bytes) -> Any:
+def loads_members(json_text: bytes) -> Any:
     """Parse JSON like `loads`, but replace deeply nested members by 0.
 
     If a text of up to 1 MiB nests too deep, each array or object in the outermost object becomes 0.
     The depth of values that the caller does not read is therefore not an error.
     """
-    if len(raw) > LARGE or not _is_too_deep(raw):
-        return loads(raw)
-    masked = np.frombuffer(_STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), raw), np.uint8)
+    if len(json_text) > LARGE or not _is_too_deep(json_text):
+        return loads(json_text)
+    masked = np.frombuffer(
+        _STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), json_text), np.uint8
+    )
     steps = _DEPTH_STEPS[masked]
     depth = np.cumsum(steps, dtype=np.int32)
     begins = (steps > 0) & (depth == 2)
     ends = (steps < 0) & (depth == 1)
-    shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(raw, np.uint8))
+    shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(json_text, np.uint8))
     return loads(shallow[begins | ((depth < 2) & ~ends)].tobytes())
 
 
-def _loads_large(raw: bytes) -> Any:
+def _loads_large(json_text: bytes) -> Any:
     # The garbage collector would repeatedly scan millions of new lists, which have no cycles. The
     # scans would take most of the time, during which the event loop handles nothing else.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return orjson.loads(raw)
+        return orjson.loads(json_text)
     finally:
         if was_enabled:
             gc.enable()
 
 
-def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
-    if raw.startswith(b"\xef\xbb\xbf"):
-        return loads(raw[3:])
-    if _is_too_deep(raw):
+def _loads_lenient(json_text: bytes, strict: orjson.JSONDecodeError) -> Any:
+    if json_text.startswith(b"\xef\xbb\xbf"):
+        return loads(json_text[3:])
+    if _is_too_deep(json_text):
         raise InvalidArgument(_TOO_DEEP)
     # No variable may hold the exception: its traceback would refer to the text in a cycle.
     reason = f"{_PARSE_ERROR}{strict.msg.partition(': line')[0]}. at {strict.pos}"
     # Larger texts have their numbers in arrays, which are parsed in slices. The json module would
     # block the event loop for ten times as long as orjson.
-    if len(raw) > _MAX_LENIENT_BYTES or (b"NaN" not in raw and b"Inf" not in raw):
+    if len(json_text) > _MAX_LENIENT_BYTES or (b"NaN" not in json_text and b"Inf" not in json_text):
         raise JsonFault(reason)
-    with_infinity = _STRING_OR_INF.sub(_spell_infinity, raw)
+    with_infinity = _STRING_OR_INF.sub(_spell_infinity, json_text)
     try:
         value = json.loads(
             with_infinity,
@@ -161,13 +165,16 @@ def _parse_integer(text: str) -> int | float:
     return value if -(2**63) <= value <= LARGEST_UNSIGNED else float(value)
 
 
-def _has_too_many(raw: bytes, mark: bytes) -> bool:
-    return raw.count(mark) > MAX_MEMBERS and len(_select_outside_strings(raw, mark)) > MAX_MEMBERS
+def _has_too_many(json_text: bytes, mark: bytes) -> bool:
+    return (
+        json_text.count(mark) > MAX_MEMBERS
+        and len(_select_outside_strings(json_text, mark)) > MAX_MEMBERS
+    )
 
 
-def _is_too_deep(raw: bytes) -> bool:
+def _is_too_deep(json_text: bytes) -> bool:
     # Brackets in strings are not nesting, and must not hide nesting.
-    steps = _DEPTH_STEPS[_select_outside_strings(raw, b"[]{}")]
+    steps = _DEPTH_STEPS[_select_outside_strings(json_text, b"[]{}")]
     return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > MAX_DEPTH)
 
 
@@ -268,13 +275,13 @@ def _count_request_members(value: Any) -> int:
     return count
 
 
-def _find_duplicate_key(raw: bytes, value: Any) -> DoubledName | None:
+def _find_duplicate_key(json_text: bytes, value: Any) -> DoubledName | None:
     """Return the error if the text of `value` has duplicate keys."""
-    if len(_select_outside_strings(raw, b":")) == _count_members(value):
+    if len(_select_outside_strings(json_text, b":")) == _count_members(value):
         return None
-    if len(raw) <= _MAX_NAMED_BYTES:
+    if len(json_text) <= _MAX_NAMED_BYTES:
         try:
-            json.loads(raw, object_pairs_hook=members)
+            json.loads(json_text, object_pairs_hook=members)
         except DoubledName as doubled:
             return doubled
     return DoubledName(None)
@@ -293,15 +300,15 @@ def _count_members(value: Any) -> int:
     return count
 
 
-def _select_outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
+def _select_outside_strings(json_text: bytes, marks: bytes) -> NDArray[np.uint8]:
     """Return the bytes among `marks` outside of the strings of a JSON text, in order.
 
     Behind the first error of a text that is not JSON, the result is undefined.
     """
-    if b"\\" in raw:
-        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if b"\\" in json_text:
+        json_text = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
     irrelevant = bytes(_ALL_BYTES.difference(marks, b'"'))
-    characters = np.frombuffer(raw.translate(None, irrelevant), np.uint8)
+    characters = np.frombuffer(json_text.translate(None, irrelevant), np.uint8)
     quotes = characters == ord('"')
     outside: NDArray[np.uint8] = characters[~(quotes | np.logical_xor.accumulate(quotes))]
     return outside

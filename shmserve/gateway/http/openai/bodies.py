@@ -212,9 +212,9 @@ def create_input(
 
 def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()) -> InferInput:
     """Return an input with the prompts of a large body."""
-    count = sum(each.count for each in values)
-    pieces = [piece for each in values for piece in each.pieces]
-    size = sum(each.byte_size for each in values)
+    count = sum(prompt.count for prompt in values)
+    pieces = [piece for prompt in values for piece in prompt.pieces]
+    size = sum(prompt.byte_size for prompt in values)
     shape = tuple(shape) or (count,)
     return InferInput(name, values[0].datatype, shape, count, pieces, size)
 

@@ -228,10 +228,12 @@ class Choices:
         index = prompt * self.samples + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
-        more = sample.add(delta.message) if delta.message else {}
+        extra_members = sample.add(delta.message) if delta.message else {}
         choice = {
             "index": index,
-            **self.form.content(delta.text, more, is_first=not sample.is_begun, is_chunk=True),
+            **self.form.content(
+                delta.text, extra_members, is_first=not sample.is_begun, is_chunk=True
+            ),
             "logprobs": self.form.logprobs(content, len(sample.text)),
             "finish_reason": sample.reason(delta.finish_reason),
         }
@@ -270,13 +272,15 @@ class Choices:
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Add the model's additional members, and return the members for the choice of a chunk."""
-        more = dict(fields)
+        members = dict(fields)
         if self.form.is_chat:
-            prompt = more.keys() & {"prompt_token_ids", "prompt_logprobs"}
-            self._prompt_members |= {name: more.pop(name) for name in prompt}
-        tokens = sample.extra_members.get("token_ids", []) + more.get("token_ids", [])
-        sample.extra_members |= {**more, "token_ids": tokens} if "token_ids" in more else more
-        return more
+            prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
+            self._prompt_members |= {name: members.pop(name) for name in prompt}
+        tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
+        sample.extra_members |= (
+            {**members, "token_ids": tokens} if "token_ids" in members else members
+        )
+        return members
 
     def _count_usage(self, usage: dict[str, Any]) -> None:
         self._usage["prompt"] += usage["prompt_tokens"]
@@ -318,8 +322,8 @@ class Choices:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
         if not usage:
             return [_DONE_EVENT]
-        last = {**self._head(self.form.chunk_name), "choices": [], "usage": self.usage()}
-        return [SERVER_SENT_EVENTS.frame(orjson.dumps(last)), _DONE_EVENT]
+        usage_chunk = {**self._head(self.form.chunk_name), "choices": [], "usage": self.usage()}
+        return [SERVER_SENT_EVENTS.frame(orjson.dumps(usage_chunk)), _DONE_EVENT]
 
     def failure(self, error: ShmserveError) -> list[bytes]:
         """Return the end of a stream that fails."""
@@ -398,7 +402,7 @@ async def respond(
     """Return the response with the text of a model, whole or as a stream."""
     generation = _Generation(gateway, request, text_request, rendering)
     try:
-        await generation.begin()
+        await generation.start()
         if not text_request.stream:
             return json_response(await generation.whole_response())
     except BaseException as error:
@@ -439,7 +443,7 @@ class _Generation:
         """Return the headers of the response, from the first prompt's inference request."""
         return self._queues[0].headers
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Submit the requests, and wait for the response to the first prompt.
 
         Raises:
@@ -453,11 +457,11 @@ class _Generation:
                 gateway, self._request, built_request, arrived_ns, self._response_event
             )
             self._queues.append(queue)
-        first = self._queues[0]
-        await first.wait()
-        error = find_error(first.first_response)
+        first_queue = self._queues[0]
+        await first_queue.wait()
+        error = find_error(first_queue.first_response)
         if error is not None:
-            log_failure(first.request.built_request, error)
+            log_failure(first_queue.request.built_request, error)
             raise error
 
     async def whole_response(self) -> dict[str, Any]:
@@ -547,18 +551,18 @@ class _Generation:
         messages = values.get(bodies.MESSAGE_OUTPUT)
         sample_tokens = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
         for index, delta in enumerate(deltas):
-            more: dict[str, Any] = {}
+            extra_members: dict[str, Any] = {}
             if tokens is not None:
                 count = sample_tokens[index] if sample_tokens else len(tokens)
-                more["token_ids"], tokens = tokens[:count], tokens[count:]
+                extra_members["token_ids"], tokens = tokens[:count], tokens[count:]
             if prompt:
-                more["prompt_token_ids"] = prompt
+                extra_members["prompt_token_ids"] = prompt
             logprobs = delta.logprobs
             if logprobs is not None and "prompt" in logprobs:
-                more["prompt_logprobs"] = _format_prompt_logprobs(logprobs["prompt"])
+                extra_members["prompt_logprobs"] = _format_prompt_logprobs(logprobs["prompt"])
             if not bodies.wants_logprobs(self._text_request.parameters):
                 logprobs = None
-            delta = delta._replace(logprobs=logprobs, extra_members=more)
+            delta = delta._replace(logprobs=logprobs, extra_members=extra_members)
             if messages:
                 message = orjson.loads(messages[index])
                 delta = delta._replace(text=message.get("content", ""), message=message)

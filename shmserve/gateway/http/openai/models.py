@@ -296,11 +296,11 @@ async def _arrays(
         raise TooManyRequests(error.message, error.retry_after_s)
     inferred = queue.request.outputs(queue.first_response)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for each in () if inferred is None else inferred.outputs:
-        data = output_bytes(gateway, each)
-        if each.datatype == "BYTES":
-            arrays[each.name] = decode_bytes(data, each.shape, each.name, model.name)
+    for tensor in () if inferred is None else inferred.outputs:
+        data = output_bytes(gateway, tensor)
+        if tensor.datatype == "BYTES":
+            arrays[tensor.name] = decode_bytes(data, tensor.shape, tensor.name, model.name)
         else:
-            arrays[each.name] = np.frombuffer(bytes(data), STORED[each.datatype])
+            arrays[tensor.name] = np.frombuffer(bytes(data), STORED[tensor.datatype])
     queue.remove_first(inferred)
     return arrays

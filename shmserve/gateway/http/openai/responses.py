@@ -368,8 +368,8 @@ class ResponseObject:
         events = [] if self._event_count else self._start_events()
         events += self._close_item()
         response = self.whole_response()
-        last = self._event(f"response.{response['status']}", response=response)
-        return self.frames([[[*events, last]]])
+        last_event = self._event(f"response.{response['status']}", response=response)
+        return self.frames([[[*events, last_event]]])
 
     def failure(self, error: ShmserveError) -> list[bytes]:
         """Return the last events of a stream that fails."""
