@@ -116,6 +116,11 @@ def describe_error(error: BaseException) -> str:
             return f"{error_type}: there is no '{name}' in {error.name}{hint}"
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             return f"{error_type}: {error}: {how_to_install('torch', 'torch')}"
+        if error_type == "BdbQuit":  # the debugger has read the end of the worker's standard input
+            return (
+                f"{error_type}: a worker has no terminal for breakpoint(); "
+                "see `shmserve guide debug`"
+            )
         return f"{error_type}: {error}"
     except BaseException:  # a model may define the exception's `__str__`, too
         return error_type

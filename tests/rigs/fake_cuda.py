@@ -182,7 +182,7 @@ class FakeDevice(Device):
         self.put_bytes = 0
         self.fetched_bytes = 0
 
-    remote = True
+    needs_copies = True
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         self.put_bytes += tensor.nbytes

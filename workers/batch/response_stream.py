@@ -5,8 +5,8 @@ send ──> credit? ──> scatter ──> ExecutionResponded
 A stream sends any number of responses to one request, from any thread. The first and the final
 response are sent immediately. Other responses may be sent together (see `InstanceLink.flush_soon`).
 
-`send` blocks while the client has not read earlier responses (back-pressure). After `MAX_CREDIT_WAIT_S`
-the request fails, so that it no longer holds resources.
+`send` blocks while the client has not read earlier responses (back-pressure). After
+`MAX_CREDIT_WAIT_S` the request fails, so that it no longer holds resources.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ four ways, which `read_request` selects:
 
 | body                                              | way                                       |
 |---------------------------------------------------|-------------------------------------------|
-| differs from an earlier one only in its tensors   | `repeat`: a template is filled            |
+| differs from an earlier one only in its tensors   | `fill_known_template`                     |
 | binary, with large tensors, not yet received      | `_receive`: into the arena                |
 | of a raw request, which has no header             | `_raw`: the input follows from the model  |
 | any other                                         | `_parse`: parsed as a whole               |
@@ -35,9 +35,9 @@ from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import (
     Fingerprint,
-    repeat,
+    fill_known_template,
+    is_worth_caching,
     store_template,
-    worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.parser import LARGE, JsonFault, Numbers, loads, loads_large
@@ -88,8 +88,8 @@ class BrokenBody(InvalidArgument):
     """An error about a body with invalid framing; the connection has to be closed."""
 
 
-# Called with the pieces of a large body; raises if the body has to be rejected.
-Check = Callable[[list[bytes]], Awaitable[None]]
+# Called with the pieces of a large body; returns the parsed body.
+ParseLarge = Callable[[list[bytes]], Awaitable[Any]]
 
 
 async def read_json(
@@ -97,8 +97,8 @@ async def read_json(
     request: HttpRequest,
     *,
     required: bool = False,
-    check: Check | None = None,
     parse: Callable[[bytes], Any] = loads,
+    parse_large: ParseLarge | None = None,
 ) -> Any:
     """Return the parsed JSON body of a request.
 
@@ -106,19 +106,25 @@ async def read_json(
         gateway: The gateway.
         request: The request.
         required: Whether an empty body is an error; otherwise it is parsed as {}.
-        check: A check of a large body.
         parse: The parser.
+        parse_large: The parser of large bodies, if another one.
 
     Raises:
         JsonFault: The body is not JSON.
     """
     body = Body(request, gateway.settings, gateway.body_budget)
-    if body.compressed():
-        raw = await body.inflate()
-        if check is not None and len(raw) > LARGE:
-            await check([raw])
-    else:
-        raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE, check)
+    limit = gateway.settings.max_input_size
+    try:
+        if body.compressed():
+            pieces, size = await body.inflate_pieces()
+        else:
+            pieces, size = await body.read_pieces(limit, JSON_TOO_LARGE)
+        if parse_large is not None and size > LARGE:
+            return await parse_large(pieces)
+        raw = b"".join(pieces)
+    finally:
+        if body.arrival.received:
+            body.arrival.release_budget()
     return parse(raw) if raw or required else {}
 
 
@@ -212,13 +218,21 @@ class Body:
 
     # --- the whole body
 
-    async def read(self, limit: int, too_large: str, check: Check | None = None) -> bytes:
-        """Return the whole body.
+    async def read(self, limit: int, too_large: str) -> bytes:
+        """Return the whole body, as `read_pieces` does."""
+        try:
+            return b"".join((await self.read_pieces(limit, too_large))[0])
+        finally:
+            self.arrival.release_budget()
+
+    async def read_pieces(self, limit: int, too_large: str) -> tuple[list[bytes], int]:
+        """Return the pieces of the body, and their total size.
+
+        The pieces count in the budget until `arrival.release_budget`.
 
         Args:
             limit: The largest size in bytes.
             too_large: The message of the error about a larger body, with {size} and {limit}.
-            check: A check of a large body.
 
         Raises:
             BodyTooLarge: The body is larger than `limit`.
@@ -227,41 +241,40 @@ class Body:
         if self.declared > limit:
             raise BodyTooLarge(too_large.format(size=self.declared, limit=limit))
         content = self.received_whole()
-        if content is None:
-            pieces: list[bytes] = []
-            size = 0
-            try:
-                while size <= limit and (piece := await self.next()):
-                    pieces.append(piece)
-                    size += len(piece)
-                    self.arrival.reserve(len(piece))
-                if check is not None and LARGE < size <= limit:
-                    await check(pieces)
-                content = b"".join(pieces)
-            finally:
-                self.arrival.release_budget()
-        if len(content) > limit:
-            raise BodyTooLarge(too_large.format(size=len(content), limit=limit))
-        return content
+        pieces: list[bytes] = [] if content is None else [content]
+        size = len(content or b"")
+        while content is None and size <= limit and (piece := await self.next()):
+            pieces.append(piece)
+            size += len(piece)
+            self.arrival.reserve(len(piece))
+        if size > limit:
+            raise BodyTooLarge(too_large.format(size=size, limit=limit))
+        return pieces, size
 
     async def inflate(self) -> bytes:
-        """Return the decompressed body, which has at most `max_input_size` bytes.
+        """Return the decompressed body, as `inflate_pieces` does."""
+        try:
+            return b"".join((await self.inflate_pieces())[0])
+        finally:
+            self.arrival.release_budget()
+
+    async def inflate_pieces(self) -> tuple[list[bytes], int]:
+        """Return the pieces and the size of the decompressed body, at most `max_input_size`.
 
         Raises:
-            ShmserveError: As in `read`.
+            ShmserveError: As in `read_pieces`.
         """
         inflater = Inflater(self._max_input_size)
         pieces: list[bytes] = []
-        try:
-            while chunk := await self.next():
-                for piece in inflater.feed(chunk):
-                    pieces.append(piece)
-                    self.arrival.reserve(len(piece))
-                    await asyncio.sleep(0)
-            inflater.finish()
-            return b"".join(pieces)
-        finally:
-            self.arrival.release_budget()
+        size = 0
+        while chunk := await self.next():
+            for piece in inflater.feed(chunk):
+                pieces.append(piece)
+                size += len(piece)
+                self.arrival.reserve(len(piece))
+                await asyncio.sleep(0)
+        inflater.finish()
+        return pieces, size
 
     # --- the first part, and the rest into allocated memory
 
@@ -317,7 +330,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     fingerprint = Fingerprint(body[:size], len(body) - size)
     # Forwarded headers are parameters that the body does not contain.
     if size <= limit and not forwarded:
-        repeated = repeat(model.templates, fingerprint, body, size)
+        repeated = fill_known_template(model.templates, fingerprint, body, size)
         if repeated is not None:
             return repeated
     try:
@@ -327,7 +340,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
             raise JsonFault(error.message + _RAW_HINT) from None
         raise
     infer_request.parameters |= forwarded
-    if forwarded or not worth_preparing(model.templates, fingerprint):
+    if forwarded or not is_worth_caching(model.templates, fingerprint):
         return build_request(gateway, model, infer_request, body, size)
     built_request, template = build_with_template(gateway, model, infer_request, body, size)
     if template is not None:
@@ -475,7 +488,7 @@ async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int)
         if isinstance(data, Numbers):
             tensor.data = await _read_parts(data.parts(), tensor)
         elif type(data) is list and tensor.count:
-            tensor.data = await _read_parts(tensors.parts(data), tensor)
+            tensor.data = await _read_parts(tensors.split_values(data), tensor)
     decode_data(infer_request)
     return infer_request
 

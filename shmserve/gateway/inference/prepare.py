@@ -18,6 +18,7 @@ The tensors of a large request are received into its block while they arrive:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -271,10 +272,36 @@ def build_request(
     return _place_and_check(gateway, model, request, body, offset)[0]
 
 
+async def build_in_turns(
+    gateway: Gateway, model: GatewayModel, request: InferRequest
+) -> BuiltRequest:
+    """Build the request as `build_request` does, but copy tensors in pieces.
+
+    Other requests are handled between two pieces. The `data` of a tensor with a `binary_size` is
+    the list of its pieces.
+    """
+    pieces: list[bytes] = []
+    for tensor in request.inputs:
+        if tensor.binary_size >= 0:
+            pieces += tensor.data
+            tensor.data = None
+    if not pieces:
+        return build_request(gateway, model, request)
+    arriving = reserve_tensors(gateway, model, request, sum(map(len, pieces)))
+    try:
+        for piece in pieces:
+            arriving.feed_all(memoryview(piece))
+            await asyncio.sleep(0)
+    except BaseException:
+        arriving.release()
+        raise
+    return arriving.built_request
+
+
 def build_with_template(
     gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, offset: int
 ) -> tuple[BuiltRequest, RequestTemplate | None]:
-    """Place the tensors as `build` does, and return a template for requests of the same layout.
+    """Place the tensors like `build_request`, and return a template for requests of this layout.
 
     A request with large tensors in the body and others in regions has no template.
     """
@@ -431,7 +458,7 @@ class ArrivingTensors:
 
     Attributes:
         views: The memory of each tensor.
-        begun: The number of tensors that have begun to arrive.
+        started_count: The number of tensors that have begun to arrive.
     """
 
     def __init__(self, views: Sequence[memoryview], release: Callable[[], None]) -> None:

@@ -478,3 +478,75 @@ def test_metrics_tell_what_was_generated(generative: Server) -> None:
     assert generative.metric(f"{name}time_to_first_token_seconds_count", model="tiny")
     states = {labels["state"] for labels, _ in generative.samples(f"{name}kv_blocks")}
     assert states == {"free", "cached", "used", "host"}
+
+
+def posted(server: Server, path: str, body: str) -> tuple[int, Any]:
+    """Return the status and the body of a response."""
+    with server.http() as http:
+        response = http.post(path, json.loads(body))
+    return response.status, response.json()
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "texts", "chat", "generate"])
+def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
+    generative: Server, kind: str
+) -> None:
+    settings = {"max_tokens": 6, "temperature": 0, "truncate_prompt_tokens": 7, "ignore_eos": True}
+
+    def generated(times: int) -> Any:
+        text = "it was the best of times " * times
+        prompts = {"text": text, "tokens": [5, 6, 7, 8] * times, "texts": ["it was the", text]}
+        body: dict[str, Any] = {"model": "tiny", **settings}
+        if kind == "generate":
+            path, body = "/v2/models/tiny/generate", {"text_input": text, **settings}
+        elif kind == "chat":
+            path = "/v1/chat/completions"
+            body |= {"messages": [{"role": "user", "content": text}], "tools": []}
+        else:
+            path, body["prompt"] = "/v1/completions", prompts[kind]
+        status, answer = posted(generative, path, json.dumps(body))
+        assert status == 200, answer
+        return answer["text_output"] if kind == "generate" else answer["choices"]
+
+    small = generated(100)
+    assert small
+    assert generated(500_000 if kind == "tokens" else 50_000) == small
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "%"}, {"content": "a"}]},
+        ),
+        ("/v1/completions", {"prompt": ["%", 5]}),
+        ("/v1/completions", {"model": "unknown", "prompt": "%"}),
+        ("/v1/completions", {"prompt": "%", "temperature": "hot", "suffix": "a"}),
+        ("/v1/completions", {"prompt": "%", "n": 0}),
+        ("/v1/embeddings", {"model": "embedder", "input": ["%", None]}),
+        ("/v1/embeddings", {"model": "embedder", "input": "%", "encoding_format": "x"}),
+        ("/tokenize", {"prompt": "%", "messages": []}),
+        ("/v2/models/tiny/generate", {"text_input": ["%", "b"]}),
+        ("/v2/models/tiny/generate", {"input_ids": "%"}),
+    ],
+)
+def test_large_bodies_have_the_errors_of_small_ones(
+    generative: Server, path: str, body: dict[str, Any]
+) -> None:
+    named = {"model": "tiny", "truncate_prompt_tokens": 5, **body}
+    if path.startswith("/v2"):
+        del named["model"]
+    if path == "/v1/embeddings":
+        del named["truncate_prompt_tokens"]
+    text = json.dumps(named)
+    found = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
+    assert found[0][0] >= 400
+    assert found[0] == found[1]
+
+
+def test_large_texts_are_embedded(generative: Server) -> None:
+    body = {"model": "embedder", "input": ["é" * 600_000, "a"]}
+    status, answer = posted(generative, "/v1/embeddings", json.dumps(body, ensure_ascii=False))
+    assert status == 200
+    assert [each["embedding"] for each in answer["data"]] == [[1_200_000, 195], [1, 97]]

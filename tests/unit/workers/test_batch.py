@@ -617,7 +617,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     seen: list[int] = []
     for module in ("batch.execute", "context"):
         monkeypatch.setattr(
-            f"shmserve.workers.{module}.free_cached", lambda: freed.append(len(seen))
+            f"shmserve.workers.{module}.free_cached_memory", lambda: freed.append(len(seen))
         )
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -808,8 +808,8 @@ def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit(
         memory.allocate(1, 1000)  # for a new process with the same pid
         memory.drop_exited()
         assert arena.used
-        memory.exited(1)
-        memory.exited(2)
+        memory.record_exit(1)
+        memory.record_exit(2)
         memory.drop_exited()
         assert not arena.used and len(memory) == 0
     arena.close()

@@ -17,9 +17,10 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.messages import HttpRequest
-from shmserve.gateway.inference import body_arrival
+from shmserve.gateway.inference import body_arrival, prepare
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.inference.prepare import ArrivingTensors, Resources
+from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
@@ -199,3 +200,29 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
 
     with arena_of(64 * MIB) as arena:
         asyncio.run(run(arena))
+
+
+def test_a_tensor_in_pieces_is_copied_between_other_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, copied = bytearray(6), []
+    arriving = tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
+    arriving.built_request = "built"  # type: ignore[attr-defined]
+    monkeypatch.setattr(prepare, "reserve_tensors", lambda *_: arriving)
+    large = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"], 5)
+    request = InferRequest("", [large, InferInput("B", "BYTES", (1,), 1, [b"f"], 1)], [])
+
+    async def others() -> None:
+        while True:
+            copied.append(bytes(memory).rstrip(b"\0"))
+            await asyncio.sleep(0)
+
+    async def built() -> Any:
+        task = asyncio.create_task(others())
+        found = await prepare.build_in_turns(cast("Any", None), cast("Any", None), request)
+        task.cancel()
+        return found
+
+    assert asyncio.run(built()) == "built"
+    assert copied == [b"ab", b"abc", b"abcde", b"abcdef"]
+    assert [(each.data, each.binary_size) for each in request.inputs] == [(None, 5), (None, 1)]

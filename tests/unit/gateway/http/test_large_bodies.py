@@ -1,0 +1,149 @@
+"""Large bodies: a separate process parses them, and returns the prompts as bytes."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.http.json.large_bodies import Packed, long_prompt, parse_large
+from shmserve.gateway.http.json.parser import LARGE, JsonFault
+
+LONGEST = {"m": 100, "vast": 1 << 24}
+LONG = "a" * (LARGE + 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({"model": "m", "prompt": LONG}, "prompt: the prompt is longer"),
+        ({"model": "m", "prompt": ["a", LONG]}, "prompt: the prompt is longer"),
+        ({"model": "m", "prompt": [5] * 101}, "101 tokens exceed the limit of 100"),
+        ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens exceed the limit of 100"),
+        ({"model": "m", "messages": [{"role": "user", "content": LONG}]}, "messages: the prompt"),
+        ({"model": "m", "input": LONG}, "input: the prompt is longer"),
+        ({"model": "m", "input": [{"role": "user", "content": LONG}]}, "input: the prompt is"),
+        ({"text_input": LONG}, "text_input: the prompt is longer"),
+        ({"input_ids": [5] * 101}, "input_ids: the prompt is longer"),
+        ({"model": "m", "tokens": [5] * 101}, "tokens: the prompt is longer"),
+        ({"model": "m", "prompt": [5] * 100}, ""),
+        ({"model": "m", "prompt": LONG, "truncate_prompt_tokens": 5}, ""),
+        ({"text_input": LONG, "parameters": {"truncate_prompt_tokens": 5}}, ""),
+        (
+            {"model": "m", "prompt": "a", "stop": LONG * 2},
+            "stop: 2097156 bytes exceed the limit of 2097152",
+        ),
+        (
+            {"prompt": "a", "truncate_prompt_tokens": 5, "x": [LONG, LONG]},
+            "x: 2097161 bytes exceed",
+        ),
+        (
+            {"text_input": "a", "parameters": {"x": LONG, "y": LONG + "b"}},
+            "y: 1048580 bytes exceed",
+        ),
+        ({"model": "m", "messages": [], "documents": [LONG]}, "documents: the prompt is longer"),
+        ({"model": "nobody", "x": LONG * 2}, ""),
+        ({"model": "vast", "prompt": LONG}, ""),
+        ({"model": "nobody", "prompt": LONG}, ""),
+        ({"model": "m", "prompt": None}, ""),
+        ({"model": "m", "prompt": [True, 5]}, ""),
+        ({"model": ["m"], "prompt": "a"}, ""),
+        ([LONG], ""),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_found(body: Any, found: str) -> None:
+    error = long_prompt(body, LONGEST, "m")
+    assert found in error if found else not error
+
+
+def parse(body: Any, *packed: str, model: str = "m") -> Any:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return asyncio.run(parse_large([raw[:9], raw[9:]], LONGEST, packed, model))
+
+
+def test_prompts_are_returned_as_bytes_in_pieces() -> None:
+    text = "é" * (LARGE // 4)
+    fields = {"truncate_prompt_tokens": 5, "stop": ["a"], "min_p": float("nan")}
+    body = parse({"prompt": text, "parameters": {"prompt": text}, **fields}, "prompt")
+    for prompt in (body["prompt"], body["parameters"]["prompt"]):
+        assert (prompt.kind, prompt.datatype, prompt.count) == ("text", "BYTES", 1)
+        assert max(map(len, prompt.pieces)) <= 1 << 16
+        assert b"".join(prompt.pieces) == (LARGE // 2).to_bytes(4, "little") + text.encode()
+        assert prompt.byte_size == LARGE // 2 + 4
+        assert prompt.value() == text
+    assert body["truncate_prompt_tokens"] == 5
+    assert body["stop"] == ["a"]
+    assert body["min_p"] != body["min_p"]  # NaN
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [5] * 50,
+        ["a", "bé", [1, 2], [3], True, None],
+        [[1, 2], [3]],
+        [[1], []],
+        [],
+        {"a": 1},
+        None,
+        [True],
+        "",
+        ["a"] * 1024,
+    ],
+)
+def test_prompts_keep_their_values(prompt: Any) -> None:
+    found = parse({"prompt": prompt, "x": "x"}, "prompt")["prompt"]
+    values = found if isinstance(found, list) else [found]
+    unpacked = [each.value() if isinstance(each, Packed) else each for each in values]
+    assert (unpacked if isinstance(found, list) else unpacked[0]) == prompt
+
+
+def test_only_named_fields_are_packed() -> None:
+    body = {"prompt": "a", "text_input": "b", "messages": [{"role": "c"}]}
+    assert parse(body) == body
+    assert isinstance(parse(body, "messages")["messages"], Packed)
+
+
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        ([{"role": "user", "content": "é"}], None),
+        ([{"role": "user"}, {"role": 3}], 1),
+        ([{"role": "user"}, {}, 5], 1),
+        ([None, "a"], 0),
+    ],
+)
+def test_messages_are_json_with_the_first_one_without_a_role(messages: Any, fault: int) -> None:
+    packed = parse({"messages": messages}, "messages")["messages"]
+    assert (packed.kind, packed.fault) == ("messages", fault)
+    assert json.loads(b"".join(packed.pieces)) == packed.value() == messages
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fault"),
+    [
+        ([0, 2**31 - 1], None),
+        ([7, 2**31, 2**40], 2**40),
+        ([7, -(2**31), 2**40], -(2**31)),
+    ],
+)
+def test_the_token_out_of_range_is_reported(tokens: Any, fault: int | None) -> None:
+    packed = parse({"prompt": tokens}, "prompt")["prompt"]
+    assert (packed.kind, packed.datatype, packed.count) == ("tokens", "INT32", len(tokens))
+    assert packed.fault == fault
+
+
+def test_the_errors_of_the_process_are_raised() -> None:
+    with pytest.raises(InvalidArgument, match="1000000 tokens exceed the limit of 100"):
+        parse({"prompt": [123] * 1_000_000}, "prompt")
+    with pytest.raises(InvalidArgument, match=r"^prompt: 1025 prompts are more than 1024"):
+        parse({"prompt": ["a"] * 1025}, "prompt")
+    with pytest.raises(InvalidArgument, match=r"^input: 2049 strings exceed the limit of 2048"):
+        parse({"input": ["a"] * 2049}, "input")
+    with pytest.raises(JsonFault, match="failed to parse the request JSON buffer"):
+        parse(b"{" * 9)
+    with pytest.raises(InvalidArgument, match="'a'"):
+        parse(b'{"a": 1, "a": 2}')
+    with pytest.raises(InvalidArgument, match="nesting depth"):
+        parse(b"[" * 200 + b"]" * 200)
