@@ -1,5 +1,7 @@
 """Long texts of prompts: they are decoded in slices, and only their endings are kept."""
 
+import time
+
 import pytest
 
 from shmserve.errors import InvalidArgument
@@ -29,7 +31,7 @@ def test_a_text_that_is_not_utf_8_is_refused(monkeypatch: pytest.MonkeyPatch, ra
 
 def test_a_text_is_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(prompts.time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     text = "a" * (10 * prompts._SLICE)
     assert LongText("text_input", memoryview(text.encode())).ending(3) == ("aaa", len(text))
     assert pauses == [0] * 10
