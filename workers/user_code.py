@@ -116,6 +116,8 @@ def in_words(error: BaseException) -> str:
             return f"{kind}: there is no '{name}' in {error.name}{near}"
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             return f"{kind}: {error}: {how_to_install('torch', 'torch')}"
+        if kind == "BdbQuit":  # the debugger has read the end of the worker's standard input
+            return f"{kind}: a worker has no terminal for breakpoint(); see `shmserve guide debug`"
         return f"{kind}: {error}"
     except BaseException:  # a model may define the exception's `__str__`, too
         return kind

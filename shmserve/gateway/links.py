@@ -42,7 +42,7 @@ class GatewaySupervisorLink:
     Args:
         endpoint: The endpoint of the supervisor.
         identity: The identity of the gateway.
-        on_message: Called with every message except the responses to `ask`.
+        on_message: Called with every message except the responses to `send_request`.
     """
 
     def __init__(self, endpoint: str, identity: str, on_message: Callable[[Any], None]) -> None:

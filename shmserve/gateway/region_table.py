@@ -26,7 +26,8 @@ class GatewayRegion:
 
     Attributes:
         requests: The number of requests in flight that use the region.
-        spans: The ranges that requests in flight write to, shared by all regions of one object.
+        written_ranges: The ranges that requests in flight write to; all regions of one memory
+            object share them.
     """
 
     def __init__(self, message: RegionPublished) -> None:

@@ -37,18 +37,19 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([_ALPN_PROTOCOL])
-        flags = (
+        flags_and_files = (
             f"--grpc-server-cert, --grpc-server-key: '{self.server_cert}' and '{self.server_key}'"
         )
         try:
             context.load_cert_chain(self.server_cert, self.server_key, password=str)
         except OSError:
             raise InvalidArgument(
-                f"{flags} are not a certificate and its private key in PEM"
+                f"{flags_and_files} are not a certificate and its private key in PEM"
             ) from None
         if not _can_shake_hands(context):
             raise InvalidArgument(
-                f"{flags} have a type of key that clients reject (allowed: RSA, P-256, P-384)"
+                f"{flags_and_files} have a type of key that clients reject "
+                "(allowed: RSA, P-256, P-384)"
             )
         if self.root_cert is not None:
             check_file("grpc-root-cert", self.root_cert)

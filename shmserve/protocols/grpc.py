@@ -42,9 +42,8 @@ from shmserve.protocols.tensors import ModelTensor
 pb: Any = grpc_service_pb2
 
 _SERVICE = "/inference.GRPCInferenceService/"
-_FINAL_PARAMETER = (
-    "triton_final_response"  # a parameter that belongs to the stream, not to the model
-)
+# A parameter that belongs to the stream, not to the model.
+_FINAL_PARAMETER = "triton_final_response"
 # The same parameter as true, serialised.
 _FINAL_MARK = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
 _ERROR_TAG = b"\x0a"  # the first byte of a stream message that is an error

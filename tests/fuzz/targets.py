@@ -24,9 +24,9 @@ from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import (
     Fingerprint,
-    repeat,
+    fill_known_template,
+    is_worth_caching,
     store_template,
-    worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import Numbers, loads, loads_large
@@ -176,10 +176,10 @@ def _same_with_other_numbers(body: bytes) -> None:
     cache: Any = BoundedCache(1)
     fingerprint = Fingerprint(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
-    if not worth_preparing(cache, fingerprint) and worth_preparing(cache, fingerprint):
+    if not is_worth_caching(cache, fingerprint) and is_worth_caching(cache, fingerprint):
         store_template(cache, fingerprint, wire, _Inline())  # type: ignore[arg-type]
     other = body.translate(_OTHER_DIGITS)
-    found: Any = repeat(cache, Fingerprint(other, 0), other, len(other))
+    found: Any = fill_known_template(cache, Fingerprint(other, 0), other, len(other))
     if found is not None:
         wire = parse_request(loads(other), 0, "m", _LIMIT)
         inline = [tensor for tensor in wire.inputs if tensor.data is not None]

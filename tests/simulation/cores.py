@@ -34,22 +34,22 @@ _KEPT = {
     "ClientTable": 1024,
     "LruCache._entries": 1 << 20,
     "Front._dead": 64,
-    "Sequences._lost": 4096,
+    "Sequences._lost_ids": 4096,
     "Sequences._free": 1 << 20,
     "Timers._heap": 1100,
-    "Responses._order": 1100,
+    "Responses._in_order": 1100,
     "PriorityQueue._levels": 1,
     "PriorityQueue._order": 1,
     "Pool._slots": 64,
     "Pool._by_peer": 64,
     "Pool.free": 64,
     "SequenceDispatch._slots": 64,
-    "Executions._early": 64,
-    "Executions._unknown": 4096,
+    "Executions._early_releases": 64,
+    "Executions._unknown_releases": 4096,
     "GenerativeDispatch._engines": 64,
     "BlockPool.references": 1 << 10,
-    "BlockPool._lengths": 1 << 10,
-    "BlockPool._starts": 1 << 10,
+    "BlockPool._length_by_start": 1 << 10,
+    "BlockPool._start_by_end": 1 << 10,
     "BlockPool._keys": 1 << 10,
     "BlockPool._by_key": 1 << 10,
     "BlockPool._cached": 1 << 10,
@@ -57,11 +57,11 @@ _KEPT = {
     "EnsembleCore._endpoints": 10,
     "Targets._versions": 10,
     "Targets._latest": 10,
-    "Targets._of_steps": 10,
+    "Targets._by_step": 10,
     "EnsembleCore._plans": 64,
     "StepRunner._waiting": 10,
-    "StepRunner._running": 10,
-    "_EnsembleMemory._held": 64,
+    "StepRunner._in_flight": 10,
+    "_EnsembleMemory._held_arenas": 64,
 }
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.scheduler_client")
 # Modules whose objects hold no request, and classes with a limit of their own or with one object
@@ -146,7 +146,7 @@ class _HeldArena:
         self.pid = memory.pid
         self.memory = memory
         self.users = 0
-        self.gone = False
+        self.owner_exited = False
 
     def close(self) -> None:
         """Release the arena."""

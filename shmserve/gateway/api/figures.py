@@ -53,7 +53,7 @@ class Figures:
         """Return the row of each model version, given the schedulers' reports.
 
         Args:
-            reports: The reports, as `management.collect` returns them.
+            reports: The reports, as `management.collect_reports` returns them.
             now_s: The time of the reports, in monotonic seconds.
         """
         report_by_version = {

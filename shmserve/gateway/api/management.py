@@ -120,7 +120,7 @@ def request_examples(gateway: Gateway) -> list[dict[str, Any]]:
 
 
 def text_example(model: str, path: str, **fields: Any) -> dict[str, Any]:
-    """Return a request of OpenAI's API in the form of `examples`."""
+    """Return a request of OpenAI's API in the form of `request_examples`."""
     return {"model": model, "path": path, "headers": {}, "body": {"model": model, **fields}}
 
 

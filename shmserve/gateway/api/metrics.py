@@ -62,7 +62,7 @@ class ReportFamily(NamedTuple):
         kind: The Prometheus type.
         name: The family's name.
         path: The path of the number in a report ("cache.bytes"); nanoseconds become microseconds.
-        text: The help text.
+        help_text: The help text.
         label: The label whose values the numbers are keyed by; "": a single number.
     """
 

@@ -66,7 +66,8 @@ def register_system(
         key: The object's name.
         offset: The region's offset in the object.
         byte_size: The region's size.
-        is_leased: Whether the region ends with the client's connection; see `lease`.
+        is_leased: Whether the region ends with the client's connection (see
+            `await_leased_registration`).
         pin_pages: Whether workers on CUDA devices pin the pages.
     """
     return gateway.supervisor.send_request(

@@ -412,7 +412,7 @@ class ConnectionLifetime:
         self._last_ping = float("-inf")
         self._strikes = 0
         self.shutting_down = False
-        # Whether the connection must call `received`, which counts pings.
+        # Whether the connection must call `record_received`, which counts pings.
         self.counts_received = bool(self._settings.max_ping_strikes)
 
     def start(self) -> None:

@@ -344,7 +344,7 @@ class Inferences(ActiveCount):
     # --- models that are loaded on demand
 
     def needs_load(self, raw_request: bytes | ArrivingRequest) -> bool:
-        """Return whether the model of a refused request is loaded on demand, with `load`."""
+        """Return whether the model of a refused request is loaded on demand."""
         if not isinstance(raw_request, bytes):
             return needs_load(
                 self.gateway,

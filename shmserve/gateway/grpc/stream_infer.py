@@ -37,7 +37,7 @@ from shmserve.ipc.tensors.inference import Inferred
 
 # The limit of the bytes of a stream's requests in flight. Later requests are not read, since other
 # clients of the model would wait behind them, and their responses need memory, too. A small request
-# counts as `_LEAST` bytes, so that at most 1024 requests are in flight.
+# counts as `_MIN_REQUEST_BYTES` bytes, so that at most 1024 requests are in flight.
 _WINDOW_BYTES = 32 * 1024 * 1024
 _MIN_REQUEST_BYTES = _WINDOW_BYTES // 1024
 _MAX_JOINED_BYTES = 32 * 1024  # bytes of responses that are written together
@@ -143,7 +143,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall, stall_timeou
 
 @dataclass(eq=False)
 class _Stream:
-    """The state of one call; `total` counts the bytes of its requests and responses."""
+    """The state of one call; `total_bytes` counts the bytes of its requests and responses."""
 
     _inferences: Inferences
     _call: StreamingCall

@@ -6,7 +6,7 @@ four ways, which `read_request` selects:
 
 | body                                              | way                                       |
 |---------------------------------------------------|-------------------------------------------|
-| differs from an earlier one only in its tensors   | `repeat`: a template is filled            |
+| differs from an earlier one only in its tensors   | `fill_known_template`                     |
 | binary, with large tensors, not yet received      | `_receive`: into the arena                |
 | of a raw request, which has no header             | `_raw`: the input follows from the model  |
 | any other                                         | `_parse`: parsed as a whole               |
@@ -35,9 +35,9 @@ from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import (
     Fingerprint,
-    repeat,
+    fill_known_template,
+    is_worth_caching,
     store_template,
-    worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.parser import LARGE, JsonFault, Numbers, loads, loads_large
@@ -330,7 +330,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     fingerprint = Fingerprint(body[:size], len(body) - size)
     # Forwarded headers are parameters that the body does not contain.
     if size <= limit and not forwarded:
-        repeated = repeat(model.templates, fingerprint, body, size)
+        repeated = fill_known_template(model.templates, fingerprint, body, size)
         if repeated is not None:
             return repeated
     try:
@@ -340,7 +340,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
             raise JsonFault(error.message + _RAW_HINT) from None
         raise
     infer_request.parameters |= forwarded
-    if forwarded or not worth_preparing(model.templates, fingerprint):
+    if forwarded or not is_worth_caching(model.templates, fingerprint):
         return build_request(gateway, model, infer_request, body, size)
     built_request, template = build_with_template(gateway, model, infer_request, body, size)
     if template is not None:
@@ -488,7 +488,7 @@ async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int)
         if isinstance(data, Numbers):
             tensor.data = await _read_parts(data.parts(), tensor)
         elif type(data) is list and tensor.count:
-            tensor.data = await _read_parts(tensors.parts(data), tensor)
+            tensor.data = await _read_parts(tensors.split_values(data), tensor)
     decode_data(infer_request)
     return infer_request
 

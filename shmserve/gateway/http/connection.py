@@ -193,7 +193,7 @@ class HttpConnection(Incoming):
         request.closes_connection |= self.closes_next
         if message[0].upgrade:
             # aiohttp's parser drops the bytes after a request with an Upgrade header. If
-            # `_missing` does not give the size of the body, the next request cannot be found.
+            # `_missing_bytes` does not give the size of the body, the next request cannot be found.
             request.closes_connection |= self._missing_bytes < 0 or request.method == "CONNECT"
         return request
 

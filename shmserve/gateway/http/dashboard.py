@@ -53,9 +53,8 @@ _MAX_VIEWERS = 32  # limited because scrapes share the listener
 _SNAPSHOT_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 10  # taking a snapshot may use at most 1/10 of the time between snapshots
 _MAX_INTERVAL_S = 5.0
-_SNAPSHOTS_PER_PROCESS_READ = (
-    5  # Processes are read with every fifth snapshot, since /proc is slow.
-)
+# Processes are read with every fifth snapshot, since /proc is slow.
+_SNAPSHOTS_PER_PROCESS_READ = 5
 _STATE_TIMEOUT_S = 1.0
 _HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)

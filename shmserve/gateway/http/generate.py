@@ -23,13 +23,13 @@ from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.infer import ResponseQueue, streaming_response
 from shmserve.gateway.http.json.infer_request import (
+    move_sequence_parameters,
     parameter_value,
     request_id,
-    take_sequence,
     tensor_bytes,
 )
 from shmserve.gateway.http.json.large_bodies import Packed
-from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, unsigned
+from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, check_unsigned
 from shmserve.gateway.http.json.tensors import encode_in_turns
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
@@ -39,7 +39,7 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     encode_error_json,
 )
-from shmserve.gateway.http.openai.bodies import generates, packed_tensor, parse_prompts
+from shmserve.gateway.http.openai.bodies import generates_text, packed_tensor, parse_prompts
 from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count
@@ -48,52 +48,52 @@ from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 
-_NOT_ONE_RESPONSE = (
+_ONE_RESPONSE_EXPECTED = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
     "generates various number of responses"
 )
 
-_DUPLICATE = "[request id: <id_unknown>] input '{name}' already exists in request"
+_DUPLICATE_INPUT = "[request id: <id_unknown>] input '{name}' already exists in request"
 
 
 async def generate(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """Return the only response of a model."""
-    generation = await _begin(gateway, request, name, version)
+    """Handle POST .../generate: return the only response of a model."""
+    generation = await _start_generation(gateway, request, name, version)
     responses = generation.responses
     try:
-        status = await generation.first_status()
+        status = await generation.await_status()
         texts: list[bytes] = []
         while len(texts) < 2:
             await responses.wait()
             text, inferred = await generation.encode()
             if text is not None:
                 texts.append(text)
-            if responses.pop(inferred):
+            if responses.remove_first(inferred):
                 break
     finally:
         responses.close()
-    body = texts[0] if len(texts) == 1 else encode_error_json(_NOT_ONE_RESPONSE)
+    body = texts[0] if len(texts) == 1 else encode_error_json(_ONE_RESPONSE_EXPECTED)
     return HttpResponse(status, (body,), JSON_HEADER)
 
 
 async def generate_stream(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """Return the responses of a model as server-sent events."""
-    generation = await _begin(gateway, request, name, version)
+    """Handle POST .../generate_stream: return a model's responses as server-sent events."""
+    generation = await _start_generation(gateway, request, name, version)
     framing = SERVER_SENT_EVENTS
 
     async def event() -> tuple[bytes | None, Inferred | None]:
         text, inferred = await generation.encode()
         return None if text is None else framing.frame(text), inferred
 
-    status = await generation.first_status()
+    status = await generation.await_status()
     return streaming_response(status, framing.content_type, generation.responses, event)
 
 
-async def _begin(
+async def _start_generation(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> _Generation:
     arrived_ns = time.monotonic_ns()
@@ -108,12 +108,15 @@ async def _begin(
     parse_large = partial(parse_prompts, gateway, _PROMPTS, model=name)
     try:
         body = await read_json(
-            gateway, request, required=True, parse_large=parse_large if generates(model) else None
+            gateway,
+            request,
+            required=True,
+            parse_large=parse_large if generates_text(model) else None,
         )
         infer_request = parse_generate(body, inputs, model.stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
-            raise InvalidArgument(_DUPLICATE.format(name=fault.name)) from None
+            raise InvalidArgument(_DUPLICATE_INPUT.format(name=fault.name)) from None
         raise
     built_request = await build_in_turns(gateway, model, infer_request)
     await reload_model(gateway, built_request)
@@ -128,13 +131,13 @@ class _Generation:
     _model: GatewayModel
     responses: ResponseQueue
 
-    async def first_status(self) -> int:
+    async def await_status(self) -> int:
         """Return the HTTP status, which the first response determines.
 
         Raises:
             QueueFull: The request was refused before it reached the model.
         """
-        error = find_error(await self.responses.begun())
+        error = find_error(await self.responses.wait_for_first())
         if isinstance(error, QueueFull):
             self.responses.close()
             raise error
@@ -144,14 +147,14 @@ class _Generation:
         """Encode the first response in the queue, which may be an error."""
         inferred: Inferred | None = None
         try:
-            inferred = self.responses.request.outputs(self.responses.first)
+            inferred = self.responses.request.outputs(self.responses.first_response)
             if inferred is None:
                 return None, None
-            return await self._text(inferred), inferred
+            return await self._encode_outputs(inferred), inferred
         except ShmserveError as error:
             return encode_error_json(error.message), inferred
 
-    async def _text(self, inferred: Inferred) -> bytes:
+    async def _encode_outputs(self, inferred: Inferred) -> bytes:
         outputs = []
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
@@ -161,10 +164,12 @@ class _Generation:
             outputs.append((tensor, text))
         model = self._model
         infer_request = self.responses.request.built_request.infer_request
-        return response_json(infer_request, model.name, model.version, outputs, inferred.parameters)
+        return encode_response(
+            infer_request, model.name, model.version, outputs, inferred.parameters
+        )
 
 
-_NESTED = "parameters"
+_NESTED_MEMBER = "parameters"
 _PROMPTS = ("text_input", "input_ids", "messages")
 
 
@@ -185,14 +190,14 @@ def parse_generate(
     if type(body) is not dict:
         raise JsonFault("attempt to get members for non-object")
     request = InferRequest(request_id(body), [], [])
-    _take_members(request, body, inputs, nested=False)
+    _read_members(request, body, inputs, nested=False)
     if stateful:
-        take_sequence(request, request.parameters)
-    request.deadline_us = unsigned(request.parameters.pop("deadline_us", 0), "deadline_us")
+        move_sequence_parameters(request, request.parameters)
+    request.deadline_us = check_unsigned(request.parameters.pop("deadline_us", 0), "deadline_us")
     return request
 
 
-def _take_members(
+def _read_members(
     request: InferRequest,
     members: dict[str, Any],
     inputs: Mapping[str, tuple[str, Sequence[int]]],
@@ -201,41 +206,41 @@ def _take_members(
 ) -> None:
     check_member_count(members, "parameters")
     for key, value in members.items():
-        if key == _NESTED and not nested:
+        if key == _NESTED_MEMBER and not nested:
             if key in inputs:
                 raise InvalidArgument(
                     f"Keyword '{key}' for nested schema also given as input tensor name"
                 )
-            _take_nested(request, value, inputs)
+            _read_nested_members(request, value, inputs)
         elif key in inputs:
-            request.inputs.append(_tensor(key, value, *inputs[key]))
+            request.inputs.append(_create_input(key, value, *inputs[key]))
         else:
             value = value.value() if type(value) is Packed else value
             request.parameters[key] = parameter_value(key, value)
 
 
-def _take_nested(
+def _read_nested_members(
     request: InferRequest, value: Any, inputs: Mapping[str, tuple[str, Sequence[int]]]
 ) -> None:
     if type(value) is not dict:
         raise JsonFault(
-            f"Expected JSON object for keyword: '{_NESTED}': "
+            f"Expected JSON object for keyword: '{_NESTED_MEMBER}': "
             "attempt to access JSON non-object as object"
         )
     try:
-        _take_members(request, value, inputs, nested=True)
+        _read_members(request, value, inputs, nested=True)
     except ShmserveError as error:
-        raise type(error)(f"Converting keyword: '{_NESTED}': {error.message}") from None
+        raise type(error)(f"Converting keyword: '{_NESTED_MEMBER}': {error.message}") from None
 
 
-def _tensor(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
+def _create_input(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferInput:
     if type(value) is Packed:
-        shape = _shape(value.count, dims)
+        shape = _fit_shape(value.count, dims)
         if shape is not None and value.datatype == datatype and value.kind != "messages":
             return packed_tensor(name, [value], shape)
         value = value.value()
     values = value if type(value) is list else [value]
-    shape = _shape(len(values), dims)
+    shape = _fit_shape(len(values), dims)
     if shape is None:
         raise InvalidArgument(
             f"The schema can not convert input '{name}' to tensor with proper shape"
@@ -245,7 +250,7 @@ def _tensor(name: str, value: Any, datatype: str, dims: Sequence[int]) -> InferI
     return tensor
 
 
-def _shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
+def _fit_shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape of `count` elements.
 
     The innermost dimension of any size contains all elements; other such dimensions are 1.
@@ -253,16 +258,16 @@ def _shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
     Returns:
         None if the fixed dimensions do not divide the number of elements.
     """
-    fixed = element_count([dim for dim in dims if dim >= 0])
-    remaining, remainder = divmod(count, fixed) if fixed else (0, count)
+    fixed_elements = element_count([dim for dim in dims if dim >= 0])
+    remaining, remainder = divmod(count, fixed_elements) if fixed_elements else (0, count)
     shape = list(dims)
-    for at in reversed(range(len(shape))):
-        if shape[at] < 0:
-            shape[at], remaining = remaining, 1
+    for index in reversed(range(len(shape))):
+        if shape[index] < 0:
+            shape[index], remaining = remaining, 1
     return None if remainder or element_count(shape) != count else tuple(shape)
 
 
-def response_json(
+def encode_response(
     request: InferRequest,
     name: str,
     version: str,

@@ -19,9 +19,9 @@ from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
-from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value
+from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value_error
 from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
-from shmserve.gateway.http.openai.models import embeds
+from shmserve.gateway.http.openai.models import find_embedder
 from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, CudaHandle, whole
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
@@ -88,7 +88,7 @@ async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         name = example["model"]
         rows.append(example)
         model = gateway.models.find(name, "")
-        if model is not None and embeds(model) is not None:
+        if model is not None and find_embedder(model) is not None:
             rows.append(management.text_example(name, "/v1/embeddings", input=["A text"]))
     return json_response(rows)
 
@@ -160,11 +160,11 @@ def _read_log_changes(body: Any) -> dict[str, Any]:
         if key == LOG_FILE:
             raise management.log_file_error()
         if key in LOG_SWITCHES and type(value) is not bool:
-            raise mistyped_value("boolean")
+            raise mistyped_value_error("boolean")
         if key == LOG_LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
-            raise mistyped_value("unsigned-integer")
+            raise mistyped_value_error("unsigned-integer")
         if key == LOG_FORMAT and type(value) is not str:
-            raise mistyped_value("string")
+            raise mistyped_value_error("string")
         if key == LOG_FORMAT and value not in FORMATS:
             raise Unavailable(f"invalid argument for --log_format, got: {value}")
     return changes
@@ -226,7 +226,7 @@ def _decode_load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, 
                 f"nor 'file:PATH'{suggestion(key, ('config',))}"
             )
         if type(value) is not str:
-            raise mistyped_value("string")
+            raise mistyped_value_error("string")
         if key == "config":
             config = value
             continue
@@ -276,7 +276,7 @@ def decode_registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool
     key = _require_member(body, "key")
     byte_size = _require_member(body, "byte_size")
     if type(key) is not str:
-        raise mistyped_value("string")
+        raise mistyped_value_error("string")
     size = whole(byte_size, "byte_size")
     offset = whole(body.get("offset", 0), "offset")
     lifetime = body.get("lifetime", "server")
@@ -357,5 +357,5 @@ def _typed_member(members: dict[str, Any], field: str, kind: type[str] | type[in
             type(value) is int and 0 <= value <= LARGEST_UNSIGNED,
         )
     if not is_valid:
-        raise mistyped_value(type_name)
+        raise mistyped_value_error(type_name)
     return value

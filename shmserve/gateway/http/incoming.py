@@ -93,9 +93,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
         self._may_parse = True  # whether bytes may be parsed; False after an error
-        self._partial_head: bytes | None = (
-            None  # the received part of an incomplete head, if it is known
-        )
+        # The received part of an incomplete head, if it is known.
+        self._partial_head: bytes | None = None
         self._ends_request = False  # whether the received bytes end with a head or with chunks
         # The incomplete head of a chunked request with a Content-Length.
         self._conflicting_head = b""

@@ -1,14 +1,14 @@
 """Inference over HTTP: POST /v2/models/NAME/infer, and the queue of a model's responses.
 
-    read_request ──> submit ──> HttpInference ──response──> `_encode`, or a template
-             └── a client that accepts a stream: ResponseQueue ──response*──> `_Events`
+    read_request ──> submit ──> HttpInference ──response──> `_encode_response`, or a template
+             └── a client that accepts a stream: ResponseQueue ──response*──> `_StreamEncoder`
 
 The response of `infer` is a JSON text with binary data. `ResponseQueue` and `streaming_response`
 also serve generate.py and OpenAI's API (openai/).
 
-A request that equals an earlier one on its connection except for its tensors is begun by `_repeat`,
-without a task, and its response is written in the callback. A task costs 15 of 50 us of CPU that a
-small request takes with eight requests in flight.
+A request that equals an earlier one on its connection except for its tensors is started by
+`_infer_repeated`, without a task, and its response is written in the callback. A task costs 15 of
+the 50 us of CPU that a small request takes with eight requests in flight.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import compress_pieces, preferred_encoding
 from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.body import body_limit_us, header_size, read_request
-from shmserve.gateway.http.json.fingerprint import Fingerprint, repeat
+from shmserve.gateway.http.json.fingerprint import Fingerprint, fill_known_template
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
-from shmserve.gateway.http.json.tensors import encode_in_turns, joined
+from shmserve.gateway.http.json.tensors import encode_in_turns, join_in_turns
 from shmserve.gateway.http.messages import (
     ACCEPT,
     ACCEPT_ENCODING,
@@ -67,27 +67,29 @@ from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
 
-_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
-_BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
+_DECOUPLED_UNSUPPORTED = "HTTP end point doesn't support models with decoupled transaction policy"
+_BINARY_HEADERS = (
+    b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
+)
 
 
 async def infer(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """Run one inference."""
+    """Handle POST /v2/models/NAME/infer: run one inference."""
     arrived_ns = time.monotonic_ns()
     headers = request.headers
-    limit = read_time_limit(headers)
+    call_limit = read_time_limit(headers)
     model = gateway.models.find(name, version or "")
     if model is None:
-        model = await _loaded(gateway, request, name, version or "")
+        model = await _load_model(gateway, request, name, version or "")
     framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
     if framing is None and model.decoupled:
-        raise Unsupported(_DECOUPLED)
+        raise Unsupported(_DECOUPLED_UNSUPPORTED)
     built_request = await read_request(gateway, model, request)
     if framing is not None:
         await reload_model(gateway, built_request)
-        return await _stream(
+        return await _stream_responses(
             gateway, ResponseQueue(gateway, request, built_request, arrived_ns), framing
         )
     try:
@@ -99,7 +101,7 @@ async def infer(
             arrived_ns,
             *(HttpInference, HttpInference.on_arrival, ACCEPT_ENCODING not in headers),
             *(gateway, request),
-            call_limit=limit,
+            call_limit=call_limit,
             traceparent=headers.get(TRACEPARENT, ""),
         )
     except ShmserveError as error:
@@ -107,12 +109,14 @@ async def infer(
         raise
     request.repeat = None
     if built_request.responses is not None and _is_plain(request):
-        head = (gateway.models.revision, headers.get(HEADER_LENGTH))
-        request.repeat = partial(_repeat, gateway, request, model, *head)
+        head_key = (gateway.models.revision, headers.get(HEADER_LENGTH))
+        request.repeat = partial(_infer_repeated, gateway, request, model, *head_key)
     return await inference.response()
 
 
-async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
+async def _load_model(
+    gateway: Gateway, request: HttpRequest, name: str, version: str
+) -> GatewayModel:
     limit_us = read_time_limit(request.headers)[0]
     if not limit_us and needs_load(gateway, name, version):
         limit_us = await body_limit_us(gateway, request)
@@ -120,7 +124,7 @@ async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: st
 
 
 def _is_plain(request: HttpRequest) -> bool:
-    """Return whether a request is determined by its body, and no body is compressed."""
+    """Return whether the response depends only on the body, and neither body is compressed."""
     headers = request.headers
     return not (
         request.is_http10
@@ -131,7 +135,7 @@ def _is_plain(request: HttpRequest) -> bool:
     )
 
 
-def _repeat(
+def _infer_repeated(
     gateway: Gateway,
     request: HttpRequest,
     model: GatewayModel,
@@ -154,7 +158,7 @@ def _repeat(
         size = whole_size if header_length is None else header_size(header_length, whole_size)
         if size > gateway.settings.max_input_size:
             return None
-        built_request = repeat(
+        built_request = fill_known_template(
             model.templates, Fingerprint(body[:size], whole_size - size), body, size
         )
         if built_request is None:
@@ -195,7 +199,7 @@ class HttpInference(UnaryInference):
         else:
             json, binary = self.encoded
             if binary:
-                write_response(b"".join((json, *binary)), _headers(json, binary))
+                write_response(b"".join((json, *binary)), _response_headers(json, binary))
             else:
                 write_response(json)
 
@@ -210,36 +214,40 @@ class HttpInference(UnaryInference):
                 self.cancel()
                 raise
         try:
-            response = await self._response(self.take())
+            response = await self._create_response(self.take())
         except ShmserveError as error:
             record_failure(built_request, error)
             raise
         if built_request.trace is not None:
             built_request.trace.finish()
         if logger.isEnabledFor(logging.DEBUG):
-            passed_us = (time.monotonic_ns() - self.submit.arrived_ns) // 1000
+            duration_us = (time.monotonic_ns() - self.submit.arrived_ns) // 1000
             extra = {"request_id": built_request.infer_request.id}
-            args = (built_request.model.name, passed_us)
-            logger.debug("inference of model '%s' took %d us", *args, extra=extra)
+            message_args = (built_request.model.name, duration_us)
+            logger.debug("inference of model '%s' took %d us", *message_args, extra=extra)
         return response
 
-    async def _response(self, message: m.Finished | m.Responded) -> HttpResponse:
+    async def _create_response(self, message: m.Finished | m.Responded) -> HttpResponse:
         if self.encoded is not None:
-            return _assemble(*self.encoded)
+            return _assemble_response(*self.encoded)
         built_request, gateway = self.built_request, self.gateway
         infer_request, model = built_request.infer_request, built_request.model
         inferred = self.outputs(message)
         uses_worker_memory = _has_worker_memory(infer_request, inferred)
         try:
-            shown = classify_outputs(gateway, model, infer_request, inferred)
+            classified = classify_outputs(gateway, model, infer_request, inferred)
             template = None
             if built_request.responses is not None:
                 template = built_request.responses.find(message.schema)
             if template is None:
-                template = JsonResponseTemplate(infer_request, model.name, model.version, shown)
-                if built_request.responses is not None and shown is inferred:
+                template = JsonResponseTemplate(
+                    infer_request, model.name, model.version, classified
+                )
+                if built_request.responses is not None and classified is inferred:
                     built_request.responses.store(message.schema, template)
-            response = await _encode(gateway, self.request, infer_request.id, template, shown)
+            response = await _encode_response(
+                gateway, self.request, infer_request.id, template, classified
+            )
         except BaseException:
             if uses_worker_memory:
                 self.release_outputs(inferred)
@@ -252,10 +260,12 @@ class HttpInference(UnaryInference):
 def _has_worker_memory(infer_request: InferRequest, inferred: Inferred) -> bool:
     """Return whether an output is in a worker's memory, not in the message or a client's region."""
     in_regions = infer_request.region_outputs
-    return not all(type(each.data) is bytes or each.name in in_regions for each in inferred.outputs)
+    return not all(
+        type(output.data) is bytes or output.name in in_regions for output in inferred.outputs
+    )
 
 
-async def _encode(
+async def _encode_response(
     gateway: Gateway,
     request: HttpRequest,
     request_id: str,
@@ -264,55 +274,59 @@ async def _encode(
 ) -> HttpResponse:
     """Return a response of any size, compressed if the client accepts it. Binary data are views."""
     trim = gateway.malloc_trim
-    cuts: list[bytes] = []
+    text_values: list[bytes] = []
     binary: list[bytes | memoryview] = []
     for output in template.outputs:
         data = output_bytes(gateway, inferred.outputs[output.position])
         if output.binary:
             binary.append(data)
             if output.byte_size < 0:
-                cuts.append(b"%d" % len(data))
+                text_values.append(b"%d" % len(data))
         else:
-            described = (output.datatype, output.shape, output.name)
-            cuts.append(await encode_in_turns(data, *described, trim))
-    response = _assemble(template.json(request_id, cuts), binary)
+            description = (output.datatype, output.shape, output.name)
+            text_values.append(await encode_in_turns(data, *description, trim))
+    response = _assemble_response(template.encode_json(request_id, text_values), binary)
     if ACCEPT_ENCODING in request.headers:
         encoding = preferred_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
-            response.pieces = [await joined(compress_pieces(response.pieces, encoding), trim)]
+            response.pieces = [
+                await join_in_turns(compress_pieces(response.pieces, encoding), trim)
+            ]
             response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return response
 
 
-def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
-    return HttpResponse(200, (json, *binary), _headers(json, binary))
+def _assemble_response(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
+    return HttpResponse(200, (json, *binary), _response_headers(json, binary))
 
 
-def _headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
-    return _BINARY % len(json) if binary and any(map(len, binary)) else JSON_HEADER
+def _response_headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
+    return _BINARY_HEADERS % len(json) if binary and any(map(len, binary)) else JSON_HEADER
 
 
 # --- clients that accept a stream
 
 
-async def _stream(gateway: Gateway, responses: ResponseQueue, framing: Framing) -> HttpResponse:
+async def _stream_responses(
+    gateway: Gateway, responses: ResponseQueue, framing: Framing
+) -> HttpResponse:
     """Return the stream of the responses: JSON texts without binary data, in events or lines.
 
     Raises:
         ShmserveError: The only response is an error.
     """
-    first = await responses.begun()
-    error = find_error(first)
-    if error is not None and is_last_response(first):
+    first_response = await responses.wait_for_first()
+    error = find_error(first_response)
+    if error is not None and is_last_response(first_response):
         responses.close()
         log_failure(responses.request.built_request, error)
         raise error
     status = 200 if error is None else error.status
-    events = _Events(gateway, responses, framing)
-    return streaming_response(status, framing.content_type, responses, events.next)
+    encoder = _StreamEncoder(gateway, responses, framing)
+    return streaming_response(status, framing.content_type, responses, encoder.encode_next)
 
 
-class _Events:
+class _StreamEncoder:
     """The encoder of a stream's responses, with templates for schemas that have occurred."""
 
     def __init__(self, gateway: Gateway, responses: ResponseQueue, framing: Framing) -> None:
@@ -324,36 +338,36 @@ class _Events:
         outputs = [replace(output, binary=False) for output in infer_request.outputs]
         self._infer_request = replace(infer_request, outputs=outputs, binary=False)
 
-    async def next(self) -> tuple[bytes | None, Inferred | None]:
+    async def encode_next(self) -> tuple[bytes | None, Inferred | None]:
         """Encode the first response in the queue, for `streaming_response`."""
-        request, message = self._responses.request, self._responses.first
+        request, message = self._responses.request, self._responses.first_response
         inferred: Inferred | None = None
         try:
-            if (filled := request.from_template(message)) is not None:
-                return self._framing.frame(filled[0]), None
+            if (encoded := request.from_template(message)) is not None:
+                return self._framing.frame(encoded[0]), None
             inferred = request.outputs(message)
             if inferred is None:
                 return None, None
-            json = await self._json(inferred, message)
+            json = await self._encode_json(inferred, message)
         except ShmserveError as error:
             return self._framing.error(error.message), inferred
         return self._framing.frame(json), inferred
 
-    async def _json(self, inferred: Inferred, message: StreamedResponse) -> bytes:
+    async def _encode_json(self, inferred: Inferred, message: StreamedResponse) -> bytes:
         gateway, model = self._gateway, self._model
-        shown = classify_outputs(gateway, model, self._infer_request, inferred)
-        template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
-        if shown is inferred and isinstance(message, m.Responded) and not message.final:
+        classified = classify_outputs(gateway, model, self._infer_request, inferred)
+        template = JsonResponseTemplate(self._infer_request, model.name, model.version, classified)
+        if classified is inferred and isinstance(message, m.Responded) and not message.final:
             self._responses.request.templates.store(message.schema, template)
         arrays: list[bytes] = []
         for output in template.outputs:
-            data = output_bytes(gateway, shown.outputs[output.position])
-            described = (output.datatype, output.shape, output.name)
-            arrays.append(await encode_in_turns(data, *described, gateway.malloc_trim))
-        return template.json(self._infer_request.id, arrays)
+            data = output_bytes(gateway, classified.outputs[output.position])
+            description = (output.datatype, output.shape, output.name)
+            arrays.append(await encode_in_turns(data, *description, gateway.malloc_trim))
+        return template.encode_json(self._infer_request.id, arrays)
 
 
-_MOST_BYTES_AT_ONCE = 32 * 1024  # bytes of responses that are written together
+_MAX_JOINED_BYTES = 32 * 1024  # bytes of responses that are written together
 
 
 class ResponseQueue:
@@ -362,7 +376,7 @@ class ResponseQueue:
     Args:
         gateway: The gateway.
         request: The client's request.
-        built: The request for the model.
+        built_request: The request for the model.
         arrived_ns: The time of arrival.
         response_event: The event that is set for each response; several queues may share it.
 
@@ -383,18 +397,18 @@ class ResponseQueue:
         client = request.connection.client
         headers = request.headers
         try:
-            limit = read_time_limit(headers)
+            call_limit = read_time_limit(headers)
         except BaseException:
             built_request.release()
             raise
-        trace = headers.get(TRACEPARENT, "")
+        traceparent = headers.get(TRACEPARENT, "")
         self.request = submit(
-            *(gateway, built_request, client, arrived_ns, StreamingInference, self._responded),
-            call_limit=limit,
-            traceparent=trace,
+            *(gateway, built_request, client, arrived_ns, StreamingInference, self._on_response),
+            call_limit=call_limit,
+            traceparent=traceparent,
         )
 
-    def _responded(self, _: StreamingInference, message: StreamedResponse) -> None:
+    def _on_response(self, _: StreamingInference, message: StreamedResponse) -> None:
         self._messages.append(message)
         self._response_event.set()
 
@@ -405,7 +419,7 @@ class ResponseQueue:
         return b"" if trace is None else traceparent_header(trace.context.traceparent)
 
     @property
-    def first(self) -> StreamedResponse:
+    def first_response(self) -> StreamedResponse:
         """Return the first response in the queue."""
         return self._messages[0]
 
@@ -418,7 +432,7 @@ class ResponseQueue:
             self._response_event.clear()
             await self._response_event.wait()
 
-    async def begun(self) -> StreamedResponse:
+    async def wait_for_first(self) -> StreamedResponse:
         """Wait for the first response, and return it; a cancellation cancels the request."""
         try:
             await self.wait()
@@ -427,7 +441,7 @@ class ResponseQueue:
             raise
         return self._messages[0]
 
-    def pop(self, inferred: Inferred | None) -> bool:
+    def remove_first(self, inferred: Inferred | None) -> bool:
         """Remove the first response, which was encoded; return whether it was the last one.
 
         The memory of its outputs (`inferred`) is released, and its credit returned.
@@ -445,35 +459,37 @@ class ResponseQueue:
 
 
 # Encodes the first response in a queue. Returns the bytes for the client, or None, and the outputs.
-Encode = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
+EncodeFirst = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
 
 
 def streaming_response(
-    status: int, content_type: bytes, queue: ResponseQueue, encode: Encode
+    status: int, content_type: bytes, queue: ResponseQueue, encode: EncodeFirst
 ) -> HttpResponse:
-    """Return the response that streams those of a model, a chunk for each that is not empty.
+    """Return the response that streams a model's responses, each non-empty one as a chunk.
 
     A client that does not read receives no credit, so that the model waits. The request is
     cancelled when the client disconnects.
     """
     headers = b"Content-Type: %b\r\n" % content_type + queue.headers
-    response = ChunkedResponse(status, _encoded(queue, encode), headers)
+    response = ChunkedResponse(status, _encode_batches(queue, encode), headers)
     response.on_sent = queue.close
     return response
 
 
-async def _encoded(queue: ResponseQueue, encode: Encode) -> AsyncGenerator[list[bytes], None]:
+async def _encode_batches(
+    queue: ResponseQueue, encode: EncodeFirst
+) -> AsyncGenerator[list[bytes], None]:
     """Yield the encoded responses that are written together."""
-    ended = False
-    while not ended:
+    is_ended = False
+    while not is_ended:
         await queue.wait()
         events: list[bytes] = []
         size = 0
-        while queue and size < _MOST_BYTES_AT_ONCE and not ended:
+        while queue and size < _MAX_JOINED_BYTES and not is_ended:
             event, inferred = await encode()
             if event is not None:
                 events.append(event)
                 size += len(event)
-            ended = queue.pop(inferred)
+            is_ended = queue.remove_first(inferred)
         if events:
             yield events

@@ -119,8 +119,8 @@ class WriteResponse(Protocol):
         """
 
 
-# Begins a request with this body. The result None means that a handler is needed. `Answer` is
-# called once: later, or without a body before the return if the request fails at once.
+# Starts a request with this body, or returns None if a handler is needed. `WriteResponse` is called
+# once: later, or without a body before the return if the request fails at once.
 StartRepeatedRequest = Callable[[bytes, WriteResponse], BegunRequest | None]
 
 

@@ -28,7 +28,7 @@ from shmserve.gateway.http.messages import (
     encode_triton_error,
 )
 from shmserve.gateway.http.openai import generation, models, responses
-from shmserve.gateway.http.openai.bodies import openai_error
+from shmserve.gateway.http.openai.bodies import encode_openai_error
 from shmserve.gateway.http.routing import ANY_PATH, Handler, Route, RouteTable, optional_parts
 
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # the host without its port
@@ -154,7 +154,7 @@ _post_cuda_unregister = partial(handlers.post_unregister, cuda=True)
 
 def _create_route(method: str, path: str, scope: str, handler: Handler) -> Route:
     is_openai = path.startswith(("/v1/", "/tokenize", "/detokenize"))
-    encode_error = openai_error if is_openai else encode_triton_error
+    encode_error = encode_openai_error if is_openai else encode_triton_error
     encode_error = responses.response_error if path == "/v1/responses" else encode_error
     return Route(method, path, scope, handler, encode_error, is_openai)
 
@@ -186,11 +186,11 @@ ROUTES = RouteTable(
     _create_route("POST", _CUDA_PATH + "/register", _MEMORY_SCOPE, handlers.post_register_cuda),
     _create_route("GET", _CUDA_PATH + "/status", _MEMORY_SCOPE, _get_cuda_status),
     _create_route("POST", _CUDA_PATH + "/unregister", _MEMORY_SCOPE, _post_cuda_unregister),
-    _create_route("GET", "/v1/models", "metadata", models.all_models),
-    _create_route("GET", "/v1/models/{id}", "metadata", models.one_model),
-    _create_route("POST", "/v1/completions", "inference", generation.completions),
-    _create_route("POST", "/v1/chat/completions", "inference", generation.chats),
-    _create_route("POST", "/v1/responses", "inference", responses.responses),
+    _create_route("GET", "/v1/models", "metadata", models.list_models),
+    _create_route("GET", "/v1/models/{id}", "metadata", models.show_model),
+    _create_route("POST", "/v1/completions", "inference", generation.create_completion),
+    _create_route("POST", "/v1/chat/completions", "inference", generation.create_chat),
+    _create_route("POST", "/v1/responses", "inference", responses.create_response),
     _create_route("POST", "/v1/embeddings", "inference", models.embeddings),
     _create_route("POST", "/tokenize", "inference", models.tokenize),
     _create_route("POST", "/detokenize", "inference", models.detokenize),

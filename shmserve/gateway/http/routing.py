@@ -77,8 +77,8 @@ class Route:
             "/v2/models/{model}[/versions/{version}]".
         scope: The API of the route, for which clients are authorised.
         handler: Called with the gateway, the request, and the parts of the path.
-        error_form: Encodes an error as the body of a response of this API.
-        identified: Whether each response has the header x-request-id.
+        encode_error: Encodes an error as the body of a response of this API.
+        has_request_id: Whether each response has the header x-request-id.
     """
 
     method: str

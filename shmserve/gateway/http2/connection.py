@@ -86,9 +86,8 @@ class Http2Connection(FrameReader[HeadT]):
         self.sending = Outgoing(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
         self.last_stream_id = 0  # the highest stream that the client has opened
-        self.settings_acknowledged = (
-            False  # whether the client has acknowledged the server's SETTINGS
-        )
+        # Whether the client has acknowledged the server's SETTINGS.
+        self.settings_acknowledged = False
         self._credited_output = 0, 0  # frames and bytes of data already credited to the budget
         self._saved_control_frames = 0  # earned control frames that are not needed yet
         self.ping_count = 0  # total number of PINGs from the client

@@ -59,7 +59,7 @@ class Limits:
         control: The budget of control frames.
         control_per_s: The refill rate of that budget.
         frames: Work per call of `receive`, in frames.
-        begin: The cost of opening a stream, in frames.
+        stream_cost: The cost of opening a stream, in frames.
         window: The initial receive window of a stream in bytes.
         frame: The maximum payload of a DATA frame in bytes.
     """
@@ -173,7 +173,7 @@ class FrameReader(ABC, Generic[HeadT]):
 
     Attributes:
         closing: Whether the connection ends after pending output is written.
-        frames_in: The number of received frames, for detecting idle clients.
+        received_frames: The number of received frames, for detecting idle clients.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -271,9 +271,8 @@ class Outgoing:
             self._send_data_frame(stream, piece, size)
         del self.waiting_streams[stream]
         if stream.queued_bytes or self.paused:
-            self.waiting_streams[stream] = (
-                None  # the stream's next turn comes after all other streams'
-            )
+            # The stream's next turn comes after all other streams'.
+            self.waiting_streams[stream] = None
         elif stream.trailers is not None:
             self._send_block(stream, stream.trailers, END_HEADERS | END_STREAM)
             self._finish(stream)

@@ -134,9 +134,8 @@ class Arrival:
         self._timeout_s = body_timeout_s
         self._budget = budget
         self._started_at = time.monotonic()
-        self._current_timeout: asyncio.Timeout | None = (
-            None  # the timeout of the current wait for bytes
-        )
+        # The timeout of the current wait for bytes.
+        self._current_timeout: asyncio.Timeout | None = None
         self._wait_started_at = 0.0  # the start of the current wait
         self._earlier_waits_s = 0.0  # the total time of the earlier waits
         self._release_block: Callable[[], None] | None = None

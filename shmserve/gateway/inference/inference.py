@@ -7,8 +7,8 @@ A `UnaryInference` has one response, a `StreamingInference` any number. `submit`
                     └──response* (streaming) ──> the last one: a final `Responded`, or a `Failed`
 
 A response with a known schema to a request with a known header is encoded by a template
-(`UnaryInference.handle_response`). Any other response is unpacked (`unpack`), and encoded by its
-protocol.
+(`UnaryInference.handle_response`). Any other response is unpacked (`unpack_response`), and encoded
+by its protocol.
 
 A `StreamingInference` has credit-based flow control: the scheduler sends responses only for credit,
 which is returned when responses have been sent to the client.
@@ -100,7 +100,8 @@ def submit(
         client: The client, which must own the regions of the request.
         arrived_ns: The time of the request's arrival.
         inference_class: The class of the inference.
-        *args: The arguments of `inference_class` behind those of `GatewayRequest` and the request.
+        *inference_args: The arguments of `inference_class` after those of `GatewayRequest` and the
+            request.
         call_limit: The time limit of the client's call.
         traceparent: The trace context of the client.
 
@@ -169,9 +170,8 @@ def _begin_trace(
     if trace is None:
         return ""
     if trace.explained:
-        built_request.responses = (
-            None  # no templates, because every response has an explanation of its own
-        )
+        # No templates, because every response has an explanation of its own.
+        built_request.responses = None
     return trace.scheduler.message
 
 

@@ -301,7 +301,7 @@ async def build_in_turns(
 def build_with_template(
     gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, offset: int
 ) -> tuple[BuiltRequest, RequestTemplate | None]:
-    """Place the tensors as `build` does, and return a template for requests of the same layout.
+    """Place the tensors like `build_request`, and return a template for requests of this layout.
 
     A request with large tensors in the body and others in regions has no template.
     """
@@ -458,7 +458,7 @@ class ArrivingTensors:
 
     Attributes:
         views: The memory of each tensor.
-        begun: The number of tensors that have begun to arrive.
+        started_count: The number of tensors that have begun to arrive.
     """
 
     def __init__(self, views: Sequence[memoryview], release: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """The inference request of every protocol, parsed but not checked against its model.
 
-Headers of the client's call can become parameters of the request (`forwarded_headers`).
+Headers of the client's call can become parameters of the request (`select_forwarded_headers`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 allowed values, nearest name.
 """
 
+import bdb
 from collections.abc import Callable
 from pathlib import Path
 
@@ -328,3 +329,9 @@ def test_meaningless_flags_are_reported_together(tmp_path: Path) -> None:
 
 def test_there_are_many_mistakes() -> None:
     assert len(MISTAKES) >= 60
+
+
+def test_a_breakpoint_in_a_worker_names_the_page_of_the_guide() -> None:
+    assert in_words(bdb.BdbQuit()) == (
+        "BdbQuit: a worker has no terminal for breakpoint(); see `shmserve guide debug`"
+    )

@@ -73,8 +73,8 @@ def generator(name: str, *aliases: str) -> Any:
     return published(
         name=name,
         max_batch_size=0,
-        input=[{"name": bodies.PARAMETERS, **text}],
-        output=[{"name": bodies.TEXT, **text}],
+        input=[{"name": bodies.PARAMETERS_INPUT, **text}],
+        output=[{"name": bodies.TEXT_OUTPUT, **text}],
         parameters={"engine": {"string_value": engine}},
     )
 
@@ -108,11 +108,11 @@ def test_served_names_precede_a_models_own() -> None:
     gateway = named(generator("a"), published(), served=(("", "gpt"), ("a", "org/x"), ("b", "y")))
     for name, own in (("gpt", "a"), ("org/x", "a"), ("a", "a"), ("y", "b"), ("simple", "simple")):
         assert resolve_alias(gateway, name) == own
-    assert bodies.names_of(gateway, "a") == ["gpt", "org/x", "a"]
+    assert bodies.model_names(gateway, "a") == ["gpt", "org/x", "a"]
     assert bodies.response_name(gateway, "a") == "gpt"
-    assert bodies.names_of(gateway, "simple") == ["simple"]
+    assert bodies.model_names(gateway, "simple") == ["simple"]
     gateway.models.publish(generator("b"))
-    assert bodies.names_of(gateway, "a") == ["org/x", "a"]
+    assert bodies.model_names(gateway, "a") == ["org/x", "a"]
     with pytest.raises(NotFound, match="--served-model-name=MODEL=gpt"):
         resolve_alias(gateway, "gpt")
 

@@ -23,8 +23,12 @@ from shmserve.errors import (
 )
 from shmserve.gateway.http.messages import WholeBody
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import RequestTooLarge, TooManyRequests, openai_error
-from shmserve.gateway.http.openai.generation import CHAT, COMPLETION, Choices, Delta
+from shmserve.gateway.http.openai.bodies import (
+    RequestTooLarge,
+    TooManyRequests,
+    encode_openai_error,
+)
+from shmserve.gateway.http.openai.generation import CHAT_FORMAT, COMPLETION_FORMAT, Choices, Delta
 from shmserve.gateway.http.routing import MethodNotAllowed, NoRoute
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.listener import MisdirectedHost
@@ -42,7 +46,7 @@ TOKEN = {
 
 
 def test_a_completion_in_chunks_and_whole() -> None:
-    choices = Choices(COMPLETION, "m", 1)
+    choices = Choices(COMPLETION_FORMAT, "m", 1)
     first = choices.add(0, Delta(0, "ab", "", {"content": [TOKEN]}))
     last = choices.add(0, Delta(0, "ab", "stop", {"content": [TOKEN]}, USAGE))
     assert (first["text"], first["finish_reason"]) == ("ab", None)
@@ -69,10 +73,13 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert json.loads(usage.removeprefix(b"data: "))["choices"] == []
     assert [done] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
     assert "usage" not in chunk
-    assert json.loads(Choices(COMPLETION, "m", 1, shows_usage=True).chunk([first]))["usage"] is None
+    assert (
+        json.loads(Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).chunk([first]))["usage"]
+        is None
+    )
 
 
-@pytest.mark.parametrize("form", [COMPLETION, CHAT])
+@pytest.mark.parametrize("form", [COMPLETION_FORMAT, CHAT_FORMAT])
 def test_chunks_count_the_tokens_of_their_sample(form: Any) -> None:
     """With continuous_usage_stats, as in vLLM."""
     choices = Choices(form, "m", 2, shows_usage=True, continuous=True, shows_tokens=False)
@@ -82,7 +89,7 @@ def test_chunks_count_the_tokens_of_their_sample(form: Any) -> None:
         (1, [3], {}),
         (0, [4], {}),
     ):
-        choice = choices.add(0, Delta(sample, "a", more={"token_ids": tokens, **more}))
+        choice = choices.add(0, Delta(sample, "a", extra_members={"token_ids": tokens, **more}))
         assert not choice.keys() & {"token_ids", "prompt_token_ids"}
         chunk = json.loads(choices.chunk([choice]))
         assert "prompt_token_ids" not in chunk
@@ -102,7 +109,7 @@ def test_zero_logprobs_are_requested() -> None:
 
 def test_stop_reasons_of_choices() -> None:
     """As in vLLM, chunks of chats have it only at the end of a sample."""
-    completion, chat = Choices(COMPLETION, "m", 1), Choices(CHAT, "m", 1)
+    completion, chat = Choices(COMPLETION_FORMAT, "m", 1), Choices(CHAT_FORMAT, "m", 1)
     deltas = Delta(0, "a"), Delta(0, "b", "stop", stop_reason="END")
     deltas_out = [[reader.add(0, delta) for delta in deltas] for reader in (completion, chat)]
     assert [reader.get("stop_reason", "absent") for reader in deltas_out[0]] == [None, "END"]
@@ -113,7 +120,7 @@ def test_stop_reasons_of_choices() -> None:
 
 
 def test_the_role_is_only_in_the_first_chunk() -> None:
-    choices = Choices(CHAT, "m", 2)
+    choices = Choices(CHAT_FORMAT, "m", 2)
     deltas = [
         choices.add(0, Delta(sample, text, over))["delta"]
         for sample, text, over in ((0, "a", ""), (1, "b", ""), (0, "c", ""), (0, "", "length"))
@@ -132,7 +139,7 @@ def test_the_role_is_only_in_the_first_chunk() -> None:
 
 
 def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:
-    choices = Choices(COMPLETION, "m", 3)
+    choices = Choices(COMPLETION_FORMAT, "m", 3)
     choices.add(1, Delta(0, "x", "stop", None, USAGE))
     choices.add(0, Delta(2, "y", "stop", None, USAGE))
     assert [choice["index"] for choice in choices.whole_response()["choices"]] == [2, 3]
@@ -141,7 +148,7 @@ def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:
 
 def test_errors_have_a_type_and_the_field() -> None:
     def shown(error: Any) -> dict[str, Any]:
-        error_body: dict[str, Any] = json.loads(openai_error(error))["error"]
+        error_body: dict[str, Any] = json.loads(encode_openai_error(error))["error"]
         return error_body
 
     wrong = shown(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
@@ -174,13 +181,15 @@ def test_errors_have_a_type_and_the_field() -> None:
 def test_the_type_of_an_error_is_that_of_its_status(
     error: ShmserveError, kind: str, code: str | None
 ) -> None:
-    error_body = json.loads(openai_error(error))["error"]
+    error_body = json.loads(encode_openai_error(error))["error"]
     assert error_body == {"message": "x", "type": kind, "param": None, "code": code}
 
 
 def text_gateway() -> Any:
     """Return a gateway with one model, which generates text."""
-    signature = SimpleNamespace(inputs={bodies.PARAMETERS: None}, outputs={bodies.TEXT: None})
+    signature = SimpleNamespace(
+        inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None}
+    )
     model = SimpleNamespace(name="m", signature=signature)
     models = MagicMock(on_demand=(), resolve_alias=str)
     models.__contains__.return_value = True
@@ -193,7 +202,7 @@ def text_gateway() -> Any:
 def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     request: Any = SimpleNamespace(content=WholeBody(raw), headers=CIMultiDict(headers))
-    return asyncio.run(bodies.read(text_gateway(), request))
+    return asyncio.run(bodies.read_body(text_gateway(), request))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +222,7 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     given: dict[str, Any], most: int
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
-    asked = asyncio.run(bodies.chat(text_gateway(), body))
+    asked = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
     assert [asked.parameters[name] for name in limits if name in asked.parameters] == [most]
 
@@ -231,7 +240,7 @@ def test_a_body_is_a_json_object(raw: bytes) -> None:
 
 
 def test_a_chat_with_reasoning_and_calls() -> None:
-    choices = Choices(CHAT, "m", 1)
+    choices = Choices(CHAT_FORMAT, "m", 1)
     head = {"index": 0, "id": "c", "name": "f", "arguments": "{"}
     messages: list[dict[str, Any]] = [
         {"reasoning": "hm"},
@@ -264,10 +273,10 @@ def test_a_chat_with_reasoning_and_calls() -> None:
 @pytest.mark.parametrize("prompt", [[1 << 31], [1 << 40], [5, -(1 << 31)], [[1], [1 << 33]]])
 def test_a_token_that_its_encoding_would_wrap_is_refused(prompt: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"prompt: -?[0-9]+ is not a token"):
-        asyncio.run(bodies.completion(text_gateway(), {"model": "m", "prompt": prompt}))
+        asyncio.run(bodies.parse_completion(text_gateway(), {"model": "m", "prompt": prompt}))
 
 
 def test_an_integer_may_be_written_as_a_decimal() -> None:
-    assert bodies.checked({"n": 2.0}, "n", int, 1) == 2
+    assert bodies.check_member({"n": 2.0}, "n", int, 1) == 2
     with pytest.raises(InvalidArgument, match=r"n: 2.5 is not an integer"):
-        bodies.checked({"n": 2.5}, "n", int, 1)
+        bodies.check_member({"n": 2.5}, "n", int, 1)

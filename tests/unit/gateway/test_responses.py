@@ -17,7 +17,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 def chat(**body: Any) -> dict[str, Any]:
     """Return the chat body for a Responses request, without absent fields."""
-    chat_body = responses._chat({"model": "m", "input": "hi", **body})
+    chat_body = responses._chat_body({"model": "m", "input": "hi", **body})
     return {name: value for name, value in chat_body.items() if value not in (None, [])}
 
 

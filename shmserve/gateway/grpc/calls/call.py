@@ -86,7 +86,7 @@ class GrpcFront:
     """The objects that all connections of a gateway share.
 
     Attributes:
-        begin: Creates the call of a stream and its head.
+        create_call: Creates the call of a stream and its head.
         body_timeout_s: The time in which a client sends a message or reads one.
         largest_inflated: The limit of inflated messages, in bytes.
         read_buffer: The buffer of all connections. Its content is consumed before the next read.
@@ -471,9 +471,8 @@ class UnaryCall(GrpcCall):
 StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
 _MAX_JOINED_BYTES = 64 * 1024  # bytes of small messages that are joined in one frame
-_MAX_QUEUED_MESSAGES = (
-    256  # unread messages of a stream, since a small message uses more than its bytes
-)
+# Unread messages of a stream, since a small message uses more than its bytes.
+_MAX_QUEUED_MESSAGES = 256
 
 
 class StreamingCall(GrpcCall):

@@ -84,7 +84,7 @@ class CallHead:
     Attributes:
         timeout_s: The time until the deadline, or None.
         encoding: The encoding of the request's messages.
-        accepts: The encodings that the client accepts.
+        accepted_encodings: The encodings that the client accepts.
         data_size: The declared size in bytes, or -1.
         traceparent: The W3C trace context, or "".
         strict: Whether the first error ends a stream with its status.

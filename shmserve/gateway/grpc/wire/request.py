@@ -389,7 +389,7 @@ def _decode_length(data: bytearray, position: int) -> tuple[int, int]:
     """Decode the varint length at position `position`.
 
     Returns:
-        The length and the position behind it, or `_MORE` or `_BROKEN`.
+        The length and the position behind it, or `_INCOMPLETE` or `_MALFORMED`.
     """
     size = shift = 0
     while position < len(data):

@@ -1,7 +1,7 @@
 """The fingerprints of HTTP requests, and the cache of request templates by fingerprint.
 
 The fingerprint of a request is its JSON text without the values of its tensors, its id and its
-position in a sequence. Clients send the same request many times with other values. Requests with
+position in a sequence. Clients often send the same request with different values. Requests with
 binary tensors have the same JSON header each time. In a JSON request the arrays are cut out:
 
     {"inputs": [{"name": "X", ..., "data": [1, 2]}]}  ->  {"inputs": [{"name": "X", ..., |}]}  1, 2
@@ -23,24 +23,24 @@ from typing import NamedTuple
 
 import orjson
 
-from shmserve.gateway.http.json.tensors import packer
+from shmserve.gateway.http.json.tensors import create_packer
 from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.schemas import BoundedCache
 
-_ID = re.compile(rb'\{"id": ?"([ !#-\[\]-~]*)"')
-_SEQUENCE = re.compile(
+_ID_PATTERN = re.compile(rb'\{"id": ?"([ !#-\[\]-~]*)"')
+_SEQUENCE_PATTERN = re.compile(
     rb'"sequence_id": ?([1-9][0-9]{0,19}|"[ !#-\[\]-~]{1,%d}"), ?'
     rb'"sequence_start": ?(true|false), ?"sequence_end": ?(true|false)' % LONGEST_CORRELATION_ID
 )
-_BEGINS_WITH_ID = b'{"id"'
-_NO_ID = b'{"id":0'
-_NO_SEQUENCE = b'"sequence_id":0'
-_NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
-LONGEST_TEXT = 64 * 1024
-_LONGEST_KEY = 2048
+_ID_START = b'{"id"'
+_ID_PLACEHOLDER = b'{"id":0'
+_SEQUENCE_PLACEHOLDER = b'"sequence_id":0'
+_NUMBER_ARRAY = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
+MAX_CUT_TEXT_BYTES = 64 * 1024
+_MAX_KEY_BYTES = 2048
 
 Key = tuple[bytes, int]
 
@@ -60,10 +60,10 @@ class Fingerprint:
         """Cut a JSON header, which `tail_size` bytes of binary data follow."""
         self.arrays: Sequence[bytes] = ()
         self.identity: RequestIdentity | None = None
-        if header[:5] == _BEGINS_WITH_ID or b'"sequence_id"' in header:
+        if header[:5] == _ID_START or b'"sequence_id"' in header:
             header, self.identity = cut_identity(header)
-        if not tail_size and b'"data":' in header and len(header) <= LONGEST_TEXT:
-            parts = _NUMBERS.split(header)
+        if not tail_size and b'"data":' in header and len(header) <= MAX_CUT_TEXT_BYTES:
+            parts = _NUMBER_ARRAY.split(header)
             self.arrays = parts[1::2]
             header = b"\0".join(parts[::2])
         # A header that was not cut must not have the key of a cut header.
@@ -77,30 +77,30 @@ def cut_identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
         The remaining header and the cut parts; the header itself and None if it has neither, or
         not in the usual notation.
     """
-    if len(header) > LONGEST_TEXT:
+    if len(header) > MAX_CUT_TEXT_BYTES:
         return header, None
     request_id = ""
     correlation_id: int | str = 0
-    flags = at = 0
+    flags = position = 0
     kept_parts: list[bytes] = []
-    if header[:5] == _BEGINS_WITH_ID and (id_match := _ID.match(header)) is not None:
+    if header[:5] == _ID_START and (id_match := _ID_PATTERN.match(header)) is not None:
         request_id = id_match[1].decode()
-        kept_parts.append(_NO_ID)
-        at = id_match.end()
+        kept_parts.append(_ID_PLACEHOLDER)
+        position = id_match.end()
     if b'"sequence_id"' in header:
-        found = _SEQUENCE.search(header, at)
-        if found is None or header.count(b'"sequence_') != 3:
+        sequence_match = _SEQUENCE_PATTERN.search(header, position)
+        if sequence_match is None or header.count(b'"sequence_') != 3:
             return header, None
-        sequence_id, start, end = found.groups()
+        sequence_id, start, end = sequence_match.groups()
         correlation_id = sequence_id[1:-1].decode() if sequence_id[:1] == b'"' else int(sequence_id)
         if isinstance(correlation_id, int) and correlation_id > LARGEST_UNSIGNED:
             return header, None
         flags = SEQUENCE_START * (start == b"true") | SEQUENCE_END * (end == b"true")
-        kept_parts += (header[at : found.start()], _NO_SEQUENCE)
-        at = found.end()
+        kept_parts += (header[position : sequence_match.start()], _SEQUENCE_PLACEHOLDER)
+        position = sequence_match.end()
     if not kept_parts:
         return header, None
-    kept_parts.append(header[at:])
+    kept_parts.append(header[position:])
     return b"".join(kept_parts), RequestIdentity(request_id, correlation_id, flags)
 
 
@@ -121,8 +121,10 @@ class CachedTemplate(NamedTuple):
 Cache = BoundedCache[Key, CachedTemplate]
 
 
-def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> BuiltRequest | None:
-    """Return the request with a known fingerprint, whose binary tensors are in `body` from `at`.
+def fill_known_template(
+    cache: Cache, fingerprint: Fingerprint, body: bytes, offset: int
+) -> BuiltRequest | None:
+    """Return the request with a known fingerprint; its binary tensors begin at `offset` in `body`.
 
     Returns:
         None if the fingerprint is unknown, or if the numbers are invalid. The parser then reports
@@ -144,39 +146,39 @@ def repeat(cache: Cache, fingerprint: Fingerprint, body: bytes, at: int) -> Buil
             return None
         built_request = template.fill(tensors)
     else:
-        built_request = template.fill_from(body, at)
+        built_request = template.fill_from(body, offset)
     if built_request is not None and fingerprint.identity is not None:
         built_request.identify(fingerprint.identity)
     return built_request
 
 
-def worth_preparing(cache: Cache, fingerprint: Fingerprint) -> bool:
+def is_worth_caching(cache: Cache, fingerprint: Fingerprint) -> bool:
     """Return whether a fingerprint has occurred before, and is short enough for the cache."""
-    return len(fingerprint.key[0]) <= _LONGEST_KEY and cache.is_repeated(fingerprint.key)
+    return len(fingerprint.key[0]) <= _MAX_KEY_BYTES and cache.is_repeated(fingerprint.key)
 
 
 def store_template(
     cache: Cache, fingerprint: Fingerprint, request: InferRequest, template: RequestTemplate
 ) -> None:
-    """Store the template of a request, if the parsed request confirms what was cut out."""
-    identity, arrays = fingerprint.identity, len(fingerprint.arrays)
+    """Store a template, if the parsed request has the identity and arrays that were cut out."""
+    identity, array_count = fingerprint.identity, len(fingerprint.arrays)
     if identity is not None and not identity.is_identity_of(request):
         return
     inputs = [tensor for tensor in request.inputs if tensor.data is not None]
-    packers = [packer(tensor.datatype, tensor.count) for tensor in inputs]
-    form = b"[%b]" % b",".join([b"[%b]"] * arrays)
-    cached = CachedTemplate(template, [pack for pack in packers if pack is not None], form)
-    confirmed = not arrays or _are_tensors(fingerprint.key[0], arrays)
-    if len(cached.packers) == len(inputs) == arrays and confirmed:
+    packers = [create_packer(tensor.datatype, tensor.count) for tensor in inputs]
+    array_format = b"[%b]" % b",".join([b"[%b]"] * array_count)
+    cached = CachedTemplate(template, [pack for pack in packers if pack is not None], array_format)
+    is_confirmed = not array_count or _are_input_arrays(fingerprint.key[0], array_count)
+    if len(cached.packers) == len(inputs) == array_count and is_confirmed:
         for tensor in inputs:
             tensor.data = None  # cleared, because later requests have other values
         cache.store(fingerprint.key, cached)
 
 
-def _are_tensors(kept_parts: bytes, arrays: int) -> bool:
-    """Return whether exactly the data of the inputs was cut out of `kept_parts`, in their order."""
+def _are_input_arrays(kept_parts: bytes, array_count: int) -> bool:
+    """Return whether the arrays that were cut out are the data of the inputs, in their order."""
     token = secrets.token_hex(16)  # random, so that no string in the request equals it
-    marks = [f"{token}{number}" for number in range(arrays)]
+    marks = [f"{token}{number}" for number in range(array_count)]
     document = kept_parts
     for mark in marks:
         document = document.replace(b"\0", b'"data":["%b"]' % mark.encode(), 1)
@@ -184,5 +186,5 @@ def _are_tensors(kept_parts: bytes, arrays: int) -> bool:
         header = orjson.loads(document)
     except orjson.JSONDecodeError:
         return False  # orjson rejects some texts that the parser of requests accepts
-    datas = [tensor["data"] for tensor in header["inputs"] if "data" in tensor]
-    return datas == [[mark] for mark in marks]
+    input_arrays = [tensor["data"] for tensor in header["inputs"] if "data" in tensor]
+    return input_arrays == [[mark] for mark in marks]

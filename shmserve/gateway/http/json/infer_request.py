@@ -13,12 +13,12 @@ from shmserve.errors import InvalidArgument, clip
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.parser import (
     JsonFault,
-    boolean,
+    check_boolean,
+    check_unsigned,
+    find_misspelt,
     member_array,
     member_string,
-    misspelt,
-    mistyped,
-    unsigned,
+    mistyped_error,
 )
 from shmserve.gateway.inference.request import (
     InferInput,
@@ -35,13 +35,13 @@ from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
 
-_MOST_DIMS = 1024  # maximum number of dimensions of an input
+_MAX_DIMS = 1024  # maximum number of dimensions of an input
 
-_SOURCES = (
+_ONE_SOURCE_EXPECTED = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'. "
 )
-_RESERVED = (
+_RESERVED_KEYS = (
     "parameter keys starting with 'triton_' are reserved for Triton usage "
     "and should not be specified."
 )
@@ -49,7 +49,7 @@ TOO_LARGE = (
     " has a byte_size ({size} bytes) that exceeds the maximum allowed value of {limit} bytes. "
     "Use --http-max-input-size to increase the limit."
 )
-_NOTHING: dict[str, Any] = {}
+_NO_PARAMETERS: dict[str, Any] = {}
 
 
 def request_id(header: Any) -> str:
@@ -60,7 +60,7 @@ def request_id(header: Any) -> str:
     """
     value = header.get("id", "") if type(header) is dict else ""
     if type(value) is not str:
-        raise mistyped("id", "string")
+        raise mistyped_error("id", "string")
     return value
 
 
@@ -80,42 +80,42 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
     """
     request = InferRequest(request_id(header), [], [])
     if type(header) is dict and "parameters" in header:
-        _take_parameters(request, header["parameters"])
-    at = 0
+        _read_parameters(request, header["parameters"])
+    binary_size = 0
     inputs = member_array(header, "inputs")
     check_member_count(inputs, "inputs")
-    for raw in inputs:
-        tensor = _input(raw, json_limit)
+    for member in inputs:
+        tensor = _read_input(member, json_limit)
         size = tensor.binary_size
         if size >= 0:
-            at += size
-            if at > tail_size:
+            binary_size += size
+            if binary_size > tail_size:
                 raise InvalidArgument(
                     f"unexpected size for input '{tensor.name}', expecting "
-                    f"{at - tail_size} additional bytes for model '{model}'"
+                    f"{binary_size - tail_size} additional bytes for model '{model}'"
                 )
         request.inputs.append(tensor)
-    if at != tail_size:
+    if binary_size != tail_size:
         raise InvalidArgument(f"unexpected additional input data for model '{model}'")
     outputs: list[Any] = []
     if "outputs" in header:
         outputs = member_array(header, "outputs")
         check_member_count(outputs, "outputs")
-        request.outputs = [_output(raw) for raw in outputs]
-    # The first input and output are enough, because clients write all of them alike.
-    for holder in (header, *inputs[:1], *outputs[:1]):
-        _warn_of_misspelt(holder)
+        request.outputs = [_read_output(member) for member in outputs]
+    # Checking the first input and output suffices, since clients use the same names in all of them.
+    for members in (header, *inputs[:1], *outputs[:1]):
+        _warn_of_misspelt(members)
     return request
 
 
-_warned_of: set[str] = set()
+_warned_names: set[str] = set()
 
 
 def _warn_of_misspelt(holder: dict[str, Any]) -> None:
-    """Log ignored members with names that resemble known ones, once for each known name."""
-    for name, likely in misspelt(holder):
-        if likely not in _warned_of:
-            _warned_of.add(likely)
+    """Log unknown members whose names resemble a known name, once for each known name."""
+    for name, likely in find_misspelt(holder):
+        if likely not in _warned_names:
+            _warned_names.add(likely)
             logger.warning(
                 "a request has the unknown field '%s'; did its client mean '%s'?",
                 clip(name),
@@ -146,49 +146,49 @@ def tensor_bytes(tensor: InferInput) -> bytes:
     if not tensor.count:
         return b""
     if type(data) is not list:
-        raise mistyped("data", "array", tensor.name)
+        raise mistyped_error("data", "array", tensor.name)
     return tensors.decode(data, tensor.datatype, tensor.count, tensor.name)
 
 
-def _input(raw: Any, json_limit: int) -> InferInput:
-    if type(raw) is not dict:
-        raise InvalidArgument(_SOURCES + "But no field is set")
-    parameters = raw.get("parameters")
+def _read_input(member: Any, json_limit: int) -> InferInput:
+    if type(member) is not dict:
+        raise InvalidArgument(_ONE_SOURCE_EXPECTED + "But no field is set")
+    parameters = member.get("parameters")
     if type(parameters) is not dict:
-        parameters = _NOTHING
-    binary = "binary_data_size" in parameters
-    region = "shared_memory_region" in parameters
-    inline = "data" in raw
-    if binary + region + inline != 1:
-        raise _source_error(inline, binary, region)
-    name = member_string(raw, "name")
-    datatype = member_string(raw, "datatype")
-    item = ITEM_SIZE.get(datatype)
-    shape = member_array(raw, "shape")
-    if len(shape) > _MOST_DIMS:
+        parameters = _NO_PARAMETERS
+    is_binary = "binary_data_size" in parameters
+    is_in_region = "shared_memory_region" in parameters
+    is_inline = "data" in member
+    if is_binary + is_in_region + is_inline != 1:
+        raise _source_error(is_inline, is_binary, is_in_region)
+    name = member_string(member, "name")
+    datatype = member_string(member, "datatype")
+    item_size = ITEM_SIZE.get(datatype)
+    shape = member_array(member, "shape")
+    if len(shape) > _MAX_DIMS:
         raise InvalidArgument(
-            f"input '{name}' may have at most {_MOST_DIMS} dimensions, got {len(shape)}"
+            f"input '{name}' may have at most {_MAX_DIMS} dimensions, got {len(shape)}"
         )
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
-            raise mistyped("shape", "unsigned-integer", name)
+            raise mistyped_error("shape", "unsigned-integer", name)
     count = element_count(shape)
-    if item is None:
+    if item_size is None:
         raise InvalidArgument(
             f"invalid datatype for input {name} ('{clip(datatype)}'; allowed: "
             f"{', '.join(ITEM_SIZE)})"
         )
-    if count * (item or 1) > LARGEST or count == 0:
-        check_extent(name, shape, count, item)
+    if count * (item_size or 1) > LARGEST or count == 0:
+        check_extent(name, shape, count, item_size)
     tensor = InferInput(name, datatype, tuple(shape), count)
-    if binary:
-        tensor.binary_size = unsigned(parameters["binary_data_size"], "binary_data_size")
-    elif region:
-        tensor.memory_range = _range(parameters)
+    if is_binary:
+        tensor.binary_size = check_unsigned(parameters["binary_data_size"], "binary_data_size")
+    elif is_in_region:
+        tensor.memory_range = _read_range(parameters)
     else:
-        tensor.data = raw["data"]
-        if count * item > json_limit:
-            excess = TOO_LARGE.format(size=count * item, limit=json_limit)
+        tensor.data = member["data"]
+        if count * item_size > json_limit:
+            excess = TOO_LARGE.format(size=count * item_size, limit=json_limit)
             raise InvalidArgument(f"JSON input '{name}'{excess}")
     return tensor
 
@@ -196,52 +196,57 @@ def _input(raw: Any, json_limit: int) -> InferInput:
 def _source_error(inline: bool, binary: bool, region: bool) -> InvalidArgument:
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
     sources = zip(names, (inline, binary, region), strict=True)
-    text = " ".join(name for name, is_set in sources if is_set)
-    return InvalidArgument(_SOURCES + (f"But set {text}" if text else "But no field is set"))
+    source_names = " ".join(name for name, is_set in sources if is_set)
+    return InvalidArgument(
+        _ONE_SOURCE_EXPECTED
+        + (f"But set {source_names}" if source_names else "But no field is set")
+    )
 
 
-def _range(parameters: dict[str, Any]) -> RegionRange:
+def _read_range(parameters: dict[str, Any]) -> RegionRange:
     region = parameters["shared_memory_region"]
     if type(region) is not str:
-        raise mistyped("shared_memory_region", "string")
+        raise mistyped_error("shared_memory_region", "string")
     offset = parameters.get("shared_memory_offset", 0)
     size = parameters.get("shared_memory_byte_size", 0)
     return RegionRange(
         region,
-        unsigned(offset, "shared_memory_offset"),
-        unsigned(size, "shared_memory_byte_size"),
+        check_unsigned(offset, "shared_memory_offset"),
+        check_unsigned(size, "shared_memory_byte_size"),
     )
 
 
-def _output(raw: Any) -> InferOutput:
-    if type(raw) is not dict:
+def _read_output(member: Any) -> InferOutput:
+    if type(member) is not dict:
         raise JsonFault(
             "Unable to parse 'name': attempt to access non-existing object member 'name'"
         )
-    name = member_string(raw, "name")
-    parameters = raw.get("parameters")
+    name = member_string(member, "name")
+    parameters = member.get("parameters")
     if type(parameters) is not dict:
         return InferOutput(name, False)
-    binary = "binary_data" in parameters and boolean(parameters["binary_data"], "binary_data")
+    is_binary = "binary_data" in parameters and check_boolean(
+        parameters["binary_data"], "binary_data"
+    )
     classes = 0
     if "classification" in parameters:
-        classes = _classes(parameters["classification"])
+        classes = _read_classes(parameters["classification"])
     region_range = None
     if "shared_memory_region" in parameters:
-        region_range = _range(parameters)
-        for conflicting, set_too in (("classification", classes), ("binary_data", binary)):
-            if set_too:
+        region_range = _read_range(parameters)
+        for member, is_set in (("classification", classes), ("binary_data", is_binary)):
+            if is_set:
                 raise InvalidArgument(
-                    f"Output can't set both 'shared_memory_region' and '{conflicting}'"
+                    f"Output can't set both 'shared_memory_region' and '{member}'"
                 )
     else:
-        for word in ("shared_memory_offset", "shared_memory_byte_size"):
-            if word in parameters:
-                unsigned(parameters[word], word)
-    return InferOutput(name, binary, region_range, classes)
+        for key in ("shared_memory_offset", "shared_memory_byte_size"):
+            if key in parameters:
+                check_unsigned(parameters[key], key)
+    return InferOutput(name, is_binary, region_range, classes)
 
 
-def _classes(value: Any) -> int:
+def _read_classes(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED:
         raise JsonFault(
             "Unable to set 'classification': "
@@ -250,49 +255,51 @@ def _classes(value: Any) -> int:
     return value & 0xFFFF_FFFF  # the lower 32 bits, as in Triton; 0 means no classification
 
 
-def _take_parameters(request: InferRequest, raw: Any) -> None:
-    if type(raw) is not dict:
+def _read_parameters(request: InferRequest, members: Any) -> None:
+    if type(members) is not dict:
         raise JsonFault("failed to get request params.: attempt to get members for non-object")
-    check_member_count(raw, "parameters")
-    for key, value in raw.items():
+    check_member_count(members, "parameters")
+    for key, value in members.items():
         match key:
             case "sequence_id":
                 if type(value) is not str and (
                     type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED
                 ):
-                    raise mistyped(key, "string")
+                    raise mistyped_error(key, "string")
                 request.correlation_id = check_correlation_id(value)
             case "sequence_start":
-                request.flags |= SEQUENCE_START * boolean(value, key)
+                request.flags |= SEQUENCE_START * check_boolean(value, key)
             case "sequence_end":
-                request.flags |= SEQUENCE_END * boolean(value, key)
+                request.flags |= SEQUENCE_END * check_boolean(value, key)
             case "priority":
-                request.priority = unsigned(value, key)
+                request.priority = check_unsigned(value, key)
             case "timeout":
-                request.timeout_us = unsigned(value, key)
+                request.timeout_us = check_unsigned(value, key)
             case "deadline_us":
-                request.deadline_us = unsigned(value, key)
+                request.deadline_us = check_unsigned(value, key)
             case "binary_data_output":
-                request.binary = boolean(value, key)
+                request.binary = check_boolean(value, key)
             case _:
-                request.parameters[key] = _custom(key, value)
+                request.parameters[key] = _read_custom_parameter(key, value)
 
 
-_OF_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
+_SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 
 
-def take_sequence(request: InferRequest, parameters: dict[str, Any]) -> None:
+def move_sequence_parameters(request: InferRequest, parameters: dict[str, Any]) -> None:
     """Move the parameters of the sequence to the request.
 
     Raises:
         JsonFault: A parameter has the wrong type.
     """
-    _take_parameters(request, {n: parameters.pop(n) for n in _OF_SEQUENCES if n in parameters})
+    _read_parameters(
+        request, {n: parameters.pop(n) for n in _SEQUENCE_PARAMETERS if n in parameters}
+    )
 
 
-def _custom(key: str, value: Any) -> str | int | float | bool:
+def _read_custom_parameter(key: str, value: Any) -> str | int | float | bool:
     if key.startswith("triton_"):
-        raise InvalidArgument(_RESERVED)
+        raise InvalidArgument(_RESERVED_KEYS)
     return parameter_value(key, value)
 
 
@@ -308,5 +315,5 @@ def parameter_value(key: str, value: Any) -> str | int | float | bool:
         )
     if type(value) is int and value > LARGEST:
         return float(value)  # integers beyond int64 become floats
-    checked: str | int | float | bool = value
-    return checked
+    parameter: str | int | float | bool = value
+    return parameter

@@ -12,8 +12,8 @@ from shmserve.gateway.http.json import tensors
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.inference import Inferred, tensor_schema
 
-_CUT = b"\0"  # a byte that no JSON text contains
-_UNKNOWN = b"null"  # orjson's text for numbers that are not finite
+_CUT_MARK = b"\0"  # a byte that no JSON text contains
+_NULL = b"null"  # orjson's text for numbers that are not finite
 
 
 class SentOutput(NamedTuple):
@@ -42,50 +42,50 @@ class JsonResponseTemplate:
         outputs: The outputs that are sent. Outputs in regions of the client are not sent.
     """
 
-    __slots__ = ("_binary", "_count", "_form", "_sizes", "_unpackers", "outputs")
+    __slots__ = ("_format", "_is_all_binary", "_output_count", "_sizes", "_unpackers", "outputs")
 
     def __init__(self, request: InferRequest, name: str, version: str, response: Inferred) -> None:
-        requested = {output.name: output for output in request.outputs}
+        requested_outputs = {output.name: output for output in request.outputs}
         self.outputs: list[SentOutput] = []
-        self._count = len(response.outputs)
+        self._output_count = len(response.outputs)
         entries: list[dict[str, Any]] = []
         for index, tensor in enumerate(response.outputs):
             entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
             entry["shape"] = tensor.shape
             entries.append(entry)
-            output = requested.get(tensor.name)
+            output = requested_outputs.get(tensor.name)
             if output is not None and output.memory_range is not None:
                 continue
-            binary = output.binary if output is not None else request.binary
+            is_binary = output.binary if output is not None else request.binary
             schema = tensor_schema(tensor.name, tensor.datatype, tensor.shape)
             size = schema.byte_size
-            if binary:
-                hole = size if size >= 0 else orjson.Fragment(_CUT)
-                entry["parameters"] = {"binary_data_size": hole}
+            if is_binary:
+                binary_size = size if size >= 0 else orjson.Fragment(_CUT_MARK)
+                entry["parameters"] = {"binary_data_size": binary_size}
             else:
-                entry["data"] = orjson.Fragment(_CUT)
-            unpack = tensors.unpacker(tensor.datatype, tensor.shape)
-            self.outputs.append(SentOutput(*schema, binary, index, unpack))
-        text = _response_json(name, version, response, entries)
-        self._form = text.replace(b"%", b"%%").replace(_CUT, b"%b")
+                entry["data"] = orjson.Fragment(_CUT_MARK)
+            unpack = tensors.create_unpacker(tensor.datatype, tensor.shape)
+            self.outputs.append(SentOutput(*schema, is_binary, index, unpack))
+        text = _encode_members(name, version, response, entries)
+        self._format = text.replace(b"%", b"%%").replace(_CUT_MARK, b"%b")
         self._sizes = [output.byte_size for output in self.outputs]
-        # For the usual responses: every output is sent in the same way, as numbers or in binary.
-        uniform = len(self.outputs) == self._count and min(self._sizes, default=-1) >= 0
-        self._binary = uniform and all(output.binary for output in self.outputs)
+        # Most responses send all outputs in one way, as numbers or in binary. `fill` is fast then.
+        is_uniform = len(self.outputs) == self._output_count and min(self._sizes, default=-1) >= 0
+        self._is_all_binary = is_uniform and all(output.binary for output in self.outputs)
         unpackers = [
             output.unpack for output in self.outputs if not output.binary and output.unpack
         ]
-        self._unpackers = unpackers if uniform and len(unpackers) == self._count else None
+        self._unpackers = unpackers if is_uniform and len(unpackers) == self._output_count else None
 
-    def json(self, request_id: str, cuts: Sequence[bytes]) -> bytes:
+    def encode_json(self, request_id: str, text_values: Sequence[bytes]) -> bytes:
         """Return the JSON text.
 
         Args:
             request_id: The id of the request; it may be empty.
-            cuts: The arrays of the outputs that are not binary, and the sizes of the binary BYTES
-                outputs, in the order of the outputs.
+            text_values: The arrays of the outputs that are not binary, and the sizes of the binary
+                BYTES outputs, in the order of the outputs.
         """
-        text = self._form % tuple(cuts)
+        text = self._format % tuple(text_values)
         return b'{"id":%b,%b' % (orjson.dumps(request_id), text) if request_id else b"{" + text
 
     def fill(self, request_id: str, data: Sequence[Any]) -> tuple[bytes, Sequence[bytes]] | None:
@@ -102,45 +102,45 @@ class JsonResponseTemplate:
         Raises:
             Internal: As `tensors.encode` does.
         """
-        if self._binary or self._unpackers:
+        if self._is_all_binary or self._unpackers:
             if {*map(type, data)} != {bytes} or list(map(len, data)) != self._sizes:
                 return None
-            if self._binary:
-                return self.json(request_id, ()), data
-            texts = list(map(orjson.dumps, map(call, self._unpackers, data)))  # type: ignore[arg-type]
-            if _UNKNOWN not in b"".join(texts):
-                return self.json(request_id, texts), ()
-        elif not self.outputs and len(data) == self._count:
-            return self.json(request_id, ()), ()
+            if self._is_all_binary:
+                return self.encode_json(request_id, ()), data
+            arrays = list(map(orjson.dumps, map(call, self._unpackers, data)))  # type: ignore[arg-type]
+            if _NULL not in b"".join(arrays):
+                return self.encode_json(request_id, arrays), ()
+        elif not self.outputs and len(data) == self._output_count:
+            return self.encode_json(request_id, ()), ()
         return self._fill_mixed(request_id, data)
 
     def _fill_mixed(
         self, request_id: str, data: Sequence[Any]
     ) -> tuple[bytes, Sequence[bytes]] | None:
-        if len(data) != self._count:
+        if len(data) != self._output_count:
             return None
-        cuts: list[bytes] = []
+        text_values: list[bytes] = []
         binary: list[bytes] = []
         for name, datatype, shape, byte_size, is_binary, position, unpack in self.outputs:
-            raw = data[position]
-            if type(raw) is not bytes or len(raw) != byte_size >= 0:
+            content = data[position]
+            if type(content) is not bytes or len(content) != byte_size >= 0:
                 return None
             if is_binary:
-                binary.append(raw)
+                binary.append(content)
                 if byte_size < 0:
-                    cuts.append(b"%d" % len(raw))
+                    text_values.append(b"%d" % len(content))
                 continue
-            text = _UNKNOWN if unpack is None else orjson.dumps(unpack(raw))
-            if _UNKNOWN in text:
-                text = tensors.encode(raw, datatype, shape, name)
-            cuts.append(text)
-        return self.json(request_id, cuts), binary
+            text = _NULL if unpack is None else orjson.dumps(unpack(content))
+            if _NULL in text:
+                text = tensors.encode(content, datatype, shape, name)
+            text_values.append(text)
+        return self.encode_json(request_id, text_values), binary
 
 
-def _response_json(
+def _encode_members(
     name: str, version: str, response: Inferred, entries: list[dict[str, Any]]
 ) -> bytes:
-    """Return the JSON text behind the id, with keys in Triton's order."""
+    """Return the JSON members that follow the id, with keys in Triton's order."""
     body: dict[str, Any] = {"model_name": name, "model_version": version}
     if response.parameters:
         body["parameters"] = response.parameters

@@ -38,8 +38,8 @@ _COUNTS = {
     "prompt": (1024, "prompt: {} prompts are more than {}"),
     "input": (2048, "input: {} strings exceed the limit of {}"),
 }
-_MOST_PACKED = 2048
-_MOST_TOKEN = (1 << 31) - 1
+_MAX_PACKED_PROMPTS = 2048
+_MAX_TOKEN_ID = (1 << 31) - 1
 _CODE = f"from {__name__} import main; main()"
 _PIECE = 1 << 16
 _one_at_a_time = asyncio.Semaphore(1)
@@ -136,10 +136,10 @@ async def _received(output: asyncio.StreamReader) -> Any:
             value = holder.get(name)
             if isinstance(value, str):
                 holder[name] = prompts.get(value, value)
-            elif isinstance(value, list) and len(value) <= _MOST_PACKED:
-                texts = [each if isinstance(each, str) else "" for each in value]
+            elif isinstance(value, list) and len(value) <= _MAX_PACKED_PROMPTS:
+                texts = [item if isinstance(item, str) else "" for item in value]
                 holder[name] = [
-                    prompts.get(text, each) for text, each in zip(texts, value, strict=True)
+                    prompts.get(text, item) for text, item in zip(texts, value, strict=True)
                 ]
     return body
 
@@ -147,7 +147,7 @@ async def _received(output: asyncio.StreamReader) -> Any:
 def _holders(body: Any) -> list[dict[str, Any]]:
     """Return the objects of a body that may contain prompts: itself, and its `parameters`."""
     nested = body.get("parameters") if isinstance(body, dict) else None
-    return [each for each in (body, nested) if isinstance(each, dict)]
+    return [holder for holder in (body, nested) if isinstance(holder, dict)]
 
 
 def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
@@ -196,7 +196,7 @@ def are_tokens(value: Any) -> bool:
 
 def wrong_token(tokens: Sequence[int]) -> int | None:
     """Return the smallest or the largest token if INT32 would wrap it, else None."""
-    return next((each for each in (min(tokens), max(tokens)) if abs(each) > _MOST_TOKEN), None)
+    return next((token for token in (min(tokens), max(tokens)) if abs(token) > _MAX_TOKEN_ID), None)
 
 
 def check_count(name: str, values: Sequence[Any]) -> None:
@@ -229,11 +229,11 @@ class _Packer:
             )
         if name == "prompt" or (name == "input" and {*map(type, value)} == {str}):
             check_count(name, value)
-        if len(value) > _MOST_PACKED:
+        if len(value) > _MAX_PACKED_PROMPTS:
             return value
         return [
-            self.packed("", each) if isinstance(each, str) or are_tokens(each) else each
-            for each in value
+            self.packed("", item) if isinstance(item, str) or are_tokens(item) else item
+            for item in value
         ]
 
     def _pack(self, kind: str, count: int, data: bytes, fault: int | None = None) -> str:

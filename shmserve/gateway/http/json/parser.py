@@ -2,8 +2,8 @@
 
 orjson does not report duplicate keys. A JSON text contains one colon for each member, and further
 colons only in strings. The parsed value has fewer members than the text if a key occurs twice.
-A value with as many members as colons therefore has no duplicate keys. Nearly always, all members
-are where an inference request may have members, so that counting them is fast.
+A value with as many members as colons therefore has no duplicate keys. Counting is fast for most
+requests, which have members only in the objects that an inference request may contain.
 
 Nearly all bytes of a large body are numbers in `"data": [...]`. `loads_large` cuts these arrays
 out, and `Numbers.parts` parses them in slices, so that the event loop handles other requests in
@@ -28,25 +28,25 @@ from shmserve.common.names import DoubledName, members
 from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
 
-MOST_DEEP = 100
+MAX_DEPTH = 100
 # The limit of objects, and of members. An object takes the time of many numbers.
-MOST_MEMBERS = 256 * 1024
+MAX_MEMBERS = 256 * 1024
 
 LARGE = 1024 * 1024
-_LONGEST_LENIENT = 8 * LARGE
-_WORTH_CUTTING = 64 * 1024
-_SLICE = 128 * 1024
-_BLANK = b" \t\r\n"
+_MAX_LENIENT_BYTES = 8 * LARGE
+_MIN_CUT_BYTES = 64 * 1024
+_SLICE_BYTES = 128 * 1024
+_WHITE_SPACE = b" \t\r\n"
 # Arrays of numbers contain no quote and no brace. The pattern finds the few long arrays by their
 # beginning, since looking at each of millions of short arrays would take seconds.
-_LONG_ARRAY = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[)[^"{}]{%d}'
+_LONG_ARRAY_PATTERN = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[)[^"{}]{%d}'
 
-_UNREADABLE = "failed to parse the request JSON buffer: "
-_TOO_MANY = f"more than {MOST_MEMBERS} objects or members"
-_TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEEP})"
-_STEPS = np.zeros(256, np.int8)
-_STEPS[list(b"[{")] = 1
-_STEPS[list(b"]}")] = -1
+_PARSE_ERROR = "failed to parse the request JSON buffer: "
+_TOO_MANY = f"more than {MAX_MEMBERS} objects or members"
+_TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})"
+_DEPTH_STEPS = np.zeros(256, np.int8)
+_DEPTH_STEPS[list(b"[{")] = 1
+_DEPTH_STEPS[list(b"]}")] = -1
 _STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)
 
 
@@ -60,11 +60,11 @@ class DuplicateKey(InvalidArgument):
     """The error for a key that occurs twice in an object of a client's JSON."""
 
     def __init__(self, fault: DoubledName) -> None:
-        super().__init__(f"{_UNREADABLE}{fault}")
+        super().__init__(f"{_PARSE_ERROR}{fault}")
         self.name = fault.name
 
 
-def loads(raw: bytes) -> Any:
+def loads(json_text: bytes) -> Any:
     """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton, in up to 8 MiB.
 
     Raises:
@@ -72,120 +72,131 @@ def loads(raw: bytes) -> Any:
         DuplicateKey: A key occurs twice in an object.
         InvalidArgument: The nesting is deeper than 100, or there are far too many members.
     """
-    if len(raw) > 2 * MOST_MEMBERS and any(_too_many(raw, mark) for mark in (b"{", b":")):
-        raise InvalidArgument(_UNREADABLE + _TOO_MANY)
+    if len(json_text) > 2 * MAX_MEMBERS and any(
+        _has_too_many(json_text, mark) for mark in (b"{", b":")
+    ):
+        raise InvalidArgument(_PARSE_ERROR + _TOO_MANY)
     try:
-        value = orjson.loads(raw) if len(raw) < LARGE else _loads_large(raw)
+        value = orjson.loads(json_text) if len(json_text) < LARGE else _loads_large(json_text)
     except orjson.JSONDecodeError as error:
-        return _loads_lenient(raw, error)
-    plain = raw.count(b":") == _members_of_request(value)
-    objects = _OBJECTS_IN_REQUEST if plain else raw.count(b"{")
-    if objects + raw.count(b"[") > MOST_DEEP and _too_deep(raw):
+        return _loads_lenient(json_text, error)
+    has_request_members = json_text.count(b":") == _count_request_members(value)
+    objects = _OBJECTS_IN_REQUEST if has_request_members else json_text.count(b"{")
+    if objects + json_text.count(b"[") > MAX_DEPTH and _is_too_deep(json_text):
         raise InvalidArgument(_TOO_DEEP)
-    if not plain and (fault := _duplicate_key(raw, value)) is not None:
+    if not has_request_members and (fault := _find_duplicate_key(json_text, value)) is not None:
         raise DuplicateKey(fault)
     return value
 
 
-def loads_members(raw: bytes) -> Any:
-    """Parse JSON like `loads`; in a text that nests too deep, members of the top may be 0.
+def loads_members(json_text: bytes) -> Any:
+    """Parse JSON like `loads`, but replace deeply nested members by 0.
 
-    The depth of values that are not read is then no error. This applies to texts of up to 1 MiB.
+    If a text of up to 1 MiB nests too deep, each array or object in the outermost object becomes 0.
+    The depth of values that the caller does not read is therefore not an error.
     """
-    if len(raw) > LARGE or not _too_deep(raw):
-        return loads(raw)
-    text = np.frombuffer(_STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), raw), np.uint8)
-    steps = _STEPS[text]
+    if len(json_text) > LARGE or not _is_too_deep(json_text):
+        return loads(json_text)
+    masked = np.frombuffer(
+        _STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), json_text), np.uint8
+    )
+    steps = _DEPTH_STEPS[masked]
     depth = np.cumsum(steps, dtype=np.int32)
     begins = (steps > 0) & (depth == 2)
     ends = (steps < 0) & (depth == 1)
-    shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(raw, np.uint8))
+    shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(json_text, np.uint8))
     return loads(shallow[begins | ((depth < 2) & ~ends)].tobytes())
 
 
-def _loads_large(raw: bytes) -> Any:
+def _loads_large(json_text: bytes) -> Any:
     # The garbage collector would repeatedly scan millions of new lists, which have no cycles. The
     # scans would take most of the time, during which the event loop handles nothing else.
-    collected = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return orjson.loads(raw)
+        return orjson.loads(json_text)
     finally:
-        if collected:
+        if was_enabled:
             gc.enable()
 
 
-def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
-    if raw.startswith(b"\xef\xbb\xbf"):
-        return loads(raw[3:])
-    if _too_deep(raw):
+def _loads_lenient(json_text: bytes, strict: orjson.JSONDecodeError) -> Any:
+    if json_text.startswith(b"\xef\xbb\xbf"):
+        return loads(json_text[3:])
+    if _is_too_deep(json_text):
         raise InvalidArgument(_TOO_DEEP)
     # No variable may hold the exception: its traceback would refer to the text in a cycle.
-    reason = f"{_UNREADABLE}{strict.msg.partition(': line')[0]}. at {strict.pos}"
+    reason = f"{_PARSE_ERROR}{strict.msg.partition(': line')[0]}. at {strict.pos}"
     # Larger texts have their numbers in arrays, which are parsed in slices. The json module would
     # block the event loop for ten times as long as orjson.
-    if len(raw) > _LONGEST_LENIENT or (b"NaN" not in raw and b"Inf" not in raw):
+    if len(json_text) > _MAX_LENIENT_BYTES or (b"NaN" not in json_text and b"Inf" not in json_text):
         raise JsonFault(reason)
-    with_infinity = _STRING_OR_INF.sub(_spelled_out, raw)
+    with_infinity = _STRING_OR_INF.sub(_spell_infinity, json_text)
     try:
         value = json.loads(
-            with_infinity, parse_float=_finite, parse_int=_whole, object_pairs_hook=members
+            with_infinity,
+            parse_float=_parse_finite,
+            parse_int=_parse_integer,
+            object_pairs_hook=members,
         )
         orjson.dumps(value)  # raises for a half surrogate pair, which is not text
-    except DoubledName as found:
-        raise DuplicateKey(found) from None
+    except DoubledName as doubled:
+        raise DuplicateKey(doubled) from None
     except json.JSONDecodeError as error:
-        raise JsonFault(f"{_UNREADABLE}{error.msg}. at {error.pos}") from None
+        raise JsonFault(f"{_PARSE_ERROR}{error.msg}. at {error.pos}") from None
     except (ValueError, TypeError, RecursionError):
         raise JsonFault(reason) from None
     return value
 
 
-def _spelled_out(match: re.Match[bytes]) -> bytes:
+def _spell_infinity(match: re.Match[bytes]) -> bytes:
     return b"Infinity" if match[0] == b"Inf" else match[0]
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if value - value != 0.0:
         raise ValueError("number too big to be stored in double")
     return value
 
 
-def _whole(text: str) -> int | float:
+def _parse_integer(text: str) -> int | float:
     value = int(text) if len(text) < 32 else float(text)
     return value if -(2**63) <= value <= LARGEST_UNSIGNED else float(value)
 
 
-def _too_many(raw: bytes, mark: bytes) -> bool:
-    return raw.count(mark) > MOST_MEMBERS and len(_outside_strings(raw, mark)) > MOST_MEMBERS
+def _has_too_many(json_text: bytes, mark: bytes) -> bool:
+    return (
+        json_text.count(mark) > MAX_MEMBERS
+        and len(_select_outside_strings(json_text, mark)) > MAX_MEMBERS
+    )
 
 
-def _too_deep(raw: bytes) -> bool:
+def _is_too_deep(json_text: bytes) -> bool:
     # Brackets in strings are not nesting, and must not hide nesting.
-    steps = _STEPS[_outside_strings(raw, b"[]{}")]
-    return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > MOST_DEEP)
+    steps = _DEPTH_STEPS[_select_outside_strings(json_text, b"[]{}")]
+    return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > MAX_DEPTH)
 
 
 # The members of a request, of its inputs and of its outputs.
 _MEMBERS = ("id", "inputs", "outputs", "parameters", "name", "shape", "datatype", "data")
-_MOST_LOOKED_AT = 16  # the number of unknown members of an object that are compared
+_MAX_COMPARED_NAMES = 16  # the number of unknown members of an object that are compared
 
 
-def misspelt(holder: Any) -> Iterator[tuple[str, str]]:
+def find_misspelt(holder: Any) -> Iterator[tuple[str, str]]:
     """Yield the unknown members of an object of a request, and the likely meant member of each."""
     unknown = [] if type(holder) is not dict else [n for n in holder if n not in _MEMBERS]
-    for name in unknown[:_MOST_LOOKED_AT]:
+    for name in unknown[:_MAX_COMPARED_NAMES]:
         likely = nearest(name, _MEMBERS)
         if likely and likely not in holder:
             yield name, likely
 
 
-def missing(field: str, holder: Any) -> JsonFault:
+def missing_error(field: str, holder: Any) -> JsonFault:
     """Return the error for a missing member, with the misspelt member of `holder`, if any."""
     hint = "".join(
         f"; did you misspell it as '{clip(name)}'?"
-        for name, likely in misspelt(holder)
+        for name, likely in find_misspelt(holder)
         if likely == field
     )
     return JsonFault(
@@ -193,7 +204,7 @@ def missing(field: str, holder: Any) -> JsonFault:
     )
 
 
-def mistyped(field: str, kind: str, tensor: str = "") -> JsonFault:
+def mistyped_error(field: str, kind: str, tensor: str = "") -> JsonFault:
     """Return the error for a member that is not of a `kind`, such as "unsigned-integer"."""
     suffix = f" (input '{tensor}')" if tensor else ""
     return JsonFault(
@@ -201,7 +212,7 @@ def mistyped(field: str, kind: str, tensor: str = "") -> JsonFault:
     )
 
 
-def mistyped_value(kind: str) -> JsonFault:
+def mistyped_value_error(kind: str) -> JsonFault:
     """Return the error for a value that is not of a `kind`, without the name of the member."""
     return JsonFault(f"attempt to access JSON non-{kind} as {kind}")
 
@@ -210,44 +221,44 @@ def member_string(holder: dict[str, Any], field: str) -> str:
     """Return a required member that is a string."""
     value = holder.get(field)
     if type(value) is not str:
-        raise mistyped(field, "string") if field in holder else missing(field, holder)
+        raise mistyped_error(field, "string") if field in holder else missing_error(field, holder)
     return value
 
 
 def member_array(holder: Any, field: str) -> list[Any]:
     """Return a required member that is an array; `holder` may be any JSON value."""
     if type(holder) is not dict or field not in holder:
-        raise missing(field, holder)
+        raise missing_error(field, holder)
     value = holder[field]
     if type(value) is not list:
-        raise mistyped(field, "array")
+        raise mistyped_error(field, "array")
     return value
 
 
-def unsigned(value: Any, field: str) -> int:
+def check_unsigned(value: Any, field: str) -> int:
     """Return `value` if it is an integer in [0, 2**64)."""
     if type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED:
-        raise mistyped(field, "unsigned-integer")
+        raise mistyped_error(field, "unsigned-integer")
     return value
 
 
-def boolean(value: Any, field: str) -> bool:
+def check_boolean(value: Any, field: str) -> bool:
     """Return `value` if it is true or false."""
     if type(value) is not bool:
-        raise mistyped(field, "boolean")
+        raise mistyped_error(field, "boolean")
     return value
 
 
-_ALL = frozenset(range(256))
-_HOLDERS = frozenset((dict, list))
+_ALL_BYTES = frozenset(range(256))
+_CONTAINER_TYPES = frozenset((dict, list))
 # Naming a duplicate key takes tens of milliseconds at most.
-_LONGEST_NAMED = 1024 * 1024
+_MAX_NAMED_BYTES = 1024 * 1024
 
 # The depth of objects: the request, a tensor, its parameters, and an empty object without a colon.
 _OBJECTS_IN_REQUEST = 4
 
 
-def _members_of_request(value: Any) -> int:
+def _count_request_members(value: Any) -> int:
     """Return the number of members in those objects that an inference request has."""
     if type(value) is not dict:
         return 0
@@ -264,40 +275,40 @@ def _members_of_request(value: Any) -> int:
     return count
 
 
-def _duplicate_key(raw: bytes, value: Any) -> DoubledName | None:
+def _find_duplicate_key(json_text: bytes, value: Any) -> DoubledName | None:
     """Return the error if the text of `value` has duplicate keys."""
-    if len(_outside_strings(raw, b":")) == _members(value):
+    if len(_select_outside_strings(json_text, b":")) == _count_members(value):
         return None
-    if len(raw) <= _LONGEST_NAMED:
+    if len(json_text) <= _MAX_NAMED_BYTES:
         try:
-            json.loads(raw, object_pairs_hook=members)
-        except DoubledName as found:
-            return found
+            json.loads(json_text, object_pairs_hook=members)
+        except DoubledName as doubled:
+            return doubled
     return DoubledName(None)
 
 
-def _members(value: Any) -> int:
+def _count_members(value: Any) -> int:
     count = 0
-    holders = [value]
-    while holders:
-        holder = holders.pop()
-        if type(holder) is dict:
-            count += len(holder)
-            holder = list(holder.values())
-        if type(holder) is list and not _HOLDERS.isdisjoint(map(type, holder)):
-            holders += [item for item in holder if type(item) in _HOLDERS]
+    containers = [value]
+    while containers:
+        container = containers.pop()
+        if type(container) is dict:
+            count += len(container)
+            container = list(container.values())
+        if type(container) is list and not _CONTAINER_TYPES.isdisjoint(map(type, container)):
+            containers += [item for item in container if type(item) in _CONTAINER_TYPES]
     return count
 
 
-def _outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
+def _select_outside_strings(json_text: bytes, marks: bytes) -> NDArray[np.uint8]:
     """Return the bytes among `marks` outside of the strings of a JSON text, in order.
 
     Behind the first error of a text that is not JSON, the result is undefined.
     """
-    if b"\\" in raw:
-        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    irrelevant = bytes(_ALL.difference(marks, b'"'))
-    characters = np.frombuffer(raw.translate(None, irrelevant), np.uint8)
+    if b"\\" in json_text:
+        json_text = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    irrelevant = bytes(_ALL_BYTES.difference(marks, b'"'))
+    characters = np.frombuffer(json_text.translate(None, irrelevant), np.uint8)
     quotes = characters == ord('"')
     outside: NDArray[np.uint8] = characters[~(quotes | np.logical_xor.accumulate(quotes))]
     return outside
@@ -323,69 +334,71 @@ class Numbers:
         Raises:
             JsonFault: The text is not JSON.
         """
-        text, at, depth = self.text, self.start, 0
-        while at <= self.stop:
-            comma = text.find(b",", at + _SLICE, self.stop)
-            last = comma < 0
-            piece = text[at : self.stop if last else comma].strip(_BLANK)
-            before, depth = depth, depth + piece.count(b"[") - piece.count(b"]")
-            ends_well = depth == 0 if last else 0 < depth <= MOST_DEEP
-            # A cut would hide a comma with nothing before or behind it.
-            bare = not piece or piece.endswith(b"[") or (before and piece.startswith(b"]"))
-            if not ends_well or bare:
+        text, position, depth = self.text, self.start, 0
+        while position <= self.stop:
+            comma = text.find(b",", position + _SLICE_BYTES, self.stop)
+            is_last = comma < 0
+            piece = text[position : self.stop if is_last else comma].strip(_WHITE_SPACE)
+            open_brackets, depth = depth, depth + piece.count(b"[") - piece.count(b"]")
+            is_depth_valid = depth == 0 if is_last else 0 < depth <= MAX_DEPTH
+            # Without this check, a cut would hide a comma that does not separate two values.
+            has_bare_comma = (
+                not piece or piece.endswith(b"[") or (open_brackets and piece.startswith(b"]"))
+            )
+            if not is_depth_valid or has_bare_comma:
                 raise JsonFault(
-                    f"failed to parse the request JSON buffer: malformed array. at {at}"
+                    f"failed to parse the request JSON buffer: malformed array. at {position}"
                 )
-            yield loads(b"[" * before + piece + b"]" * depth)
-            if last:
+            yield loads(b"[" * open_brackets + piece + b"]" * depth)
+            if is_last:
                 return
-            at = comma + 1
+            position = comma + 1
 
 
 def loads_large(body: bytes) -> Any:
     """Parse JSON as `loads` does; large arrays of numbers under the key "data" become `Numbers`."""
-    spans = list(_arrays(body))
-    if not spans:
+    array_spans = list(_find_arrays(body))
+    if not array_spans:
         return loads(body)
     token = secrets.token_hex(16)  # A client cannot guess the string that stands for a cut.
-    cuts: dict[str, Numbers] = {}
+    numbers_by_name: dict[str, Numbers] = {}
     pieces: list[bytes] = []
-    end = 0
-    for start, stop in spans:
-        name = f"{token}.{len(cuts)}"
-        cuts[name] = Numbers(body, start, stop)
-        pieces += (body[end:start], b'"', name.encode(), b'"')
-        end = stop
-    pieces.append(body[end:])
+    copied_until = 0
+    for start, stop in array_spans:
+        name = f"{token}.{len(numbers_by_name)}"
+        numbers_by_name[name] = Numbers(body, start, stop)
+        pieces += (body[copied_until:start], b'"', name.encode(), b'"')
+        copied_until = stop
+    pieces.append(body[copied_until:])
     header = loads(b"".join(pieces))
-    _insert_numbers(header, cuts)
+    _insert_numbers(header, numbers_by_name)
     return header
 
 
-def _insert_numbers(header: Any, cuts: dict[str, Numbers]) -> None:
+def _insert_numbers(header: Any, numbers_by_name: dict[str, Numbers]) -> None:
     inputs = header.get("inputs") if type(header) is dict else None
     for tensor in inputs if type(inputs) is list else ():
         data = tensor.get("data") if type(tensor) is dict else None
-        if type(data) is str and data in cuts:
-            tensor["data"] = cuts.pop(data)
-    if cuts:
+        if type(data) is str and data in numbers_by_name:
+            tensor["data"] = numbers_by_name.pop(data)
+    if numbers_by_name:
         raise JsonFault("a large 'data' array is outside of 'inputs'")
 
 
-def _arrays(body: bytes) -> Iterator[tuple[int, int]]:
+def _find_arrays(body: bytes) -> Iterator[tuple[int, int]]:
     """Yield the spans of large arrays under the key "data" without strings and objects."""
-    pattern = re.compile(_LONG_ARRAY % (_WORTH_CUTTING - 1))
-    at = 0
-    while found := pattern.search(body, at):
-        key, start = found.start(), found.start(1)
-        at = found.end()
+    pattern = re.compile(_LONG_ARRAY_PATTERN % (_MIN_CUT_BYTES - 1))
+    position = 0
+    while match := pattern.search(body, position):
+        key, start = match.start(), match.start(1)
+        position = match.end()
         if body[key - 1 : key] == b"\\":
             continue  # the key is inside a string
         # The array ends before the next quote or brace.
-        stop = body.find(b'"', at)
+        stop = body.find(b'"', position)
         stop = len(body) if stop < 0 else stop
-        brace = body.find(b"}", at, stop)
+        brace = body.find(b"}", position, stop)
         stop = body.rfind(b"]", start, stop if brace < 0 else brace) + 1
-        if stop - start >= _WORTH_CUTTING:
+        if stop - start >= _MIN_CUT_BYTES:
             yield start, stop
-            at = stop
+            position = stop

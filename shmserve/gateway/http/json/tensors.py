@@ -25,11 +25,11 @@ from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 
 # The number of values that are encoded at a time, which takes about a millisecond.
-_STEP = 32 * 1024
+_VALUES_PER_PART = 32 * 1024
 # Larger tensors in bytes are encoded in several turns of the event loop.
-_MOST_IN_ONE_TURN = 64 * 1024
+_MAX_BYTES_PER_TURN = 64 * 1024
 
-_CODE = {
+_STRUCT_CODES = {
     "UINT8": "B",
     "UINT16": "H",
     "UINT32": "I",
@@ -41,25 +41,25 @@ _CODE = {
     "FP32": "f",
     "FP64": "d",
 }
-_FORMAT = {"BOOL": "?", **_CODE}
-_FLOATS = frozenset(("FP32", "FP64"))
-_NO_JSON = frozenset(("FP16", "BF16"))
-_REAL = frozenset((int, float))
+_CAST_FORMATS = {"BOOL": "?", **_STRUCT_CODES}
+_FLOAT_DATATYPES = frozenset(("FP32", "FP64"))
+_BINARY_ONLY_DATATYPES = frozenset(("FP16", "BF16"))
+_REAL_TYPES = frozenset((int, float))
 
 
-def flat(values: list[Any]) -> list[Any]:
+def flatten(values: list[Any]) -> list[Any]:
     """Return the values of nested lists as one list."""
-    return _flat(values)[0]
+    return _flatten_with_types(values)[0]
 
 
-def parts(values: list[Any]) -> Iterator[list[Any]]:
+def split_values(values: list[Any]) -> Iterator[list[Any]]:
     """Yield the values of nested lists in parts that take a millisecond each to decode."""
-    values = flat(values)
-    for at in range(0, len(values), _STEP):
-        yield values[at : at + _STEP]
+    values = flatten(values)
+    for index in range(0, len(values), _VALUES_PER_PART):
+        yield values[index : index + _VALUES_PER_PART]
 
 
-def _flat(values: list[Any]) -> tuple[list[Any], set[type]]:
+def _flatten_with_types(values: list[Any]) -> tuple[list[Any], set[type]]:
     """Return the values, and their types."""
     kinds = set(map(type, values))
     while list in kinds:
@@ -71,22 +71,24 @@ def _flat(values: list[Any]) -> tuple[list[Any], set[type]]:
     return values, kinds
 
 
-def packer(datatype: str, count: int) -> Callable[..., bytes] | None:
+def create_packer(datatype: str, count: int) -> Callable[..., bytes] | None:
     """Return a function that converts `count` numbers to bytes; None for other datatypes.
 
     The function raises struct.error or OverflowError for values that only `decode` can handle.
     """
-    code = _CODE.get(datatype)
+    code = _STRUCT_CODES.get(datatype)
     return None if code is None else struct.Struct(f"<{count}{code}").pack
 
 
-def unpacker(datatype: str, shape: tuple[int, ...]) -> Callable[[bytes], tuple[Any, ...]] | None:
+def create_unpacker(
+    datatype: str, shape: tuple[int, ...]
+) -> Callable[[bytes], tuple[Any, ...]] | None:
     """Return a function that converts bytes to the values of a JSON array.
 
     Returns:
         None for datatypes without numbers. Values that are not finite have no JSON representation.
     """
-    code = _FORMAT.get(datatype)
+    code = _CAST_FORMATS.get(datatype)
     return None if code is None else struct.Struct(f"<{element_count(shape)}{code}").unpack
 
 
@@ -97,12 +99,12 @@ def decode(values: list[Any], datatype: str, count: int, name: str) -> bytes:
         JsonFault: The type or the number of the values is wrong.
         InvalidArgument: The datatype has no JSON representation.
     """
-    _refuse_halves(datatype, name)
-    values, kinds = _flat(values)
-    data = _packed(values, kinds, datatype, name)
+    _refuse_binary_only(datatype, name)
+    values, kinds = _flatten_with_types(values)
+    data = _pack_values(values, kinds, datatype, name)
     _check_count(len(values), count, datatype, name)
     if len(values) < count:
-        raise _too_few(len(values), count, name)
+        raise _too_few_error(len(values), count, name)
     return data
 
 
@@ -110,20 +112,20 @@ def decode_parts(
     parts: Iterable[list[Any]], datatype: str, count: int, name: str
 ) -> Iterator[bytes]:
     """Yield the bytes of each part of the values, with the checks of `decode`."""
-    _refuse_halves(datatype, name)
+    _refuse_binary_only(datatype, name)
     actual = 0
     for part in parts:
-        values, kinds = _flat(part)
-        data = _packed(values, kinds, datatype, name)
+        values, kinds = _flatten_with_types(part)
+        data = _pack_values(values, kinds, datatype, name)
         actual += len(values)
         _check_count(actual, count, datatype, name)
         yield data
     if actual < count:
-        raise _too_few(actual, count, name)
+        raise _too_few_error(actual, count, name)
 
 
-def _refuse_halves(datatype: str, name: str) -> None:
-    if datatype in _NO_JSON:
+def _refuse_binary_only(datatype: str, name: str) -> None:
+    if datatype in _BINARY_ONLY_DATATYPES:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. "
             f"Please use the binary data format for input {name}"
@@ -132,76 +134,82 @@ def _refuse_halves(datatype: str, name: str) -> None:
 
 def _check_count(actual: int, count: int, datatype: str, name: str) -> None:
     if actual > count:
-        first = "s" if datatype == "BYTES" else "S"
+        initial = "s" if datatype == "BYTES" else "S"
         raise JsonFault(
-            f"Unable to parse 'data': {first}hape does not match true shape of 'data' field (input "
-            f"'{name}': its shape has {count} elements, more are given)"
+            f"Unable to parse 'data': {initial}hape does not match true shape of 'data' field "
+            f"(input '{name}': its shape has {count} elements, more are given)"
         )
 
 
-def _too_few(actual: int, count: int, name: str) -> JsonFault:
+def _too_few_error(actual: int, count: int, name: str) -> JsonFault:
     return JsonFault(
         "Failed to parse 'data' field: shape does not match true shape (input "
         f"'{name}': its shape has {count} elements, {actual} are given)"
     )
 
 
-def _packed(values: list[Any], kinds: set[type], datatype: str, name: str) -> bytes:
+def _pack_values(values: list[Any], kinds: set[type], datatype: str, name: str) -> bytes:
     if not values:
         return b""
     if datatype == "BYTES":
-        return _packed_strings(values, name)
+        return _pack_strings(values, name)
     if datatype == "BOOL":
         if kinds != {bool}:
-            raise _misfit(values, lambda value: type(value) is bool, "boolean", "boolean", name)
+            raise _misfit_error(
+                values, lambda value: type(value) is bool, "boolean", "boolean", name
+            )
         return bytes(values)
-    code = _CODE[datatype]
-    if datatype in _FLOATS:
-        if not kinds <= _REAL:
-            raise _misfit(values, lambda value: type(value) in _REAL, "number", "double", name)
+    code = _STRUCT_CODES[datatype]
+    if datatype in _FLOAT_DATATYPES:
+        if not kinds <= _REAL_TYPES:
+            raise _misfit_error(
+                values, lambda value: type(value) in _REAL_TYPES, "number", "double", name
+            )
         return array(code, values).tobytes()
     if len(kinds) == 1 and int in kinds:
         with suppress(OverflowError):
             return array(code, values).tobytes()
-    return _wrapped(values, datatype, name)
+    return _pack_wrapped(values, datatype, name)
 
 
-def _wrapped(values: list[Any], datatype: str, name: str) -> bytes:
+def _pack_wrapped(values: list[Any], datatype: str, name: str) -> bytes:
     """Return the bytes of integers that exceed the datatype; raise JsonFault for other values."""
-    signed = _CODE[datatype].islower()
-    wide, low, kind = (np.int64, -(2**63), "signed") if signed else (np.uint64, 0, "unsigned")
+    signed = _STRUCT_CODES[datatype].islower()
+    wide_dtype, minimum, json_type = (
+        (np.int64, -(2**63), "signed") if signed else (np.uint64, 0, "unsigned")
+    )
 
     def fits(value: Any) -> bool:
-        return type(value) is int and low <= value <= np.iinfo(wide).max
+        return type(value) is int and minimum <= value <= np.iinfo(wide_dtype).max
 
     if not all(map(fits, values)):
-        raise _misfit(values, fits, f"{kind}-integer", f"{kind}-integer", name)
-    return np.array(values, wide).astype(NUMPY[datatype]).tobytes()
+        raise _misfit_error(values, fits, f"{json_type}-integer", f"{json_type}-integer", name)
+    return np.array(values, wide_dtype).astype(NUMPY[datatype]).tobytes()
 
 
-def _packed_strings(values: list[str], name: str) -> bytes:
+def _pack_strings(values: list[str], name: str) -> bytes:
     parts: list[bytes] = []
     for value in values:
         if type(value) is not str:
             fault = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-            raise JsonFault(f"{fault} (input '{name}' has {_shown(value)})")
-        raw = value.encode()
-        parts += (len(raw).to_bytes(4, "little"), raw)
+            raise JsonFault(f"{fault} (input '{name}' has {_describe_value(value)})")
+        encoded = value.encode()
+        parts += (len(encoded).to_bytes(4, "little"), encoded)
     return b"".join(parts)
 
 
-def _misfit(
-    values: list[Any], fits: Callable[[Any], bool], kind: str, expected: str, name: str
+def _misfit_error(
+    values: list[Any], fits: Callable[[Any], bool], json_type: str, expected: str, name: str
 ) -> JsonFault:
-    """Return the error that names the first value that is not a `kind`."""
-    shown = _shown(next(value for value in values if not fits(value)))
+    """Return the error that names the first value that is not a `json_type`."""
+    description = _describe_value(next(value for value in values if not fits(value)))
     return JsonFault(
-        f"Unable to parse 'data': attempt to access JSON non-{kind} as {expected} "
-        f"(input '{name}' has {shown})"
+        f"Unable to parse 'data': attempt to access JSON non-{json_type} as {expected} "
+        f"(input '{name}' has {description})"
     )
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return "an object" if type(value) is dict else clip(json.dumps(value))
 
 
@@ -214,14 +222,14 @@ def encode(data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name
         InvalidArgument: The datatype is FP16 or BF16, or an element of BYTES is not UTF-8.
         Internal: The bytes do not match the shape.
     """
-    if datatype in _NO_JSON:
+    if datatype in _BINARY_ONLY_DATATYPES:
         raise InvalidArgument(
             f"sending {datatype} data via JSON is not supported. "
             "Please use the binary data format for output"
         )
     if datatype == "BYTES":
         return b"".join(_string_parts(data, shape, name))
-    return _text(data, datatype)
+    return _encode_numbers(data, datatype)
 
 
 def encode_parts(
@@ -231,35 +239,35 @@ def encode_parts(
     if datatype == "BYTES":
         yield from _string_parts(data, shape, name)
         return
-    size = _STEP * ITEM_SIZE[datatype]
-    if datatype in _NO_JSON or len(data) <= size:
+    size = _VALUES_PER_PART * ITEM_SIZE[datatype]
+    if datatype in _BINARY_ONLY_DATATYPES or len(data) <= size:
         yield encode(data, datatype, shape, name)
         return
     separator = b"["
-    for at in range(0, len(data), size):
-        yield separator + _text(data[at : at + size], datatype)[1:-1]
+    for offset in range(0, len(data), size):
+        yield separator + _encode_numbers(data[offset : offset + size], datatype)[1:-1]
         separator = b","
     yield b"]"
 
 
-def _text(data: bytes | memoryview, datatype: str) -> bytes:
-    values: list[Any] = memoryview(data).cast(_FORMAT[datatype]).tolist()  # type: ignore[call-overload]
+def _encode_numbers(data: bytes | memoryview, datatype: str) -> bytes:
+    values: list[Any] = memoryview(data).cast(_CAST_FORMATS[datatype]).tolist()  # type: ignore[call-overload]
     text = orjson.dumps(values)
     # orjson writes numbers that are not finite as null.
-    if datatype not in _FLOATS or b"null" not in text:
+    if datatype not in _FLOAT_DATATYPES or b"null" not in text:
         return text
-    non_finite = [_word(value) for value in values if value - value != 0.0]
+    non_finite = [_non_finite_word(value) for value in values if value - value != 0.0]
     parts = chain.from_iterable(zip(text.split(b"null"), [*non_finite, b""], strict=True))
     return b"".join(parts)
 
 
-def _word(value: float) -> bytes:
+def _non_finite_word(value: float) -> bytes:
     return b"NaN" if value != value else b"Infinity" if value > 0 else b"-Infinity"
 
 
 def _string_parts(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> Iterator[bytes]:
     separator, actual = b"[", 0
-    for values in _strings(memoryview(data), name):
+    for values in _decode_strings(memoryview(data), name):
         yield separator + orjson.dumps(values)[1:-1]
         separator, actual = b",", actual + len(values)
     if actual != element_count(shape):
@@ -267,24 +275,24 @@ def _string_parts(data: bytes | memoryview, shape: tuple[int, ...], name: str) -
     yield b"]" if actual else b"[]"
 
 
-def _strings(data: memoryview, name: str) -> Iterator[list[str]]:
+def _decode_strings(data: memoryview, name: str) -> Iterator[list[str]]:
     values: list[str] = []
-    at, pause = 0, _STEP
-    while at < len(data):
-        start = at + 4
-        at = start + int.from_bytes(data[at:start], "little")
-        if at > len(data):
+    position, part_end = 0, _VALUES_PER_PART
+    while position < len(data):
+        start = position + 4
+        position = start + int.from_bytes(data[position:start], "little")
+        if position > len(data):
             raise Internal("internal error")
         try:
-            values.append(str(data[start:at], "utf-8"))
+            values.append(str(data[start:position], "utf-8"))
         except UnicodeDecodeError:
             raise InvalidArgument(
                 f"output '{name}' holds bytes that are not UTF-8 text. "
                 "Please use the binary data format for output"
             ) from None
-        if at >= pause or at == len(data):
+        if position >= part_end or position == len(data):
             yield values
-            values, pause = [], at + _STEP
+            values, part_end = [], position + _VALUES_PER_PART
 
 
 async def encode_in_turns(
@@ -302,17 +310,17 @@ async def encode_in_turns(
     Raises:
         Internal: As `encode` does.
     """
-    if len(data) <= _MOST_IN_ONE_TURN:
+    if len(data) <= _MAX_BYTES_PER_TURN:
         return encode(data, datatype, shape, name)
-    return await joined(encode_parts(data, datatype, shape, name), trim)
+    return await join_in_turns(encode_parts(data, datatype, shape, name), trim)
 
 
-async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
+async def join_in_turns(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
     """Return the joined parts. Each part is produced in a turn of its own."""
-    done: list[bytes] = []
+    finished_parts: list[bytes] = []
     for part in parts:
-        done.append(part)
+        finished_parts.append(part)
         await asyncio.sleep(0)
-    content = b"".join(done)
+    content = b"".join(finished_parts)
     trim.schedule(len(content))
     return content

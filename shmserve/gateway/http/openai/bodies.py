@@ -28,7 +28,12 @@ from shmserve.gateway.http.json.large_bodies import (
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.messages import HttpRequest
-from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, CONVERSATION, supported_fields
+from shmserve.gateway.http.openai.fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    CONVERSATION_FIELDS,
+    select_supported_fields,
+)
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
@@ -36,14 +41,14 @@ from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, Engi
 from shmserve.ipc.messages.control_requests import NameModels
 
 # The input and the output by which a model that generates text is recognised.
-PARAMETERS = "sampling_parameters"
-TEXT = "text_output"
+PARAMETERS_INPUT = "sampling_parameters"
+TEXT_OUTPUT = "text_output"
 
 
-def generates(model: GatewayModel) -> bool:
+def generates_text(model: GatewayModel) -> bool:
     """Return whether a model has the input and the output of models that generate text."""
     signature = model.signature
-    return PARAMETERS in signature.inputs and TEXT in signature.outputs
+    return PARAMETERS_INPUT in signature.inputs and TEXT_OUTPUT in signature.outputs
 
 
 async def resolve_alias(gateway: Gateway, name: str) -> str:
@@ -55,14 +60,16 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
     models = gateway.models
     if name in models:
         return name
-    served = {each: model for model, each in reversed(gateway.settings.served_names)}
-    own = served.get(name) or models.resolve_alias(name)
-    if own != name:
-        return own
-    unloaded = await unloaded_aliases(gateway)
-    if name in served:
-        return _only_model(gateway, name, unloaded)
-    return next((model for model, aliases in unloaded.items() if name in aliases), name)
+    models_by_name = {
+        served_name: model for model, served_name in reversed(gateway.settings.served_names)
+    }
+    own_name = models_by_name.get(name) or models.resolve_alias(name)
+    if own_name != name:
+        return own_name
+    unloaded_models = await unloaded_aliases(gateway)
+    if name in models_by_name:
+        return _only_model(gateway, name, unloaded_models)
+    return next((model for model, aliases in unloaded_models.items() if name in aliases), name)
 
 
 async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
@@ -95,13 +102,13 @@ def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> s
         gateway: The gateway.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    candidates = {model.name for model in gateway.models.all_versions() if generates(model)}.union(
-        unloaded
-    )
+    candidates = {
+        model.name for model in gateway.models.all_versions() if generates_text(model)
+    }.union(unloaded)
     return candidates.pop() if len(candidates) == 1 else ""
 
 
-def names_of(gateway: Gateway, model: str, unloaded: Collection[str] = ()) -> list[str]:
+def model_names(gateway: Gateway, model: str, unloaded: Collection[str] = ()) -> list[str]:
     """Return the names of a model without its aliases, the name for responses first.
 
     Args:
@@ -111,23 +118,27 @@ def names_of(gateway: Gateway, model: str, unloaded: Collection[str] = ()) -> li
     """
     served = gateway.settings.served_names
     is_only = bool(served) and only_generative_model(gateway, unloaded) == model
-    names = (each for named, each in served if named == model or (is_only and not named))
+    names = (
+        name
+        for named_model, name in served
+        if named_model == model or (is_only and not named_model)
+    )
     return list(dict.fromkeys([*names, model]))
 
 
 def response_name(gateway: Gateway, model: str) -> str:
     """Return the name of a model in responses."""
-    return names_of(gateway, model)[0] if gateway.settings.served_names else model
+    return model_names(gateway, model)[0] if gateway.settings.served_names else model
 
 
 # The output with the content, the reasoning and the tool calls of a text, as JSON.
-MESSAGE = "message"
+MESSAGE_OUTPUT = "message"
 
-_OUTPUTS = (TEXT, "finish_reason", "usage")
+_REQUIRED_OUTPUTS = (TEXT_OUTPUT, "finish_reason", "usage")
 _STOP_REASON = "stop_reason"  # models of other backends may lack this output
-_UNLIMITED = 1 << 24  # number of tokens that stands for the maximum of the model
-# Alternative names of the limit; the first that is present counts.
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+_UNLIMITED_TOKENS = 1 << 24  # number of tokens that stands for the maximum of the model
+# The names of the field that limits the tokens; the first field in the body counts.
+_TOKEN_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 
 
 class TextRequest(NamedTuple):
@@ -142,24 +153,24 @@ class TextRequest(NamedTuple):
     parameters: dict[str, Any]
     samples: int
     stream: bool
-    usage: bool
-    details: tuple[str, ...] = ()
-    continuous: bool = False
+    shows_usage: bool
+    detail_outputs: tuple[str, ...] = ()
+    shows_running_usage: bool = False
 
-    def requests(self) -> list[InferRequest]:
+    def infer_requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
-        names = [*_OUTPUTS, *self.details]
+        names = [*_REQUIRED_OUTPUTS, *self.detail_outputs]
         if self.samples != 1:
             names.append("index")
         if _STOP_REASON in self.model.signature.outputs:
             names.append(_STOP_REASON)
         if wants_logprobs(self.parameters) and "logprobs" not in names:
             names.append("logprobs")
-        text = orjson.dumps(self.parameters).decode()
+        encoded_parameters = orjson.dumps(self.parameters).decode()
         return [
             InferRequest(
                 "",
-                [prompt, tensor(PARAMETERS, "BYTES", [text])],
+                [prompt, create_input(PARAMETERS_INPUT, "BYTES", [encoded_parameters])],
                 [InferOutput(name, binary=True) for name in names],
                 binary=True,
             )
@@ -167,7 +178,7 @@ class TextRequest(NamedTuple):
         ]
 
 
-def _details(parameters: dict[str, Any], continuous: bool) -> tuple[str, ...]:
+def _select_details(parameters: dict[str, Any], continuous: bool) -> tuple[str, ...]:
     """Return the outputs that only some requests need: token ids and log probabilities.
 
     With `continuous`, each chunk reports its token usage, which is counted by token ids.
@@ -189,7 +200,7 @@ def wants_logprobs(parameters: dict[str, Any]) -> bool:
     return count is not None and count is not False
 
 
-def tensor(
+def create_input(
     name: str, datatype: str, values: Sequence[Any], shape: Sequence[int] = ()
 ) -> InferInput:
     """Return an input with these values, of one dimension unless a shape is given."""
@@ -201,14 +212,14 @@ def tensor(
 
 def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()) -> InferInput:
     """Return an input with the prompts of a large body."""
-    count = sum(each.count for each in values)
-    pieces = [piece for each in values for piece in each.pieces]
-    size = sum(each.byte_size for each in values)
+    count = sum(prompt.count for prompt in values)
+    pieces = [piece for prompt in values for piece in prompt.pieces]
+    size = sum(prompt.byte_size for prompt in values)
     shape = tuple(shape) or (count,)
     return InferInput(name, values[0].datatype, shape, count, pieces, size)
 
 
-async def read(
+async def read_body(
     gateway: Gateway, request: HttpRequest, prompts: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the JSON object in a request's body, which may be compressed.
@@ -227,16 +238,16 @@ async def read(
     except BodyTooLarge as error:
         raise RequestTooLarge(error.message) from None
     if type(body) is not dict:
-        raise InvalidArgument(f"the body must be a JSON object, got {_kind(body)}")
+        raise InvalidArgument(f"the body must be a JSON object, got {_describe_type(body)}")
     return body
 
 
 async def read_fields(
     gateway: Gateway, request: HttpRequest, supported: frozenset[str], prompts: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the supported fields of a request's body, as `read` and `supported_fields` do."""
-    body = await read(gateway, request, prompts)
-    return supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
+    """Return the supported fields of a request's body; errors are those of the called functions."""
+    body = await read_body(gateway, request, prompts)
+    return select_supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
 
 
 async def parse_prompts(
@@ -247,29 +258,31 @@ async def parse_prompts(
     Raises:
         ShmserveError: As by `parse_large`.
     """
-    longest = {
-        name: each.max_model_len
-        for each in gateway.models.all_versions()
-        if each.max_model_len
-        for name in (*names_of(gateway, each.name), *each.aliases)
+    token_limits = {
+        name: served.max_model_len
+        for served in gateway.models.all_versions()
+        if served.max_model_len
+        for name in (*model_names(gateway, served.name), *served.aliases)
     }
-    return await parse_large(pieces, longest, prompts, model)
+    return await parse_large(pieces, token_limits, prompts, model)
 
 
-async def model_of(gateway: Gateway, body: dict[str, Any], *, default: str = "") -> GatewayModel:
+async def resolve_named_model(
+    gateway: Gateway, body: dict[str, Any], *, default: str = ""
+) -> GatewayModel:
     """Return the model that a body names, or the default.
 
     Raises:
         InvalidArgument: The body names no model.
         NotFound: There is no such model.
     """
-    name = checked(body, "model", str, default)
+    name = check_member(body, "model", str, default)
     if not name:
         raise InvalidArgument("model: the name of a model is required")
     return await resolve_model(gateway, await resolve_alias(gateway, name), "")
 
 
-def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> Any:
+def check_member(body: dict[str, Any], name: str, member_type: type[Any], default: Any) -> Any:
     """Return a member of a body, or the default if the member is absent or null.
 
     Raises:
@@ -278,49 +291,58 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     if name not in body or body[name] is None:
         return default
     value = body[name]
-    if kind is int and type(value) is float and value.is_integer():
+    if member_type is int and type(value) is float and value.is_integer():
         return int(value)
-    is_packed = type(value) is Packed and kind is (str if value.kind == "text" else list)
-    if type(value) is not kind and not is_packed:
+    is_packed = type(value) is Packed and member_type is (str if value.kind == "text" else list)
+    if type(value) is not member_type and not is_packed:
         nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
-        allowed = nouns.get(kind, "an integer")
+        allowed = nouns.get(member_type, "an integer")
         raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")
     return value
 
 
-async def completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
+async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a completion."""
-    fields = supported_fields(body, COMPLETION, gateway.settings.refuse_unknown_fields)
-    model = await generating(gateway, fields)
-    prompts = _prompts(model, fields.get("prompt"))
-    return _text_request(model, prompts, {**fields, "echo": checked(fields, "echo", bool, False)})
+    fields = select_supported_fields(
+        body, COMPLETION_FIELDS, gateway.settings.refuse_unknown_fields
+    )
+    model = await resolve_generative_model(gateway, fields)
+    prompts = _prompt_inputs(model, fields.get("prompt"))
+    return _text_request(
+        model, prompts, {**fields, "echo": check_member(fields, "echo", bool, False)}
+    )
 
 
-async def chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
+async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     """Return the request in the body of a chat."""
-    fields = supported_fields(body, CHAT, gateway.settings.refuse_unknown_fields)
-    model = await generating(gateway, fields)
-    variables = {name: fields.pop(name) for name in CONVERSATION & fields.keys()}
-    prompt = conversation(fields, variables)
-    limits = [name for name in _LIMITS if name in fields] or ["max_tokens"]
+    fields = select_supported_fields(body, CHAT_FIELDS, gateway.settings.refuse_unknown_fields)
+    model = await resolve_generative_model(gateway, fields)
+    variables = {name: fields.pop(name) for name in CONVERSATION_FIELDS & fields.keys()}
+    prompt = conversation_input(fields, variables)
+    limits = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
     if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
         raise InvalidArgument("top_logprobs: it requires logprobs: true")
-    parameters = {"add_special_tokens": False, "echo": False, limits[0]: _UNLIMITED, **fields}
+    parameters = {
+        "add_special_tokens": False,
+        "echo": False,
+        limits[0]: _UNLIMITED_TOKENS,
+        **fields,
+    }
     for name in limits[1:]:
         del parameters[name]
     text_request = _text_request(model, [prompt], parameters)
-    if MESSAGE in model.signature.outputs and (model.may_reason or "tools" in variables):
-        return text_request._replace(details=(*text_request.details, MESSAGE))
+    if MESSAGE_OUTPUT in model.signature.outputs and (model.may_reason or "tools" in variables):
+        return text_request._replace(detail_outputs=(*text_request.detail_outputs, MESSAGE_OUTPUT))
     return text_request
 
 
-def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
+def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
     """Return the input with the messages of a body, and with variables of the chat template.
 
     Raises:
         InvalidArgument: There are no messages, or they are not objects with roles.
     """
-    messages = checked(body, "messages", list, [])
+    messages = check_member(body, "messages", list, [])
     if not messages:
         raise InvalidArgument("messages: at least one message is required")
     is_packed = type(messages) is Packed
@@ -334,17 +356,19 @@ def conversation(body: dict[str, Any], variables: dict[str, Any]) -> InferInput:
         pieces = [size.to_bytes(4, "little") + before, *messages.pieces, behind]
         return InferInput("messages", "BYTES", (1,), 1, pieces, size + 4)
     chat = {"messages": messages, **variables} if variables else messages
-    return tensor("messages", "BYTES", [orjson.dumps(chat).decode()])
+    return create_input("messages", "BYTES", [orjson.dumps(chat).decode()])
 
 
-async def generating(gateway: Gateway, body: dict[str, Any], *, default: str = "") -> GatewayModel:
+async def resolve_generative_model(
+    gateway: Gateway, body: dict[str, Any], *, default: str = ""
+) -> GatewayModel:
     """Return the text-generating model that a body names, or the default.
 
     Raises:
-        ShmserveError: As by `model_of`.
+        ShmserveError: As by `resolve_named_model`.
     """
-    model = await model_of(gateway, body, default=default)
-    if not generates(model):
+    model = await resolve_named_model(gateway, body, default=default)
+    if not generates_text(model):
         raise NotFound(f"model '{model.name}' does not generate text")
     return model
 
@@ -352,21 +376,21 @@ async def generating(gateway: Gateway, body: dict[str, Any], *, default: str = "
 def _text_request(
     model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]
 ) -> TextRequest:
-    stream = checked(parameters, "stream", bool, False)
-    options = checked(parameters, "stream_options", dict, {})
-    samples = checked(parameters, "n", int, 1)
+    stream = check_member(parameters, "stream", bool, False)
+    options = check_member(parameters, "stream_options", dict, {})
+    samples = check_member(parameters, "n", int, 1)
     fields = {
         name: value
         for name, value in parameters.items()
         if name not in ("model", "prompt", "messages", "stream_options")
     }
-    usage = bool(options) and checked(options, "include_usage", bool, False)
-    continuous = stream and usage and checked(options, "continuous_usage_stats", bool, False)
-    details = _details(fields, continuous)
+    usage = bool(options) and check_member(options, "include_usage", bool, False)
+    continuous = stream and usage and check_member(options, "continuous_usage_stats", bool, False)
+    details = _select_details(fields, continuous)
     return TextRequest(model, prompts, fields, samples, stream, usage, details, continuous)
 
 
-def _prompts(model: GatewayModel, value: Any) -> list[InferInput]:
+def _prompt_inputs(model: GatewayModel, value: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
     values = [value] if type(value) is not list or are_tokens(value) else value
     if not values:
@@ -399,7 +423,7 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
 def prompt(value: Any) -> InferInput:
     """Return the input of a text or of a list of tokens."""
     if type(value) is str:
-        return tensor("text_input", "BYTES", [value])
+        return create_input("text_input", "BYTES", [value])
     is_packed = type(value) is Packed
     if is_packed and value.kind == "text":
         return packed_tensor("text_input", [value])
@@ -409,22 +433,22 @@ def prompt(value: Any) -> InferInput:
             raise InvalidArgument(f"prompt: {token} is not a token")
         if is_packed:
             return packed_tensor("input_ids", [value])
-        return tensor("input_ids", "INT32", value)
+        return create_input("input_ids", "INT32", value)
     raise InvalidArgument(
         f"prompt: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
     )
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")
 # Messages about a field begin with its name.
-_FIELD = re.compile(r"([a-z][a-z_.\[\]0-9]*): ")
+_FIELD_PREFIX = re.compile(r"([a-z][a-z_.\[\]0-9]*): ")
 # Inputs of models, and the fields that they are made of.
-_SOURCES = {"text_input": "prompt", "input_ids": "prompt"}
+_FIELDS_BY_INPUT = {"text_input": "prompt", "input_ids": "prompt"}
 
 
 class TooManyRequests(QueueFull):
@@ -441,7 +465,7 @@ class RequestTooLarge(InvalidArgument):
 
 # The types and codes of errors by status. Other errors are the client's below 500, else the
 # server's.
-_KINDS: Mapping[int, tuple[str, str | None]] = {
+_ERROR_TYPES: Mapping[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", None),
     404: ("invalid_request_error", "model_not_found"),
@@ -453,7 +477,7 @@ _KINDS: Mapping[int, tuple[str, str | None]] = {
 }
 
 
-def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> bytes:
+def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS_BY_INPUT) -> bytes:
     """Return the body of an error response: {"error": {"message", "type", "param", "code"}}.
 
     Args:
@@ -462,13 +486,13 @@ def openai_error(error: ShmserveError, names: Mapping[str, str] = _SOURCES) -> b
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    kind, code = _KINDS.get(error.status, (kind, None))
+    kind, code = _ERROR_TYPES.get(error.status, (kind, None))
     if isinstance(error, NoRoute):
         code = "unknown_url"
     elif invalid and PROMPT_TOO_LONG in error.message:
         code = "context_length_exceeded"
     message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
-    field = _FIELD.match(message) if invalid else None
+    field = _FIELD_PREFIX.match(message) if invalid else None
     param = None
     if field is not None:
         infix = ".function."  # in the names of members of tools

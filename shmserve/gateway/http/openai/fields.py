@@ -1,4 +1,4 @@
-"""The fields of requests to OpenAI's API: carried out, refused, or without effect.
+"""The fields of requests to OpenAI's API: which are supported, refused, or without effect.
 
 The names are those of OpenAI's API and of vLLM's. A known field is never ignored if it would change
 the response: it is carried out, or the request is refused. Fields that neither API has are ignored
@@ -19,22 +19,22 @@ from shmserve.logs import warn_once
 logger = logging.getLogger(__name__)
 
 
-class Allowed(NamedTuple):
+class AllowedValues(NamedTuple):
     """The permitted values of an unsupported field; they have no effect."""
 
     values: tuple[Any, ...]
-    text: str
+    explanation: str
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _split_names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
 
 # --- supported fields
 
-_EVERY = frozenset({"model"})
+_COMMON_FIELDS = frozenset({"model"})
 # Options of a generation, which the model's worker validates.
-_GENERATION = _EVERY | _names(
+_GENERATION_FIELDS = _COMMON_FIELDS | _split_names(
     "stream stream_options n best_of max_tokens min_tokens temperature top_p top_k min_p seed stop "
     "stop_token_ids include_stop_str_in_output ignore_eos repetition_penalty presence_penalty "
     "frequency_penalty logit_bias bad_words allowed_token_ids use_beam_search length_penalty "
@@ -45,14 +45,14 @@ _GENERATION = _EVERY | _names(
     "guided_grammar guided_whitespace_pattern json_schema regex stop_words max_new_tokens"
 )
 # Variables of the chat template, and options of its message.
-CONVERSATION = _names(
+CONVERSATION_FIELDS = _split_names(
     "tools tool_choice parallel_tool_calls chat_template_kwargs add_generation_prompt "
     "continue_final_message documents reasoning_effort include_reasoning"
 )
 
 # --- ignored fields
 
-_PLAIN = frozenset(IGNORED_PARAMETERS) | _names(
+_IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction session_id "
     "guided_backend stream_interval "
     # These fields have an effect on other requests of vLLM only.
@@ -61,38 +61,44 @@ _PLAIN = frozenset(IGNORED_PARAMETERS) | _names(
 
 # --- fields that are refused, unless the value has no effect
 
-_NONE = Allowed((), "it is not supported")
-_FALSE = Allowed((False,), "only false is supported")
-_EMPTY = Allowed(({}, []), "it is not supported")
-_REFUSED: Mapping[str, Allowed] = {
-    "store": Allowed((False,), "only false is supported, because responses are not stored"),
-    "suffix": Allowed(("",), "insertion before a suffix is not supported"),
-    "modalities": Allowed((["text"],), 'only ["text"] is supported'),
-    "verbosity": Allowed(("medium",), "only 'medium' is supported"),
-    "functions": Allowed(([],), "use tools instead"),
-    "function_call": Allowed(("none",), "use tool_choice instead"),
-    "detokenize": Allowed((True,), "only true is supported"),
-    "truncation_side": Allowed(("left",), "only 'left' is supported"),
-    **dict.fromkeys(_names("watermarking return_prompt_text enable_response_messages"), _FALSE),
-    "echo": _FALSE,  # a chat has no echo
-    "chat_template": Allowed((), "only the model's own template is supported"),
-    **dict.fromkeys(_names("audio web_search_options moderation cache_salt prompt_embeds"), _NONE),
+_UNSUPPORTED = AllowedValues((), "it is not supported")
+_ONLY_FALSE = AllowedValues((False,), "only false is supported")
+_ONLY_EMPTY = AllowedValues(({}, []), "it is not supported")
+_REFUSED_FIELDS: Mapping[str, AllowedValues] = {
+    "store": AllowedValues((False,), "only false is supported, because responses are not stored"),
+    "suffix": AllowedValues(("",), "insertion before a suffix is not supported"),
+    "modalities": AllowedValues((["text"],), 'only ["text"] is supported'),
+    "verbosity": AllowedValues(("medium",), "only 'medium' is supported"),
+    "functions": AllowedValues(([],), "use tools instead"),
+    "function_call": AllowedValues(("none",), "use tool_choice instead"),
+    "detokenize": AllowedValues((True,), "only true is supported"),
+    "truncation_side": AllowedValues(("left",), "only 'left' is supported"),
     **dict.fromkeys(
-        _names(
+        _split_names("watermarking return_prompt_text enable_response_messages"), _ONLY_FALSE
+    ),
+    "echo": _ONLY_FALSE,  # a chat has no echo
+    "chat_template": AllowedValues((), "only the model's own template is supported"),
+    **dict.fromkeys(
+        _split_names("audio web_search_options moderation cache_salt prompt_embeds"), _UNSUPPORTED
+    ),
+    **dict.fromkeys(
+        _split_names(
             "logits_processors mm_processor_kwargs media_io_kwargs kv_transfer_params vllm_xargs "
             "repetition_detection thinking_token_budget lora_request logprob_token_ids "
             "ec_transfer_params previous_input_messages"
         ),
-        _EMPTY,
+        _ONLY_EMPTY,
     ),
 }
 
-COMPLETION = _GENERATION | {"prompt"}
-_CHAT = {"messages", "max_completion_tokens", "top_logprobs"}
-CHAT = (_GENERATION | CONVERSATION | _CHAT) - {"echo"}
-TOKENIZE = CONVERSATION | _names("model prompt messages add_special_tokens return_token_strs")
-DETOKENIZE = _EVERY | {"tokens"}
-_RESPONSE = _names(
+COMPLETION_FIELDS = _GENERATION_FIELDS | {"prompt"}
+_CHAT_ONLY_FIELDS = {"messages", "max_completion_tokens", "top_logprobs"}
+CHAT_FIELDS = (_GENERATION_FIELDS | CONVERSATION_FIELDS | _CHAT_ONLY_FIELDS) - {"echo"}
+TOKENIZE_FIELDS = CONVERSATION_FIELDS | _split_names(
+    "model prompt messages add_special_tokens return_token_strs"
+)
+DETOKENIZE_FIELDS = _COMMON_FIELDS | {"tokens"}
+_RESPONSE_ONLY_FIELDS = _split_names(
     "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
     "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
     # responses.py checks the only permitted values of this line.
@@ -101,36 +107,36 @@ _RESPONSE = _names(
     "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "
     "structured_outputs repetition_penalty stop_token_ids"
 )
-RESPONSE = _EVERY | _RESPONSE
-EMBEDDING = _EVERY | {"input", "encoding_format"}
-_EMBEDDING_REFUSED: Mapping[str, Allowed] = {
-    "dimensions": Allowed((), "the vectors of the model have a fixed size"),
-    **dict.fromkeys(("truncate_prompt_tokens", "additional_data"), _NONE),
-    "add_special_tokens": Allowed((True,), "only true is supported"),
+RESPONSE_FIELDS = _COMMON_FIELDS | _RESPONSE_ONLY_FIELDS
+EMBEDDING_FIELDS = _COMMON_FIELDS | {"input", "encoding_format"}
+_REFUSED_EMBEDDING_FIELDS: Mapping[str, AllowedValues] = {
+    "dimensions": AllowedValues((), "the vectors of the model have a fixed size"),
+    **dict.fromkeys(("truncate_prompt_tokens", "additional_data"), _UNSUPPORTED),
+    "add_special_tokens": AllowedValues((True,), "only true is supported"),
 }
 
-_STREAM_OPTIONS: Mapping[str, Allowed | None] = {
+_STREAM_OPTIONS: Mapping[str, AllowedValues | None] = {
     "include_usage": None,
     "include_obfuscation": None,
     "continuous_usage_stats": None,
 }
 
 
-def supported_fields(
+def select_supported_fields(
     body: Mapping[str, Any], supported: frozenset[str], refuse_unknown: bool
 ) -> dict[str, Any]:
-    """Return the fields of a body to carry out, without those that are null.
+    """Return the supported fields of a body whose values are not null.
 
     Args:
         body: The body.
-        supported: The fields to carry out, such as `COMPLETION`.
+        supported: The fields to carry out, such as `COMPLETION_FIELDS`.
         refuse_unknown: Whether fields that are not known are refused; otherwise they are logged
             once for each name.
 
     Raises:
         InvalidArgument: Fields are refused. The message names each of them.
     """
-    refused = _EMBEDDING_REFUSED if supported is EMBEDDING else _REFUSED
+    refused = _REFUSED_EMBEDDING_FIELDS if supported is EMBEDDING_FIELDS else _REFUSED_FIELDS
     fields: dict[str, Any] = {}
     problems: list[str] = []
     unknown: dict[str, frozenset[str]] = {}
@@ -142,14 +148,14 @@ def supported_fields(
         elif name in supported:
             fields[name] = value
         elif name in refused:
-            problems += _problem(name, value, refused[name])
-        elif name not in _PLAIN:
-            unknown[name] = supported | refused.keys() | _PLAIN
+            problems += _check_refused(name, value, refused[name])
+        elif name not in _IGNORED_FIELDS:
+            unknown[name] = supported | refused.keys() | _IGNORED_FIELDS
     if "stream_options" in fields and type(fields["stream_options"]) is dict:
         for name, value in fields["stream_options"].items():
             allowed = _STREAM_OPTIONS.get(name)
             if allowed is not None and value is not None:
-                problems += _problem(f"stream_options.{name}", value, allowed)
+                problems += _check_refused(f"stream_options.{name}", value, allowed)
             elif name not in _STREAM_OPTIONS:
                 unknown[f"stream_options.{name}"] = frozenset(_STREAM_OPTIONS)
     for name in unknown:
@@ -163,6 +169,9 @@ def supported_fields(
     return fields
 
 
-def _problem(name: str, value: Any, allowed: Allowed) -> list[str]:
-    is_neutral = any(type(value) is type(each) and value == each for each in allowed.values)
-    return [] if is_neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.text}"]
+def _check_refused(name: str, value: Any, allowed: AllowedValues) -> list[str]:
+    is_neutral = any(
+        type(value) is type(neutral_value) and value == neutral_value
+        for neutral_value in allowed.values
+    )
+    return [] if is_neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.explanation}"]

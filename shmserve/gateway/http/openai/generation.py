@@ -26,14 +26,19 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, response_name
+from shmserve.gateway.http.openai.bodies import (
+    TEXT_OUTPUT,
+    TooManyRequests,
+    encode_openai_error,
+    response_name,
+)
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
-_NO_STOP = (b"", b"null")
-_DONE = SERVER_SENT_EVENTS.frame(b"[DONE]")
+_NO_STOP_REASON = (b"", b"null")
+_DONE_EVENT = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
 
 class Delta(NamedTuple):
@@ -43,7 +48,7 @@ class Delta(NamedTuple):
         logprobs: The probabilities of the tokens, if they were requested.
         finish_reason: The reason why the sample ended, in its last part.
         usage: The numbers of tokens, in the last part of all.
-        more: Further members of the choice, or of the response to a chat.
+        extra_members: Further members of the choice, or of the response to a chat.
         message: The content, the reasoning and the tool calls of the text, if it was split.
         stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
@@ -53,88 +58,90 @@ class Delta(NamedTuple):
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
-    more: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    extra_members: dict[str, Any] = {}  # noqa: RUF012 - never changed
     message: dict[str, Any] | None = None
     stop_reason: str | int | None = None
 
 
-class Form(NamedTuple):
+class ChoiceFormat(NamedTuple):
     """The format of completions or of chats: prefixes of ids, and names of objects."""
 
     prefix: str
     object_name: str
     chunk_name: str
-    chat: bool
+    is_chat: bool
 
     def content(
-        self, text: str, more: dict[str, Any], first: bool = False, chunk: bool = False
+        self, text: str, members: dict[str, Any], is_first: bool = False, is_chunk: bool = False
     ) -> dict[str, Any]:
         """Return the part of a choice that contains the text, its reasoning and its calls."""
-        if not self.chat:
+        if not self.is_chat:
             return {"text": text}
-        message: dict[str, Any] = {"content": text} if text or not chunk or first else {}
-        if first or not chunk:
+        message: dict[str, Any] = {"content": text} if text or not is_chunk or is_first else {}
+        if is_first or not is_chunk:
             message = {"role": "assistant", **message}
-        if more:
-            message |= more if text or chunk else {"content": None, **more}
-        return {"delta" if chunk else "message": message}
+        if members:
+            message |= members if text or is_chunk else {"content": None, **members}
+        return {"delta" if is_chunk else "message": message}
 
-    def logprobs(self, found: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
+    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
         """Return the probabilities of tokens; the first is at character `offset` of its text."""
-        if found is None:
+        if tokens is None:
             return None
-        if self.chat:
-            return {"content": found, "refusal": None}
+        if self.is_chat:
+            return {"content": tokens, "refusal": None}
         offsets = []
-        for each in found:
-            offsets.append(each.get("text_offset", offset))
-            offset += len(each["token"])
+        for token in tokens:
+            offsets.append(token.get("text_offset", offset))
+            offset += len(token["token"])
         return {
-            "tokens": [each["token"] for each in found],
-            "token_logprobs": [each["logprob"] for each in found],
-            "top_logprobs": list(map(_likeliest, found)),
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": list(map(_likeliest_tokens, tokens)),
             "text_offset": offsets,
         }
 
 
-def _likeliest(token: dict[str, Any]) -> dict[str, Any] | None:
+def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
     """Return the likeliest tokens at a position and the token itself, by their texts."""
     if token["top_logprobs"] is None:
         return None
     logprob_by_token: dict[str, Any] = {}
     keys = set()
-    for each in [*token["top_logprobs"], token]:
-        text, key = each["token"], each.get("token_id", each["token"])
+    for candidate in [*token["top_logprobs"], token]:
+        text, key = candidate["token"], candidate.get("token_id", candidate["token"])
         # Different parts of characters can have the same text.
         if text in logprob_by_token and key not in keys:
-            text = bytes(each.get("bytes") or ()).decode(errors="backslashreplace")
+            text = bytes(candidate.get("bytes") or ()).decode(errors="backslashreplace")
         keys.add(key)
-        logprob_by_token.setdefault(text, each["logprob"])
+        logprob_by_token.setdefault(text, candidate["logprob"])
     return logprob_by_token
 
 
-def _prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """Return the log probabilities of a prompt in the form of vLLM."""
     rows: list[dict[str, Any] | None] = []
     for token in prompt:
         if token is None:
             rows.append(None)
             continue
-        top = [{**each, "rank": rank} for rank, each in enumerate(token["top_logprobs"], 1)]
+        top = [
+            {**candidate, "rank": rank} for rank, candidate in enumerate(token["top_logprobs"], 1)
+        ]
         ranked = {
-            str(each["token_id"]): {
-                "logprob": each["logprob"],
-                "rank": each["rank"],
-                "decoded_token": each["token"],
+            str(candidate["token_id"]): {
+                "logprob": candidate["logprob"],
+                "rank": candidate["rank"],
+                "decoded_token": candidate["token"],
             }
-            for each in (token, *top)
+            for candidate in (token, *top)
         }
         rows.append(ranked)
     return rows
 
 
-COMPLETION = Form("cmpl", "text_completion", "text_completion", chat=False)
-CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk", chat=True)
+COMPLETION_FORMAT = ChoiceFormat("cmpl", "text_completion", "text_completion", is_chat=False)
+CHAT_FORMAT = ChoiceFormat("chatcmpl", "chat.completion", "chat.completion.chunk", is_chat=True)
 
 
 @dataclass(slots=True)
@@ -143,23 +150,26 @@ class _Sample:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[dict[str, Any]] | None = None
-    begun: bool = False
+    is_begun: bool = False
     # The log probabilities of the first part, while it is the only one.
     first_logprobs: dict[str, Any] | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    extra_members: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0  # number of tokens, counted for `Choices.continuous`
 
     def parts(self) -> dict[str, Any]:
         """Return the reasoning and the tool calls received so far."""
-        if not self.reasoning and not self.calls:
+        if not self.reasoning and not self.tool_calls:
             return {}
-        return {**_reasoning(self.reasoning), **({"tool_calls": self.calls} if self.calls else {})}
+        return {
+            **_reasoning_members(self.reasoning),
+            **({"tool_calls": self.tool_calls} if self.tool_calls else {}),
+        }
 
     def add(self, message: dict[str, Any]) -> dict[str, Any]:
         """Add reasoning and tool calls, and return the members of a chunk with them."""
-        parts = _reasoning(message.get("reasoning", ""))
+        parts = _reasoning_members(message.get("reasoning", ""))
         self.reasoning += message.get("reasoning", "")
         calls: list[dict[str, Any]] = []
         for call in message.get("tool_calls", ()):
@@ -170,18 +180,18 @@ class _Sample:
                     {"id": call["id"], "type": "function"},
                     {"name": call["name"], **function},
                 )
-                self.calls.append({**head, "function": {**function}})
+                self.tool_calls.append({**head, "function": {**function}})
             else:
-                self.calls[index]["function"]["arguments"] += call["arguments"]
+                self.tool_calls[index]["function"]["arguments"] += call["arguments"]
             calls.append({"index": index, **head, "function": function})
         return {**parts, "tool_calls": calls} if calls else parts
 
     def reason(self, reason: str) -> str | None:
         """Return the model's finish reason, or "tool_calls" if a complete sample has tool calls."""
-        return "tool_calls" if self.calls and reason == "stop" else reason or None
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason or None
 
 
-def _reasoning(text: str) -> dict[str, Any]:
+def _reasoning_members(text: str) -> dict[str, Any]:
     """Return reasoning under both member names that clients use."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
@@ -196,16 +206,16 @@ class Choices:
         shows_tokens: Whether the client receives the ids of tokens.
     """
 
-    form: Form
+    form: ChoiceFormat
     model: str
     samples: int
     shows_usage: bool = False
     continuous: bool = False
     shows_tokens: bool = True
     _samples: dict[int, _Sample] = field(default_factory=dict)
-    _prompt: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
+    _prompt_members: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     # Tokens of each prompt, if they are counted.
-    _sizes: dict[int, int] = field(default_factory=dict)
+    _prompt_sizes: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
     _reasoning_tokens: int | None = None  # number of tokens of reasoning
 
@@ -218,53 +228,61 @@ class Choices:
         index = prompt * self.samples + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
-        more = sample.add(delta.message) if delta.message else {}
+        extra_members = sample.add(delta.message) if delta.message else {}
         choice = {
             "index": index,
-            **self.form.content(delta.text, more, first=not sample.begun, chunk=True),
+            **self.form.content(
+                delta.text, extra_members, is_first=not sample.is_begun, is_chunk=True
+            ),
             "logprobs": self.form.logprobs(content, len(sample.text)),
             "finish_reason": sample.reason(delta.finish_reason),
         }
-        if delta.finish_reason or not self.form.chat:
+        if delta.finish_reason or not self.form.is_chat:
             choice["stop_reason"] = delta.stop_reason
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
-        sample.first_logprobs = None if sample.begun else choice["logprobs"]
+        sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
         if self.continuous:
-            choice |= self._add_more(sample, self._counted(prompt, sample, delta.more))
-        elif delta.more:
-            choice |= self._add_more(sample, delta.more)
-        sample.begun = True
+            choice |= self._add_members(
+                sample, self._count_sample_tokens(prompt, sample, delta.extra_members)
+            )
+        elif delta.extra_members:
+            choice |= self._add_members(sample, delta.extra_members)
+        sample.is_begun = True
         sample.text += delta.text
         if content is not None:
             sample.logprobs = (sample.logprobs or []) + content
         if delta.usage is not None:
-            self._count(delta.usage)
+            self._count_usage(delta.usage)
         return choice
 
-    def _counted(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
+    def _count_sample_tokens(
+        self, prompt: int, sample: _Sample, fields: dict[str, Any]
+    ) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `usage` is among them, for `chunk`, which moves it from the choice to the chunk.
         """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
-            self._sizes[prompt] = len(fields["prompt_token_ids"])
+            self._prompt_sizes[prompt] = len(fields["prompt_token_ids"])
         ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
-        size, new = self._sizes.get(prompt, 0), sample.tokens
+        size, new = self._prompt_sizes.get(prompt, 0), sample.tokens
         usage = {"prompt_tokens": size, "completion_tokens": new, "total_tokens": size + new}
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
-    def _add_more(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
+    def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Add the model's additional members, and return the members for the choice of a chunk."""
-        more = dict(fields)
-        if self.form.chat:
-            prompt = more.keys() & {"prompt_token_ids", "prompt_logprobs"}
-            self._prompt |= {name: more.pop(name) for name in prompt}
-        tokens = sample.more.get("token_ids", []) + more.get("token_ids", [])
-        sample.more |= {**more, "token_ids": tokens} if "token_ids" in more else more
-        return more
+        members = dict(fields)
+        if self.form.is_chat:
+            prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
+            self._prompt_members |= {name: members.pop(name) for name in prompt}
+        tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
+        sample.extra_members |= (
+            {**members, "token_ids": tokens} if "token_ids" in members else members
+        )
+        return members
 
-    def _count(self, usage: dict[str, Any]) -> None:
+    def _count_usage(self, usage: dict[str, Any]) -> None:
         self._usage["prompt"] += usage["prompt_tokens"]
         self._usage["new"] += usage["completion_tokens"]
         self._usage["cached"] += usage.get("cached_tokens", 0)
@@ -280,11 +298,11 @@ class Choices:
                 "logprobs": sample.first_logprobs or self.form.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
-                **sample.more,
+                **sample.extra_members,
             }
             for index, sample in sorted(self._samples.items())
         ]
-        head = {**self._head(self.form.object_name), **self._prompt}
+        head = {**self._head(self.form.object_name), **self._prompt_members}
         return {**head, "choices": choices, "usage": self.usage()}
 
     def frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
@@ -293,23 +311,23 @@ class Choices:
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
-        head = {**self._head(self.form.chunk_name), **self._prompt}
+        head = {**self._head(self.form.chunk_name), **self._prompt_members}
         entries = list(choices)
         if self.shows_usage:
             head["usage"] = entries[0].pop("usage") if self.continuous else None
-        self._prompt = {}
+        self._prompt_members = {}
         return orjson.dumps({**head, "choices": entries})
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
         if not usage:
-            return [_DONE]
-        last = {**self._head(self.form.chunk_name), "choices": [], "usage": self.usage()}
-        return [SERVER_SENT_EVENTS.frame(orjson.dumps(last)), _DONE]
+            return [_DONE_EVENT]
+        usage_chunk = {**self._head(self.form.chunk_name), "choices": [], "usage": self.usage()}
+        return [SERVER_SENT_EVENTS.frame(orjson.dumps(usage_chunk)), _DONE_EVENT]
 
     def failure(self, error: ShmserveError) -> list[bytes]:
         """Return the end of a stream that fails."""
-        return [SERVER_SENT_EVENTS.frame(openai_error(error)), _DONE]
+        return [SERVER_SENT_EVENTS.frame(encode_openai_error(error)), _DONE_EVENT]
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens."""
@@ -328,25 +346,35 @@ class Choices:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
 
 
-async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the continuations of prompts."""
-    text_request = await bodies.completion(gateway, await bodies.read(gateway, request, ["prompt"]))
+async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle POST /v1/completions: respond with the continuations of prompts."""
+    text_request = await bodies.parse_completion(
+        gateway, await bodies.read_body(gateway, request, ["prompt"])
+    )
     return await respond(
-        gateway, request, text_request, _choices(gateway, COMPLETION, text_request)
+        gateway, request, text_request, _create_choices(gateway, COMPLETION_FORMAT, text_request)
     )
 
 
-async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the next message of a chat."""
-    text_request = await bodies.chat(gateway, await bodies.read(gateway, request, ["messages"]))
-    return await respond(gateway, request, text_request, _choices(gateway, CHAT, text_request))
+async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle POST /v1/chat/completions: respond with the next message of a chat."""
+    text_request = await bodies.parse_chat(
+        gateway, await bodies.read_body(gateway, request, ["messages"])
+    )
+    return await respond(
+        gateway, request, text_request, _create_choices(gateway, CHAT_FORMAT, text_request)
+    )
 
 
-def _choices(gateway: Gateway, form: Form, text_request: bodies.TextRequest) -> Choices:
+def _create_choices(
+    gateway: Gateway, choice_format: ChoiceFormat, text_request: bodies.TextRequest
+) -> Choices:
     name = response_name(gateway, text_request.model.name)
-    shown = not text_request.continuous or bodies.returns_tokens(text_request.parameters)
-    usage = text_request.usage, text_request.continuous
-    return Choices(form, name, text_request.samples, *usage, shown)
+    shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
+        text_request.parameters
+    )
+    usage = text_request.shows_usage, text_request.shows_running_usage
+    return Choices(choice_format, name, text_request.samples, *usage, shows_tokens)
 
 
 class Rendering(Protocol):
@@ -374,7 +402,7 @@ async def respond(
     """Return the response with the text of a model, whole or as a stream."""
     generation = _Generation(gateway, request, text_request, rendering)
     try:
-        await generation.begin()
+        await generation.start()
         if not text_request.stream:
             return json_response(await generation.whole_response())
     except BaseException as error:
@@ -415,7 +443,7 @@ class _Generation:
         """Return the headers of the response, from the first prompt's inference request."""
         return self._queues[0].headers
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Submit the requests, and wait for the response to the first prompt.
 
         Raises:
@@ -423,41 +451,40 @@ class _Generation:
         """
         gateway, model = self._gateway, self._text_request.model
         arrived_ns = time.monotonic_ns()
-        for infer_request in self._text_request.requests():
+        for infer_request in self._text_request.infer_requests():
             built_request = await build_in_turns(gateway, model, infer_request)
             queue = ResponseQueue(
                 gateway, self._request, built_request, arrived_ns, self._response_event
             )
             self._queues.append(queue)
-        first = self._queues[0]
-        await first.wait()
-        error = find_error(first.first)
+        first_queue = self._queues[0]
+        await first_queue.wait()
+        error = find_error(first_queue.first_response)
         if error is not None:
-            log_failure(first.request.built_request, error)
+            log_failure(first_queue.request.built_request, error)
             raise error
 
     async def whole_response(self) -> dict[str, Any]:
         """Return the whole response once the last text has ended."""
-        async for _ in self._arrived_parts():
+        async for _ in self._receive_parts():
             pass
         return self._rendering.whole_response()
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """Yield server-sent events. Texts that have arrived are written together."""
         try:
-            async for results in self._arrived_parts():
+            async for results in self._receive_parts():
                 if frames := self._rendering.frames(results):
                     yield frames
         except ShmserveError as error:
             yield self._rendering.failure(error)
             return
-        yield self._rendering.ending(self._text_request.usage)
+        yield self._rendering.ending(self._text_request.shows_usage)
 
-    async def _arrived_parts(self) -> AsyncGenerator[list[list[Any]], None]:
+    async def _receive_parts(self) -> AsyncGenerator[list[list[Any]], None]:
         """Yield the parts of the stream for received responses to all prompts, in order of arrival.
 
-        Reading the prompts one after the other would leave the model waiting for the credit of
-        later prompts.
+        If the prompts were read in turn, the model would wait for the credit of later prompts.
         """
         unfinished = dict(enumerate(self._queues))
         while unfinished:
@@ -467,26 +494,26 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt, queue in list(unfinished.items()):
                 while queue and prompt in unfinished:
-                    choices, ended = self._take(prompt, queue)
+                    choices, ended = self._take_response(prompt, queue)
                     if choices:
                         results.append(choices)
                     if ended:
                         del unfinished[prompt]
             yield results
 
-    def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
+    def _take_response(self, prompt: int, queue: ResponseQueue) -> tuple[list[Any], bool]:
         """Remove an arrived response; return its parts and whether it was the last.
 
         An error response is raised.
         """
-        inferred = queue.request.outputs(queue.first)
-        deltas = [] if inferred is None else self._deltas(inferred)
+        inferred = queue.request.outputs(queue.first_response)
+        deltas = [] if inferred is None else self._decode_deltas(inferred)
         choices = [self._rendering.add(prompt, delta) for delta in deltas]
-        return choices, queue.pop(inferred)
+        return choices, queue.remove_first(inferred)
 
-    def _deltas(self, inferred: Inferred) -> list[Delta]:
-        values = {tensor.name: self._values(tensor) for tensor in inferred.outputs}
-        texts = values[TEXT]
+    def _decode_deltas(self, inferred: Inferred) -> list[Delta]:
+        values = {tensor.name: self._decode_values(tensor) for tensor in inferred.outputs}
+        texts = values[TEXT_OUTPUT]
         absent = [b""] * len(texts)
         columns = (
             values.get("index", range(len(texts))),
@@ -503,39 +530,45 @@ class _Generation:
                 reason.decode(),
                 orjson.loads(logprobs) if logprobs else None,
                 orjson.loads(usage) if usage else None,
-                stop_reason=orjson.loads(stopped) if stopped not in _NO_STOP else None,
+                stop_reason=orjson.loads(stopped) if stopped not in _NO_STOP_REASON else None,
             )
             for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
         ]
-        return list(self._with_more(deltas, values)) if self._text_request.details else deltas
+        return (
+            list(self._with_extra_members(deltas, values))
+            if self._text_request.detail_outputs
+            else deltas
+        )
 
-    def _with_more(self, deltas: list[Delta], values: dict[str, list[Any]]) -> Iterator[Delta]:
+    def _with_extra_members(
+        self, deltas: list[Delta], values: dict[str, list[Any]]
+    ) -> Iterator[Delta]:
         """Yield the deltas with members that few requests ask for.
 
         They are tokens, the prompt's log probabilities, and messages.
         """
         tokens, prompt = values.get("token_ids"), values.get("prompt_token_ids")
-        messages = values.get(bodies.MESSAGE)
+        messages = values.get(bodies.MESSAGE_OUTPUT)
         sample_tokens = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
         for index, delta in enumerate(deltas):
-            more: dict[str, Any] = {}
+            extra_members: dict[str, Any] = {}
             if tokens is not None:
                 count = sample_tokens[index] if sample_tokens else len(tokens)
-                more["token_ids"], tokens = tokens[:count], tokens[count:]
+                extra_members["token_ids"], tokens = tokens[:count], tokens[count:]
             if prompt:
-                more["prompt_token_ids"] = prompt
+                extra_members["prompt_token_ids"] = prompt
             logprobs = delta.logprobs
             if logprobs is not None and "prompt" in logprobs:
-                more["prompt_logprobs"] = _prompt_logprobs(logprobs["prompt"])
+                extra_members["prompt_logprobs"] = _format_prompt_logprobs(logprobs["prompt"])
             if not bodies.wants_logprobs(self._text_request.parameters):
                 logprobs = None
-            delta = delta._replace(logprobs=logprobs, more=more)
+            delta = delta._replace(logprobs=logprobs, extra_members=extra_members)
             if messages:
                 message = orjson.loads(messages[index])
                 delta = delta._replace(text=message.get("content", ""), message=message)
             yield delta
 
-    def _values(self, tensor: Any) -> list[Any]:
+    def _decode_values(self, tensor: Any) -> list[Any]:
         data = output_bytes(self._gateway, tensor)
         if tensor.datatype == "BYTES":
             array = decode_bytes(data, tensor.shape, tensor.name, self._text_request.model.name)

@@ -29,20 +29,20 @@ from shmserve.gateway.http.json.large_bodies import Packed, check_count
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
-    TEXT,
+    TEXT_OUTPUT,
     TooManyRequests,
-    generates,
-    names_of,
+    generates_text,
+    model_names,
     only_generative_model,
     resolve_alias,
     response_name,
     unloaded_aliases,
 )
 from shmserve.gateway.http.openai.fields import (
-    CONVERSATION,
-    DETOKENIZE,
-    EMBEDDING,
-    TOKENIZE,
+    CONVERSATION_FIELDS,
+    DETOKENIZE_FIELDS,
+    EMBEDDING_FIELDS,
+    TOKENIZE_FIELDS,
 )
 from shmserve.gateway.inference.inference import find_error, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
@@ -51,8 +51,8 @@ from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 
-_FORMATS = ("float", "base64")
-_FLOATS = ("FP32", "FP16", "FP64")
+_ENCODING_FORMATS = ("float", "base64")
+_FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
 
 
 class Embedder(NamedTuple):
@@ -64,34 +64,36 @@ class Embedder(NamedTuple):
     max_texts: int  # maximum number of texts in a request; 0: one text, without a batch dimension
 
 
-def embeds(model: GatewayModel) -> Embedder | None:
+def find_embedder(model: GatewayModel) -> Embedder | None:
     """Return the input and output by which a model embeds text; None if it does not."""
     signature = model.signature
     if len(signature.inputs) != 1 or len(signature.outputs) != 1 or model.decoupled:
         return None
-    ((text, source),) = signature.inputs.items()
-    ((vector, target),) = signature.outputs.items()
+    ((input_name, source),) = signature.inputs.items()
+    ((output_name, target),) = signature.outputs.items()
     dims = tuple(source.dims)
-    plain = all(size in (1, -1) for size in dims) and len(target.dims) >= 1
-    if source.datatype != "BYTES" or target.datatype not in _FLOATS or not plain:
+    is_one_text = all(size in (1, -1) for size in dims) and len(target.dims) >= 1
+    if source.datatype != "BYTES" or target.datatype not in _FLOAT_DATATYPES or not is_one_text:
         return None
-    return Embedder(text, vector, tuple(1 for _ in dims), signature.max_batch_size)
+    return Embedder(input_name, output_name, tuple(1 for _ in dims), signature.max_batch_size)
 
 
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with a vector for each text."""
-    body = await bodies.read_fields(gateway, request, EMBEDDING, ["input"])
-    model = await bodies.model_of(gateway, body)
-    embedder = embeds(model)
+    """Handle POST /v1/embeddings: respond with a vector for each text."""
+    body = await bodies.read_fields(gateway, request, EMBEDDING_FIELDS, ["input"])
+    model = await bodies.resolve_named_model(gateway, body)
+    embedder = find_embedder(model)
     if embedder is None:
         raise NotFound(f"model '{model.name}' does not compute embeddings of text")
-    texts = _texts(body.get("input"))
-    encoding = bodies.checked(body, "encoding_format", str, "float")
-    if encoding not in _FORMATS:
-        raise InvalidArgument(f"encoding_format: '{encoding}' is not one of {', '.join(_FORMATS)}")
-    step = max(embedder.max_texts, 1)
-    parts = [texts[at : at + step] for at in range(0, len(texts), step)]
-    calls = [_vectors(gateway, request, model, embedder, part) for part in parts]
+    texts = _check_texts(body.get("input"))
+    encoding = bodies.check_member(body, "encoding_format", str, "float")
+    if encoding not in _ENCODING_FORMATS:
+        raise InvalidArgument(
+            f"encoding_format: '{encoding}' is not one of {', '.join(_ENCODING_FORMATS)}"
+        )
+    batch_size = max(embedder.max_texts, 1)
+    batches = [texts[index : index + batch_size] for index in range(0, len(texts), batch_size)]
+    calls = [_compute_vectors(gateway, request, model, embedder, part) for part in batches]
     tasks = list(map(asyncio.ensure_future, calls))
     try:
         vectors = [vector for batch in await asyncio.gather(*tasks) for vector in batch]
@@ -99,16 +101,16 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         for task in tasks:
             task.cancel()
     data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
+        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, encoding)}
         for index, vector in enumerate(vectors)
     ]
-    # The numbers are unknown, since the worker does not report them.
+    # The numbers of tokens are unknown, since the worker does not report them.
     usage = {"prompt_tokens": 0, "total_tokens": 0}
     name = response_name(gateway, model.name)
     return json_response({"object": "list", "data": data, "model": name, "usage": usage})
 
 
-async def _vectors(
+async def _compute_vectors(
     gateway: Gateway,
     request: HttpRequest,
     model: GatewayModel,
@@ -120,74 +122,74 @@ async def _vectors(
     if type(texts[0]) is Packed:
         text_input = bodies.packed_tensor(embedder.text, texts, shape or (1,))
     else:
-        text_input = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
+        text_input = bodies.create_input(embedder.text, "BYTES", texts, shape or (1,))
     outputs = await _infer(gateway, request, model, text_input, [embedder.vector], {})
     vectors = outputs[embedder.vector].astype(np.float32)
     return list(vectors.reshape(len(texts), -1))
 
 
-def _texts(value: Any) -> list[Any]:
+def _check_texts(value: Any) -> list[Any]:
     texts = value if type(value) is list else [value]
     if not texts or not all(
-        type(each) is str or (type(each) is Packed and each.kind == "text") for each in texts
+        type(text) is str or (type(text) is Packed and text.kind == "text") for text in texts
     ):
         raise InvalidArgument(f"input: {clip(repr(value))} is not a string or a list of strings")
     check_count("input", texts)
     return texts
 
 
-def _encoded(vector: np.ndarray[Any, Any], encoding: str) -> Any:
+def _encode_vector(vector: np.ndarray[Any, Any], encoding: str) -> Any:
     if encoding == "base64":
         return base64.b64encode(vector.tobytes()).decode()
     return vector.tolist()
 
 
-_STARTED_S = int(time.time())
-_MOST_TOKEN = (1 << 31) - 1
+_STARTED_AT_S = int(time.time())
+_MAX_TOKEN_ID = (1 << 31) - 1
 
 
-async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with all models that embed or generate text, and those on demand."""
-    models = {model.name: model for model in gateway.models.all_versions() if _serves(model)}
-    unloaded = await unloaded_aliases(gateway)
-    aliases = {**unloaded, **{name: model.aliases for name, model in models.items()}}
+async def list_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle GET /v1/models: list the models that embed or generate text, also those on demand."""
+    models = {model.name: model for model in gateway.models.all_versions() if _is_listed(model)}
+    unloaded_models = await unloaded_aliases(gateway)
+    aliases = {**unloaded_models, **{name: model.aliases for name, model in models.items()}}
     entries = [
         _model_object(name, root, models.get(root))
         for root in sorted(aliases)
-        for name in [*names_of(gateway, root, unloaded), *aliases[root]]
+        for name in [*model_names(gateway, root, unloaded_models), *aliases[root]]
     ]
     # A name of several models belongs to the first model.
-    unique = {each["id"]: each for each in reversed(entries)}
-    return json_response({"object": "list", "data": list(reversed(unique.values()))})
+    entries_by_id = {entry["id"]: entry for entry in reversed(entries)}
+    return json_response({"object": "list", "data": list(reversed(entries_by_id.values()))})
 
 
-async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
+async def show_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """Respond with one model that embeds or generates text; a model on demand is not loaded."""
     model_name = await resolve_alias(gateway, name)
     if needs_load(gateway, model_name, "") and model_name in await unloaded_aliases(gateway):
         return json_response(_model_object(name, model_name, None))
     model = await resolve_model(gateway, model_name, "")
-    if not _serves(model):
+    if not _is_listed(model):
         raise NotFound(f"model '{name}' neither generates text nor computes embeddings")
     return json_response(_model_object(name, model_name, model))
 
 
-async def _default(gateway: Gateway, body: dict[str, Any]) -> str:
+async def _default_model(gateway: Gateway, body: dict[str, Any]) -> str:
     """Return the model of a body that names none."""
     if "model" in body:
         return ""
     return only_generative_model(gateway, await unloaded_aliases(gateway))
 
 
-def _serves(model: GatewayModel) -> bool:
-    return generates(model) or embeds(model) is not None
+def _is_listed(model: GatewayModel) -> bool:
+    return generates_text(model) or find_embedder(model) is not None
 
 
 def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": _STARTED_S,
+        "created": _STARTED_AT_S,
         "owned_by": "shmserve",
         "root": root,
         "parent": None,
@@ -196,23 +198,25 @@ def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str,
 
 
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the tokens of a prompt or of a chat."""
-    fields = await bodies.read_fields(gateway, request, TOKENIZE, ["prompt", "messages"])
-    model = await bodies.generating(gateway, fields, default=await _default(gateway, fields))
+    """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
+    fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
+    model = await bodies.resolve_generative_model(
+        gateway, fields, default=await _default_model(gateway, fields)
+    )
     chat = "messages" in fields
-    with_texts = bodies.checked(fields, "return_token_strs", bool, False)
-    add_special_tokens = bodies.checked(fields, "add_special_tokens", bool, not chat)
+    with_texts = bodies.check_member(fields, "return_token_strs", bool, False)
+    add_special_tokens = bodies.check_member(fields, "add_special_tokens", bool, not chat)
     if chat and "prompt" in fields:
         raise InvalidArgument("prompt: exactly one of prompt and messages is required")
     if chat:
-        variables = {name: fields[name] for name in CONVERSATION & fields.keys()}
-        prompt = bodies.conversation(fields, variables)
+        variables = {name: fields[name] for name in CONVERSATION_FIELDS & fields.keys()}
+        prompt = bodies.conversation_input(fields, variables)
     elif "prompt" in fields:
-        prompt = bodies.prompt(bodies.checked(fields, "prompt", str, ""))
+        prompt = bodies.prompt(bodies.check_member(fields, "prompt", str, ""))
     else:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
-    outputs = ("token_ids", TEXT) if with_texts else ("token_ids",)
+    outputs = ("token_ids", TEXT_OUTPUT) if with_texts else ("token_ids",)
     _check_converts(model)
     values = await _infer(gateway, request, model, prompt, outputs, parameters)
     # A million tokens are encoded without a Python list.
@@ -222,15 +226,17 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
             "count": len(values["token_ids"]),
             "max_model_len": model.max_model_len,
             "tokens": orjson.Fragment(tokens),
-            "token_strs": orjson.Fragment(values[TEXT].ravel()[0]) if with_texts else None,
+            "token_strs": orjson.Fragment(values[TEXT_OUTPUT].ravel()[0]) if with_texts else None,
         }
     )
 
 
 async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Respond with the text of tokens."""
-    fields = await bodies.read_fields(gateway, request, DETOKENIZE)
-    model = await bodies.generating(gateway, fields, default=await _default(gateway, fields))
+    """Handle POST /detokenize: respond with the text of tokens."""
+    fields = await bodies.read_fields(gateway, request, DETOKENIZE_FIELDS)
+    model = await bodies.resolve_generative_model(
+        gateway, fields, default=await _default_model(gateway, fields)
+    )
     tokens = fields.get("tokens")
     if type(tokens) is not list or not {*map(type, tokens)} <= {int}:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
@@ -241,12 +247,12 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         raise InvalidArgument(
             f"tokens: {PROMPT_TOO_LONG}: {count} tokens exceed the limit of {limit}"
         )
-    if min(tokens) < 0 or max(tokens) > _MOST_TOKEN:
+    if min(tokens) < 0 or max(tokens) > _MAX_TOKEN_ID:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
-    ids = bodies.tensor("input_ids", "INT32", tokens)
+    ids = bodies.create_input("input_ids", "INT32", tokens)
     _check_converts(model)
-    values = await _infer(gateway, request, model, ids, (TEXT,), {"task": "detokenize"})
-    return json_response({"prompt": values[TEXT].ravel()[0].decode()})
+    values = await _infer(gateway, request, model, ids, (TEXT_OUTPUT,), {"task": "detokenize"})
+    return json_response({"prompt": values[TEXT_OUTPUT].ravel()[0].decode()})
 
 
 def _check_converts(model: GatewayModel) -> None:
@@ -285,16 +291,16 @@ async def _arrays(
     gateway: Gateway, model: GatewayModel, queue: ResponseQueue
 ) -> dict[str, np.ndarray[Any, Any]]:
     await queue.wait()
-    error = find_error(queue.first)
+    error = find_error(queue.first_response)
     if isinstance(error, QueueFull):
         raise TooManyRequests(error.message, error.retry_after_s)
-    inferred = queue.request.outputs(queue.first)
+    inferred = queue.request.outputs(queue.first_response)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for each in () if inferred is None else inferred.outputs:
-        data = output_bytes(gateway, each)
-        if each.datatype == "BYTES":
-            arrays[each.name] = decode_bytes(data, each.shape, each.name, model.name)
+    for tensor in () if inferred is None else inferred.outputs:
+        data = output_bytes(gateway, tensor)
+        if tensor.datatype == "BYTES":
+            arrays[tensor.name] = decode_bytes(data, tensor.shape, tensor.name, model.name)
         else:
-            arrays[each.name] = np.frombuffer(bytes(data), STORED[each.datatype])
-    queue.pop(inferred)
+            arrays[tensor.name] = np.frombuffer(bytes(data), STORED[tensor.datatype])
+    queue.remove_first(inferred)
     return arrays

@@ -21,28 +21,34 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import response_name
-from shmserve.gateway.http.openai.fields import CHAT, RESPONSE, supported_fields
+from shmserve.gateway.http.openai.fields import (
+    CHAT_FIELDS,
+    RESPONSE_FIELDS,
+    select_supported_fields,
+)
 from shmserve.gateway.http.openai.generation import Delta, respond
 
 # The members of a body that a chat also has, by their names in a chat.
 _CHAT_MEMBERS = {
-    **{name: name for name in RESPONSE & CHAT if name not in ("tools", "tool_choice")},
+    **{
+        name: name for name in RESPONSE_FIELDS & CHAT_FIELDS if name not in ("tools", "tool_choice")
+    },
     "max_output_tokens": "max_completion_tokens",
 }
-# The permitted values of members that are otherwise refused.
-_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+# Members that are refused, unless they have one of these values.
+_ALLOWED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "previous_response_id": (),
     "prompt": (),
     "truncation": ("disabled",),
 }
-_REASONS = {
+_REFUSAL_REASONS = {
     "previous_response_id": "responses are not stored; the input must contain the conversation",
     "conversation": "conversations are not stored; the input must contain the conversation",
 }
 # Members of a response that repeat the request, with their defaults.
-_REPEATED: Mapping[str, Any] = {
+_REPEATED_MEMBERS: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
     "max_tool_calls": None,
@@ -58,7 +64,7 @@ _REPEATED: Mapping[str, Any] = {
     "user": None,
 }
 # The members of a chat's body, and the members of a request that they are derived from.
-_NAMES = {
+_REQUEST_MEMBERS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -66,50 +72,57 @@ _NAMES = {
     ".function.": ".",  # tools[0].function.name
     "verbosity": "text.verbosity",
 }
-response_error = partial(bodies.openai_error, names=_NAMES)
-_LOGPROBS = "message.output_text.logprobs"
+response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
+_LOGPROBS_OPTION = "message.output_text.logprobs"
 
 
-async def responses(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
-    body = await bodies.read(gateway, request)
-    fields = supported_fields(body, RESPONSE, gateway.settings.refuse_unknown_fields)
-    text_request = await bodies.chat(gateway, _chat(fields))
-    shown = {**body, "model": response_name(gateway, text_request.model.name)}
-    return await respond(gateway, request, text_request, ResponseObject(shown))
+    body = await bodies.read_body(gateway, request)
+    fields = select_supported_fields(body, RESPONSE_FIELDS, gateway.settings.refuse_unknown_fields)
+    text_request = await bodies.parse_chat(gateway, _chat_body(fields))
+    shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
+    return await respond(gateway, request, text_request, ResponseObject(shown_body))
 
 
 # --- requests
 
 
-def _chat(body: dict[str, Any]) -> dict[str, Any]:
+def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     """Return the chat body that is equivalent to a request of the Responses API.
 
     Raises:
         InvalidArgument: A member is wrong, or not supported.
     """
-    for name, allowed in _ALLOWED.items():
-        given = body.get(name)
-        if given is not None and given not in allowed:
-            reason = _REASONS.get(name, f"supported is {' or '.join(map(repr, allowed)) or 'null'}")
-            raise InvalidArgument(f"{name}: {clip(repr(given))}: {reason}")
-    bodies.checked(body, "store", bool, False)
-    bodies.checked(body, "max_tool_calls", int, 0)
-    reasoning = bodies.checked(body, "reasoning", dict, {})
+    for name, allowed in _ALLOWED_VALUES.items():
+        value = body.get(name)
+        if value is not None and value not in allowed:
+            reason = _REFUSAL_REASONS.get(
+                name, f"supported is {' or '.join(map(repr, allowed)) or 'null'}"
+            )
+            raise InvalidArgument(f"{name}: {clip(repr(value))}: {reason}")
+    bodies.check_member(body, "store", bool, False)
+    bodies.check_member(body, "max_tool_calls", int, 0)
+    reasoning = bodies.check_member(body, "reasoning", dict, {})
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
-    chat["messages"] = _messages(body)
-    tools = bodies.checked(body, "tools", list, [])
-    chat["tools"] = [_tool(index, each) for index, each in enumerate(tools)]
-    chat["tool_choice"] = _choice(body.get("tool_choice"))
+    chat["messages"] = _chat_messages(body)
+    tools = bodies.check_member(body, "tools", list, [])
+    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)]
+    chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
     chat["reasoning_effort"] = reasoning.get("effort")
-    text = bodies.checked(body, "text", dict, {})
-    chat |= {"response_format": _format(text.get("format")), "verbosity": text.get("verbosity")}
-    if _LOGPROBS in bodies.checked(body, "include", list, []) or body.get("top_logprobs"):
+    text = bodies.check_member(body, "text", dict, {})
+    chat |= {
+        "response_format": _chat_format(text.get("format")),
+        "verbosity": text.get("verbosity"),
+    }
+    if _LOGPROBS_OPTION in bodies.check_member(body, "include", list, []) or body.get(
+        "top_logprobs"
+    ):
         chat["logprobs"] = True
     return chat
 
 
-def _tool(index: int, tool: Any) -> dict[str, Any]:
+def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
     if type(tool) is not dict or tool.get("type") != "function":
         kind = tool.get("type") if type(tool) is dict else tool
         raise InvalidArgument(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
@@ -117,81 +130,91 @@ def _tool(index: int, tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _choice(choice: Any) -> Any:
+def _chat_tool_choice(choice: Any) -> Any:
     if type(choice) is dict and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
-def _format(text_format: Any) -> Any:
+def _chat_format(text_format: Any) -> Any:
     if type(text_format) is dict and text_format.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": text_format}
     return text_format
 
 
-def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a chat for the instructions and the input of a request."""
-    given = body.get("input")
-    items: Any = [{"role": "user", "content": given}] if type(given) is str else given
+    request_input = body.get("input")
+    items: Any = (
+        [{"role": "user", "content": request_input}]
+        if type(request_input) is str
+        else request_input
+    )
     if type(items) is not list or not items:
         raise InvalidArgument("input: it is not a string or a list of items")
     messages: list[dict[str, Any]] = []
-    instructions = bodies.checked(body, "instructions", str, "")
+    instructions = bodies.check_member(body, "instructions", str, "")
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for index, item in enumerate(items):
         if type(item) is not dict:
             raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is not an object")
         if item.get("type") == "item_reference":
-            item = _stored_item(index, item.get("id"))
-        _add(messages, item, f"input[{index}]")
+            item = _find_stored_item(index, item.get("id"))
+        _add_item(messages, item, f"input[{index}]")
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
-    kind = item.get("type", "message")
-    if kind == "message" and type(item.get("role")) is not str:
+    item_type = item.get("type", "message")
+    if item_type == "message" and type(item.get("role")) is not str:
         raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
-    if kind == "function_call_output":
-        output = _content(item.get("output"), f"{position}.output")
+    if item_type == "function_call_output":
+        output = _chat_content(item.get("output"), f"{position}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         return
-    if kind == "message" and item.get("role") != "assistant":
+    if item_type == "message" and item.get("role") != "assistant":
         messages.append(
-            {"role": item.get("role"), "content": _content(item.get("content"), position)}
+            {"role": item.get("role"), "content": _chat_content(item.get("content"), position)}
         )
         return
-    last: dict[str, Any] = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or (kind == "message" and last.get("content")):
-        last = {"role": "assistant", "content": None}
-        messages.append(last)
-    if kind == "message":
-        last["content"] = _content(item.get("content"), position)
-    elif kind == "function_call":
+    last_message: dict[str, Any] = messages[-1] if messages else {}
+    if last_message.get("role") != "assistant" or (
+        item_type == "message" and last_message.get("content")
+    ):
+        last_message = {"role": "assistant", "content": None}
+        messages.append(last_message)
+    if item_type == "message":
+        last_message["content"] = _chat_content(item.get("content"), position)
+    elif item_type == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        last.setdefault("tool_calls", []).append(call)
-    elif kind == "reasoning":
+        last_message.setdefault("tool_calls", []).append(call)
+    elif item_type == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        last["reasoning_content"] = _content(parts, position)
+        last_message["reasoning_content"] = _chat_content(parts, position)
     else:
-        raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
+        raise InvalidArgument(
+            f"{position}: items of type {clip(repr(item_type))} are not supported"
+        )
 
 
-_TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
-def _content(content: Any, position: str) -> Any:
+def _chat_content(content: Any, position: str) -> Any:
     """Return the content of an item as a text, or as parts of a chat's content."""
     if type(content) is not list:
         return content
     texts: list[str] = []
     for part in content:
-        kind = part.get("type") if type(part) is dict else part
-        if kind != "refusal" and kind not in _TEXTS:
-            raise InvalidArgument(f"{position}: content of type {clip(repr(kind))} is not a string")
-        text = part.get("refusal" if kind == "refusal" else "text")
+        part_type = part.get("type") if type(part) is dict else part
+        if part_type != "refusal" and part_type not in _TEXT_PARTS:
+            raise InvalidArgument(
+                f"{position}: content of type {clip(repr(part_type))} is not a string"
+            )
+        text = part.get("refusal" if part_type == "refusal" else "text")
         if type(text) is not str:
             raise InvalidArgument(f"{position}: the text {clip(repr(text))} is not a string")
         texts.append(text)
@@ -202,22 +225,22 @@ def _content(content: Any, position: str) -> Any:
 
 # The items of recent responses by their ids.
 _recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
-_MOST_RECENT = 1024
-_LONGEST_RECENT = 1 << 16  # maximum total size of recent items in characters
+_MAX_RECENT_ITEMS = 1024
+_MAX_RECENT_ITEM_LENGTH = 1 << 16  # maximum total size of recent items in characters
 
 
 def _store_item(item: dict[str, Any], text: str) -> None:
-    if len(text) <= _LONGEST_RECENT:
+    if len(text) <= _MAX_RECENT_ITEM_LENGTH:
         _recent_items[item["id"]] = item
-    while len(_recent_items) > _MOST_RECENT:
+    while len(_recent_items) > _MAX_RECENT_ITEMS:
         _recent_items.popitem(last=False)
 
 
-def _stored_item(index: int, name: Any) -> dict[str, Any]:
-    item = _recent_items.get(name) if type(name) is str else None
+def _find_stored_item(index: int, item_id: Any) -> dict[str, Any]:
+    item = _recent_items.get(item_id) if type(item_id) is str else None
     if item is None:
         raise InvalidArgument(
-            f"input[{index}]: item {clip(repr(name))} is not stored; the input must contain the "
+            f"input[{index}]: item {clip(repr(item_id))} is not stored; the input must contain the "
             "item itself (clients send it with store: false)"
         )
     return item
@@ -231,11 +254,11 @@ class ResponseObject:
     _items: list[dict[str, Any]] = field(default_factory=list)
     _text: str = ""  # the text, or the arguments, of the last item
     _logprobs: list[dict[str, Any]] = field(default_factory=list)
-    _open: bool = False  # whether more text may follow for the last item
-    _calls: dict[int, int] = field(default_factory=dict)
+    _is_item_open: bool = False  # whether more text may follow for the last item
+    _tool_calls: dict[int, int] = field(default_factory=dict)
     _usage: dict[str, Any] | None = None
-    _reason: str = ""
-    _count: int = 0  # number of events sent
+    _finish_reason: str = ""
+    _event_count: int = 0  # number of events sent
 
     def __post_init__(self) -> None:
         self._id = f"resp_{secrets.token_hex(24)}"
@@ -244,20 +267,20 @@ class ResponseObject:
     def add(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
         """Add a part of the text, and return the events that describe it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
-        events = [] if self._count else self._begin()
+        events = [] if self._event_count else self._start_events()
         logprobs = None if delta.logprobs is None else delta.logprobs.get("content")
         if message.get("reasoning"):
-            events += self._extend("reasoning", message["reasoning"], {})
+            events += self._extend_item("reasoning", message["reasoning"], {})
         if message.get("content"):
-            events += self._extend("message", message["content"], {}, logprobs or [])
+            events += self._extend_item("message", message["content"], {}, logprobs or [])
         for call in message.get("tool_calls", ()):
             head = {"call_id": call["id"], "name": call["name"]} if "id" in call else {}
-            events += self._extend("function_call", call["arguments"], head)
-        self._reason = delta.finish_reason
+            events += self._extend_item("function_call", call["arguments"], head)
+        self._finish_reason = delta.finish_reason
         self._usage = delta.usage or self._usage
         return events
 
-    def _extend(
+    def _extend_item(
         self,
         kind: str,
         text: str,
@@ -266,50 +289,50 @@ class ResponseObject:
     ) -> list[dict[str, Any]]:
         """Add text to the last item if it is of this kind, or to a new item."""
         events: list[dict[str, Any]] = []
-        if head or not self._open or self._items[-1]["type"] != kind:
-            events += [*self._close(), *self._open_item(kind, head)]
+        if head or not self._is_item_open or self._items[-1]["type"] != kind:
+            events += [*self._close_item(), *self._open_item(kind, head)]
         self._text += text
         extra = {} if logprobs is None else {"logprobs": logprobs}
         self._logprobs += logprobs or []
-        return [*events, self._item_event(f"{_EVENTS[kind]}.delta", delta=text, **extra)]
+        return [*events, self._item_event(f"{_EVENT_PREFIXES[kind]}.delta", delta=text, **extra)]
 
     def _open_item(self, kind: str, head: dict[str, Any]) -> list[dict[str, Any]]:
-        item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}_{secrets.token_hex(24)}", "type": kind}
+        item: dict[str, Any] = {"id": f"{_ID_PREFIXES[kind]}_{secrets.token_hex(24)}", "type": kind}
         item |= {"status": "in_progress", **head}
-        item |= _BLANK[kind]
+        item |= _EMPTY_ITEMS[kind]
         self._items.append(item)
-        self._text, self._logprobs, self._open = "", [], True
+        self._text, self._logprobs, self._is_item_open = "", [], True
         index = len(self._items) - 1
         events = [self._event("response.output_item.added", output_index=index, item={**item})]
         if kind != "function_call":
-            part = self._item_event("response.content_part.added", part=self._part(kind))
+            part = self._item_event("response.content_part.added", part=self._content_part(kind))
             events.append(part)
         return events
 
-    def _part(self, kind: str) -> dict[str, Any]:
+    def _content_part(self, kind: str) -> dict[str, Any]:
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
         logprobs = [*self._logprobs]
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": logprobs}
 
-    def _close(self) -> list[dict[str, Any]]:
+    def _close_item(self) -> list[dict[str, Any]]:
         """Complete the last item, and return its events."""
-        if not self._open:
+        if not self._is_item_open:
             return []
-        self._open = False
+        self._is_item_open = False
         item, text = self._items[-1], self._text
         kind = item["type"]
-        item["status"] = "incomplete" if self._reason == "length" else "completed"
+        item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
         if kind == "function_call":
             item["arguments"] = text
             named = {"arguments": text, "name": item["name"]}
-            events = [self._item_event(f"{_EVENTS[kind]}.done", **named)]
+            events = [self._item_event(f"{_EVENT_PREFIXES[kind]}.done", **named)]
         else:
-            part = self._part(kind)
+            part = self._content_part(kind)
             item["content"] = [part]
             extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
             events = [
-                self._item_event(f"{_EVENTS[kind]}.done", text=text, **extra),
+                self._item_event(f"{_EVENT_PREFIXES[kind]}.done", text=text, **extra),
                 self._item_event("response.content_part.done", part=part),
             ]
         _store_item(item, text)
@@ -324,29 +347,29 @@ class ResponseObject:
         return self._event(kind, **location, **fields)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._count += 1
-        return {"type": kind, "sequence_number": self._count - 1, **fields}
+        self._event_count += 1
+        return {"type": kind, "sequence_number": self._event_count - 1, **fields}
 
-    def _begin(self) -> list[dict[str, Any]]:
+    def _start_events(self) -> list[dict[str, Any]]:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._object("in_progress")) for kind in kinds]
 
     def whole_response(self) -> dict[str, Any]:
         """Return the response to a request that does not stream."""
-        self._close()
-        return self._object("incomplete" if self._reason == "length" else "completed")
+        self._close_item()
+        return self._object("incomplete" if self._finish_reason == "length" else "completed")
 
     def frames(self, results: list[list[list[dict[str, Any]]]]) -> list[bytes]:
         """Return events as server-sent events."""
-        return [_frame(event) for parts in results for events in parts for event in events]
+        return [_encode_event(event) for parts in results for events in parts for event in events]
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the last events of a stream."""
-        events = [] if self._count else self._begin()
-        events += self._close()
+        events = [] if self._event_count else self._start_events()
+        events += self._close_item()
         response = self.whole_response()
-        last = self._event(f"response.{response['status']}", response=response)
-        return self.frames([[[*events, last]]])
+        last_event = self._event(f"response.{response['status']}", response=response)
+        return self.frames([[[*events, last_event]]])
 
     def failure(self, error: ShmserveError) -> list[bytes]:
         """Return the last events of a stream that fails."""
@@ -364,7 +387,7 @@ class ResponseObject:
         body = self.body
         repeated = {
             name: default if body.get(name) is None else body[name]
-            for name, default in _REPEATED.items()
+            for name, default in _REPEATED_MEMBERS.items()
         }
         reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
         usage = self._usage or {}
@@ -398,19 +421,19 @@ class ResponseObject:
         }
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_BLANK: Mapping[str, dict[str, Any]] = {
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_EMPTY_ITEMS: Mapping[str, dict[str, Any]] = {
     "message": {"role": "assistant", "content": []},
     "reasoning": {"summary": [], "content": []},
     "function_call": {"arguments": ""},
 }
-_EVENTS = {
+_EVENT_PREFIXES = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
 }
 
 
-def _frame(event: dict[str, Any]) -> bytes:
-    named = b"event: %b\n" % event["type"].encode()
-    return named + SERVER_SENT_EVENTS.frame(orjson.dumps(event))
+def _encode_event(event: dict[str, Any]) -> bytes:
+    event_line = b"event: %b\n" % event["type"].encode()
+    return event_line + SERVER_SENT_EVENTS.frame(orjson.dumps(event))

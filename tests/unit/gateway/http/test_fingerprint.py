@@ -14,9 +14,9 @@ from shmserve.gateway.http.json.fingerprint import (
     Cache,
     Fingerprint,
     cut_identity,
-    repeat,
+    fill_known_template,
+    is_worth_caching,
     store_template,
-    worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
@@ -142,13 +142,13 @@ def long_way(text: bytes) -> bytes:
 def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
     """Return the cache's result for a request; store the request if wanted."""
     fingerprint = Fingerprint(text, 0)
-    known: Any = repeat(cache, fingerprint, text, len(text))
+    known: Any = fill_known_template(cache, fingerprint, text, len(text))
     if known is None:
         try:
             long_way(text)
         except ShmserveError:
             return None
-        if worth_preparing(cache, fingerprint):
+        if is_worth_caching(cache, fingerprint):
             template: Any = plan or Bytes()
             store_template(cache, fingerprint, wire_of(text), template)
     return known

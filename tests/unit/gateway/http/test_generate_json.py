@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.http.generate import parse_generate, response_json
+from shmserve.gateway.http.generate import encode_response, parse_generate
 from shmserve.gateway.http.messages import JSON_LINES, SERVER_SENT_EVENTS, find_accepted_framing
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -185,11 +185,11 @@ def test_a_response_has_its_outputs_in_the_order_of_their_names() -> None:
         (tensor("IO", 2), b"[1,2]"),
         (tensor("E", 0), b"[]"),
     ]
-    said = response_json(InferRequest("x1", [], []), "gen", "1", outputs, {"k": 1})
+    said = encode_response(InferRequest("x1", [], []), "gen", "1", outputs, {"k": 1})
     assert said == (
         b'{"E":[],"IO":[1,2],"SAW":"a","id":"x1","model_name":"gen","model_version":"1","k":1}'
     )
-    said = response_json(InferRequest("", [], []), "gen", "1", [(tensor("N"), b"[7]")], {})
+    said = encode_response(InferRequest("", [], []), "gen", "1", [(tensor("N"), b"[7]")], {})
     assert said == b'{"N":7,"model_name":"gen","model_version":"1"}'
 
 

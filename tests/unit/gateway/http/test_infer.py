@@ -459,7 +459,7 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, large: Sched
     caller = ClientIdentity(gateway.port, "large", *large_body(ARENA - 12 * MIB))
     until("the request is there", lambda: large.waiting, 20)
     peer = large.waiting[0][0]
-    submit = fail(large, "Request timeout expired", is_early=True)
+    submit = fail(large, "Request timeout expired", early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
     large.held = False
     refused = http.infer("large", *large_body(ARENA - 12 * MIB))
@@ -807,7 +807,7 @@ def test_a_region_is_in_use_until_the_scheduler_responds(
     caller = ClientIdentity(gateway.port, "m", region_request())
     until("the request is there", lambda: through_regions.waiting)
     peer = through_regions.waiting[0][0]
-    submit = fail(through_regions, is_early=True)
+    submit = fail(through_regions, early=True)
     assert caller.reply().status == 503
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert not gateway.received_of(RegionReleased)

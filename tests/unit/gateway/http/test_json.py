@@ -434,7 +434,7 @@ def test_values_of_the_wrong_kind_are_refused(values: list[Any], datatype: str, 
     "nested", [[1, 2, 3, 4], [[1, 2], [3, 4]], [1, [2, [[3]], []], 4], [[[[1, 2, 3, 4]]]]]
 )
 def test_lists_may_be_nested_or_flat(nested: list[Any]) -> None:
-    assert tensors.flat(nested) == [1, 2, 3, 4]
+    assert tensors.flatten(nested) == [1, 2, 3, 4]
     with pytest.raises(JsonFault, match="Unable to parse 'data': Shape does not match true shape"):
         tensors.decode(nested, "INT32", 3, "A")
     with pytest.raises(JsonFault, match="Failed to parse 'data' field: shape does not match"):
@@ -484,13 +484,13 @@ numbers = st.recursive(
 
 @pytest.fixture
 def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser, "_SLICE", 3)
-    monkeypatch.setattr(parser, "_WORTH_CUTTING", 1)
+    monkeypatch.setattr(parser, "_SLICE_BYTES", 3)
+    monkeypatch.setattr(parser, "_MIN_CUT_BYTES", 1)
 
 
 def read_back(data: Any) -> list[Any]:
     parts = data.parts() if isinstance(data, parser.Numbers) else [data]
-    return [value for part in parts for value in tensors.flat(part)]
+    return [value for part in parts for value in tensors.flatten(part)]
 
 
 @pytest.mark.usefixtures("tiny_slices")
@@ -502,7 +502,7 @@ def test_slices_have_the_same_values(values: list[Any], indent: int | None) -> N
     header = loads_large(body)
     assert isinstance(header["inputs"][1]["data"], parser.Numbers)
     for found in header["inputs"]:
-        assert read_back(found["data"]) == tensors.flat(values)
+        assert read_back(found["data"]) == tensors.flatten(values)
         found["data"] = values
     assert header == json.loads(body)
 
@@ -610,7 +610,7 @@ def test_the_event_loop_runs_while_a_long_list_is_decoded(datatype: str, values:
 
 def test_long_lists_have_the_errors_of_short_lists() -> None:
     def refusal(values: list[Any]) -> str:
-        parts = tensors.parts(values)
+        parts = tensors.split_values(values)
         with pytest.raises(ShmserveError) as by_parts:
             list(tensors.decode_parts(parts, "BYTES", 50_000, "A"))
         with pytest.raises(ShmserveError) as at_once:
@@ -682,9 +682,9 @@ def test_a_raw_request_takes_its_shape_from_its_size() -> None:
 
 def test_the_response_has_its_keys_in_order() -> None:
     wire = InferRequest("", [], [])
-    text = JsonResponseTemplate(wire, "m", "1", Inferred((), {"p": 1})).json("7", ())
+    text = JsonResponseTemplate(wire, "m", "1", Inferred((), {"p": 1})).encode_json("7", ())
     assert list(json.loads(text)) == ["id", "model_name", "model_version", "parameters", "outputs"]
-    bare = JsonResponseTemplate(wire, "m", "1", Inferred(())).json("", ())
+    bare = JsonResponseTemplate(wire, "m", "1", Inferred(())).encode_json("", ())
     assert list(json.loads(bare)) == ["model_name", "model_version", "outputs"]
 
 
@@ -702,7 +702,7 @@ def test_a_response_contains_the_requested_outputs() -> None:
     # The number of values differs from that of the outputs.
     assert form.fill("", [b"\1\2", b"\3\4"]) is None
     assert form.fill("", [b"\1\2", b"\3\4", b"", b""]) is None
-    entries = json.loads(form.json("", (b"[1,2]",)))["outputs"]
+    entries = json.loads(form.encode_json("", (b"[1,2]",)))["outputs"]
     assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]
     assert entries[0]["parameters"] == {"binary_data_size": 2} and entries[1]["data"] == [1, 2]
 

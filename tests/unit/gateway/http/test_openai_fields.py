@@ -8,16 +8,21 @@ import pytest
 from shmserve import logs
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.openai import fields
-from shmserve.gateway.http.openai.fields import CHAT, COMPLETION, EMBEDDING, supported_fields
+from shmserve.gateway.http.openai.fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    EMBEDDING_FIELDS,
+    select_supported_fields,
+)
 
 
-def kept(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = False) -> Any:
-    return supported_fields(body, known, refuse)
+def kept(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> Any:
+    return select_supported_fields(body, known, refuse)
 
 
-def refusal(body: dict[str, Any], known: frozenset[str] = CHAT, refuse: bool = False) -> str:
+def refusal(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> str:
     with pytest.raises(InvalidArgument) as raised:
-        supported_fields(body, known, refuse)
+        select_supported_fields(body, known, refuse)
     return raised.value.message
 
 
@@ -42,25 +47,37 @@ VLLM = (
 
 
 def test_each_field_of_vllm_is_known() -> None:
-    known = COMPLETION | CHAT | fields.RESPONSE | fields._REFUSED.keys() | fields._PLAIN
+    known = (
+        COMPLETION_FIELDS
+        | CHAT_FIELDS
+        | fields.RESPONSE_FIELDS
+        | fields._REFUSED_FIELDS.keys()
+        | fields._IGNORED_FIELDS
+    )
     assert not set(VLLM.split()) - known
 
 
 def test_null_is_absent_for_every_field() -> None:
-    names = COMPLETION | CHAT | fields._REFUSED.keys() | fields._PLAIN | {"nobody_knows"}
+    names = (
+        COMPLETION_FIELDS
+        | CHAT_FIELDS
+        | fields._REFUSED_FIELDS.keys()
+        | fields._IGNORED_FIELDS
+        | {"nobody_knows"}
+    )
     assert kept(dict.fromkeys(names), refuse=True) == {}
 
 
 @pytest.mark.parametrize(
     ("body", "known"),
     [
-        ({"chat_template_kwargs": {"a": 1}, "tools": [{}], "top_logprobs": 2}, CHAT),
+        ({"chat_template_kwargs": {"a": 1}, "tools": [{}], "top_logprobs": 2}, CHAT_FIELDS),
         (
             {"prompt": "x", "echo": True, "best_of": 3, "return_tokens_as_token_ids": True},
-            COMPLETION,
+            COMPLETION_FIELDS,
         ),
-        ({"input": "x", "encoding_format": "float"}, EMBEDDING),
-        ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["x"]}, COMPLETION),
+        ({"input": "x", "encoding_format": "float"}, EMBEDDING_FIELDS),
+        ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["x"]}, COMPLETION_FIELDS),
     ],
 )
 def test_supported_fields_are_returned(body: dict[str, Any], known: frozenset[str]) -> None:
@@ -82,17 +99,20 @@ def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "known", "message"),
     [
-        ({"suffix": "!"}, COMPLETION, "suffix: '!' is refused: insertion before a suffix"),
-        ({"store": True}, CHAT, "store: True is refused: only false is supported"),
-        ({"store": 0}, CHAT, "store: 0 is refused"),
-        ({"modalities": ["text", "audio"]}, CHAT, 'only ["text"] is supported'),
-        ({"functions": [{}]}, CHAT, "use tools instead"),
-        ({"echo": True}, CHAT, "echo: True is refused"),
-        ({"dimensions": 3}, EMBEDDING, "dimensions: 3 is refused: the vectors of the model"),
-        ({"audio": {}, "cache_salt": "s"}, CHAT,
+        ({"suffix": "!"}, COMPLETION_FIELDS, "suffix: '!' is refused: insertion before a suffix"),
+        ({"store": True}, CHAT_FIELDS, "store: True is refused: only false is supported"),
+        ({"store": 0}, CHAT_FIELDS, "store: 0 is refused"),
+        ({"modalities": ["text", "audio"]}, CHAT_FIELDS, 'only ["text"] is supported'),
+        ({"functions": [{}]}, CHAT_FIELDS, "use tools instead"),
+        ({"echo": True}, CHAT_FIELDS, "echo: True is refused"),
+        ({"dimensions": 3}, EMBEDDING_FIELDS, "dimensions: 3 is refused: the vectors of the model"),
+        ({"audio": {}, "cache_salt": "s"}, CHAT_FIELDS,
          "audio: {} is refused: it is not supported; cache_salt: 's' is refused"),
-        ({"temperature": float("nan")}, COMPLETION, "temperature: nan is not a finite number"),
-        ({"top_p": float("inf")}, CHAT, "top_p: inf is not a finite number"),
+        (
+            *({"temperature": float("nan")}, COMPLETION_FIELDS),
+            "temperature: nan is not a finite number",
+        ),
+        ({"top_p": float("inf")}, CHAT_FIELDS, "top_p: inf is not a finite number"),
     ],
 )  # fmt: skip
 def test_refusals_contain_the_supported_values(

@@ -276,7 +276,12 @@ def test_settings_without_effect_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_folder(tmp_path / "m")
-    ignored = {"min_new_tokens": 2, "no_repeat_ngram_size": 3, "suppress_tokens": [7]}
+    ignored = {
+        "min_new_tokens": 2,
+        "no_repeat_ngram_size": 3,
+        "stop_strings": ["sea"],
+        "suppress_tokens": [7],
+    }
     edit(path, "generation_config.json", num_beams=1, top_k=5, **ignored)
     Checkpoint.open(path)
     assert [record.getMessage() for record in caplog.records] == [
