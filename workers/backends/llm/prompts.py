@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 import os
 import re
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from threading import Thread, get_native_id
@@ -39,10 +40,60 @@ _MOST_CUT = 64  # number of tokens that may differ where a text is cut
 _BYTES_A_CHARACTER, _BYTES_A_TOKEN = 4, 64
 _NICE = 10
 _LEAST_LIMIT = 1 << 20  # minimum of `most_bytes`, and of the tokens that /tokenize returns
+_SLICE = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
+
+
+class LongText:
+    """A long text in the memory of a request, which the thread of long prompts reads in slices.
+
+    Copying the text at once would hold the GIL, which delays all streams of the model.
+
+    Args:
+        name: The input.
+        raw: The bytes of the text.
+    """
+
+    def __init__(self, name: str, raw: memoryview) -> None:
+        self._name = name
+        self._raw = raw
+
+    def __len__(self) -> int:
+        """Return the number of bytes."""
+        return len(self._raw)
+
+    def whole(self) -> str:
+        """Return the text.
+
+        Raises:
+            InvalidArgument: The text is not UTF-8.
+        """
+        return self.ending(len(self))[0]
+
+    def ending(self, most: int) -> tuple[str, int]:
+        """Return at most `most` of the last characters, and the number of all characters.
+
+        Raises:
+            InvalidArgument: The text is not UTF-8.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        pieces: list[str] = []
+        count = 0
+        try:
+            for begin in range(0, len(self._raw), _SLICE):
+                data = bytes(self._raw[begin : begin + _SLICE])
+                pieces.append(decoder.decode(data, final=begin + _SLICE >= len(self._raw)))
+                count += len(pieces[-1])
+                # Every slice has at least a quarter as many characters as bytes.
+                del pieces[: -(4 * most // _SLICE + 2)]
+                time.sleep(0)  # releases the GIL
+        except UnicodeDecodeError:
+            shown = repr(bytes(self._raw[:_SLICE]))
+            raise InvalidArgument(f"{self._name}: {clip(shown)} is not UTF-8") from None
+        return "".join(pieces)[-most:], count
 
 
 def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
-    """Return the inputs of a request as values of Python that do not refer to its memory.
+    """Return the inputs of a request; only a `LongText` refers to its memory.
 
     Args:
         request: The request.
@@ -55,11 +106,18 @@ def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     settings = request.inputs.get("sampling_parameters")
     data = b"" if settings is None else settings.numpy().ravel().tolist()[0]
-    if "truncate_prompt_tokens" in request.schema.parameters or b"truncate_prompt_tok" in data:
-        most_bytes = sys.maxsize
+    named = request.schema.parameters
+    truncates = "truncate_prompt_tokens" in named or b"truncate_prompt_tok" in data
     for name, tensor in request.inputs.items():
-        size = memoryview(tensor.raw).nbytes
-        if name in _INPUTS and size > most_bytes:
+        raw = memoryview(tensor.raw)
+        size = raw.nbytes
+        is_long = name in _INPUTS and size > most_bytes
+        # A tensor of one text has its length in 4 bytes.
+        is_text = name == "text_input" and raw[:4] == (size - 4).to_bytes(4, "little")
+        if is_long and truncates and is_text:
+            inputs[name] = LongText(name, raw[4:])
+            continue
+        if is_long and not truncates:
             raise InvalidArgument(
                 f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {most_bytes}"
             )
@@ -213,6 +271,8 @@ class PromptReader:
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
             special = parse(settings, {}, self._vocabulary).add_special_tokens
             text = inputs.get("text_input")
+            if isinstance(text, LongText):
+                text = text.whole()
             if text is None:
                 chat = conversation(inputs["messages"])
                 take(chat)
@@ -264,6 +324,7 @@ class PromptReader:
         text = inputs[name]
         special = parameters.add_special_tokens
         if not parameters.truncate_prompt_tokens:
+            text = text.whole() if isinstance(text, LongText) else text
             self._check_beginnings(name, text, self._longest)
             encoding = self._encoded(text, special, scores)
         else:
@@ -278,6 +339,7 @@ class PromptReader:
             return PromptText(tokens)
         if is_cut:
             return self._decoded(tokens, parameters, scores)
+        text = text.whole() if isinstance(text, LongText) else text
         starts = (begin for begin, _ in encoding.offsets) if scores else ()
         return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
 
@@ -294,7 +356,7 @@ class PromptReader:
                 raise InvalidArgument(f"{name}: {_too_long(count, most)}")
 
     def _encoded_ending(
-        self, text: str, special: bool, scores: bool, parameters: GenerationParameters
+        self, text: str | LongText, special: bool, scores: bool, parameters: GenerationParameters
     ) -> Encoding:
         """Return the tokens of a text, or of an ending that has all tokens that are not truncated.
 
@@ -302,13 +364,18 @@ class PromptReader:
         """
         most = parameters.truncate_prompt_tokens
         most = self._longest if most < 0 else min(most, self._longest)
-        begin = len(text) - _ENDING * most - LONG
-        between = _BETWEEN_WORDS.search(text, begin, begin + LONG) if begin > LONG else None
+        size = _ENDING * most + LONG
+        if isinstance(text, LongText):
+            end, count = text.ending(size + 1)
+        else:
+            end, count = text[-size - 1 :], len(text)
+        between = _BETWEEN_WORDS.search(end, 1, 1 + LONG) if count - size > LONG else None
         if between is not None:
-            ending = self._encoded(text[between.start() :], special, scores)
+            ending = self._encoded(end[between.start() :], special, scores)
             if len(ending) > most + _MOST_CUT:
                 return ending
-        return self._encoded(text, special, scores)
+        whole = text.whole() if isinstance(text, LongText) else text
+        return self._encoded(whole, special, scores)
 
     def _encoded(self, text: str, special: bool, scores: bool) -> Encoding:
         """Return the tokens of a text, with offsets if `scores`; the GIL is released if it is long.

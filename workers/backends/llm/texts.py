@@ -19,7 +19,7 @@ from shmserve.workers.backends import ResponseStream
 from shmserve.workers.backends.llm.answers import TextResponse
 from shmserve.workers.backends.llm.engine import Emitted
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.prompts import LONG, PromptReader
+from shmserve.workers.backends.llm.prompts import LONG, LongText, PromptReader
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import TokenTexts
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
@@ -95,7 +95,7 @@ class Texts:
         self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
-        size = sum(len(each) for each in inputs.values() if isinstance(each, str))
+        size = sum(len(each) for each in inputs.values() if isinstance(each, str | LongText))
         if size > LONG or "task" in stream.request.schema.parameters:
             self._aside.submit(self._read, stream, inputs, resumed)
         else:
