@@ -38,7 +38,7 @@ from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.protocols.tensors import ModelTensor, encode, load_value, split_input
-from shmserve.supervisor.host.console import written_to
+from shmserve.supervisor.host.console import redirect_stderr
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.main import hold_signals, run_composed
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """
     config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
     values = {name: load_value(name, text) for name, text in map(split_input, args.input)}
-    with written_to(config.log.log_file):
+    with redirect_stderr(config.log.log_file):
         return _checked(config, values, as_json=args.json)
 
 

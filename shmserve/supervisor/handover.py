@@ -67,7 +67,7 @@ class Handover:
         """
         path = os.fspath(endpoints.handover(self.run_dir.path))
         self._listener = Listener(listening(socket.SOCK_SEQPACKET, path, 1))
-        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._on_successor)
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._on_successor_connected)
         if self._listeners.offer is not None:
             self._predecessor = HandoverLink(self._listeners.offer.link, self._execute)
 
@@ -87,7 +87,7 @@ class Handover:
         try:
             if predecessor.ended.done():
                 raise FileNotFoundError
-            self.run_dir.take()
+            self.run_dir.replace_predecessor()
         except OSError:
             raise Unavailable("the previous server has exited") from None
         self._listeners.shared = offer.shared
@@ -114,12 +114,12 @@ class Handover:
         self._predecessor = None
         self._kept.mirror_to(None)
         with suppress(OSError):
-            self.run_dir.clear_before()
+            self.run_dir.clear_predecessor()
         logger.info("the previous server has exited")
 
     # --- the successor
 
-    def _on_successor(self) -> None:
+    def _on_successor_connected(self) -> None:
         assert self._listener is not None
         link = self._listener.accept()
         if link is None:
@@ -134,7 +134,7 @@ class Handover:
             refuse(link, objection)
             return
         try:
-            self._offer(link).make()
+            self._offer(link).send()
         except OSError as error:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
@@ -143,9 +143,11 @@ class Handover:
         in_background(self._await_successor_exit(self._successor), self._tasks)
 
     def _offer(self, link: socket.socket) -> Offer:
-        all_of, local = self._listeners, self._local_clients.connections
-        sockets = {"http": all_of.http, "grpc": all_of.grpc, "metrics": all_of.metrics}
-        return Offer(link, {**sockets, "local": local.shared()}, all_of.shared, local.door)
+        listeners, local = self._listeners, self._local_clients.connections
+        sockets = {"http": listeners.http, "grpc": listeners.grpc, "metrics": listeners.metrics}
+        return Offer(
+            link, {**sockets, "local": local.shared()}, listeners.shared, local.client_listener
+        )
 
     async def _await_successor_exit(self, successor: HandoverLink) -> None:
         await successor.ended
@@ -165,7 +167,7 @@ class Handover:
         if not successor.ended.done():
             self.has_successor = True
             self._listeners.share_all()
-            self._local_clients.connections.share()
+            self._local_clients.connections.share_listeners()
             logger.info("the successor takes over")
             self._on_handed_over()
 

@@ -36,14 +36,14 @@ from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events import EventFeed, EventPublisher
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Snapshot, Watchdog, announce
-from shmserve.supervisor.host.console import StartupReport, written_to
+from shmserve.supervisor.host.console import StartupReport, redirect_stderr
 from shmserve.supervisor.host.handover_link import Offer
 from shmserve.supervisor.host.listeners import Listeners, adopt, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.host.service_manager import (
     ServiceManager,
-    inherited,
     progress_line,
+    take_inherited,
 )
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
@@ -87,7 +87,7 @@ def serve(config: ServerConfig, read: Callable[[], ServerConfig] | None = None) 
     Raises:
         InvalidArgument: An address or the run directory cannot be used.
     """
-    with written_to(config.log.log_file):
+    with redirect_stderr(config.log.log_file):
         return _serve(config, read)
 
 
@@ -111,8 +111,8 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
 def _run_directory(config: ServerConfig) -> RunDirectory:
     path, group = config.run_dir, config.shm.group
     if config.take_over:
-        return RunDirectory.inside(configured_run_directory(config), group)
-    return RunDirectory(path, group) if path else RunDirectory.usual(group)
+        return RunDirectory.for_successor(configured_run_directory(config), group)
+    return RunDirectory(path, group) if path else RunDirectory.default(group)
 
 
 def run_composed(
@@ -162,7 +162,7 @@ def _listen(config: ServerConfig, listeners: Listeners) -> None:
     """Open the listeners. Inherited sockets of a protocol replace the configured ones."""
     guarded = config.guarded
     http, grpc = config.http, config.grpc
-    inherited_sockets, listeners.kept = inherited(os.environ)
+    inherited_sockets, listeners.stored_fds = take_inherited(os.environ)
     source = "LISTEN_FDS"
     if listeners.offer is not None:
         inherited_sockets, source = listeners.offer.select(config.protocols), "--take-over"
@@ -207,7 +207,7 @@ def compose(
     opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
     kept = KeptRegions(manager)
     regions = RegionRegistry(control, opener, events.publish, kept)
-    regions.restore(listeners.kept)
+    regions.restore(listeners.stored_fds)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
     publications = Publications()
@@ -310,7 +310,7 @@ def _context(
             partial(_on_local_client_disconnected, control, memory),
             load_on_demand,
             listeners.local,
-            listeners.door,
+            listeners.predecessor_listener,
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),

@@ -15,7 +15,7 @@ import pytest
 from shmserve import logs
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
-from shmserve.supervisor.host.console import written_to
+from shmserve.supervisor.host.console import redirect_stderr
 from tests.support.servers import run_python
 
 LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
@@ -139,8 +139,8 @@ def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
     path.write_text("before\n")
     program = f"""if True:
         import os, subprocess, sys
-        from shmserve.supervisor.host.console import written_to
-        with written_to({str(path)!r}):
+        from shmserve.supervisor.host.console import redirect_stderr
+        with redirect_stderr({str(path)!r}):
             print("ours", file=sys.stderr, flush=True)
             subprocess.run(["sh", "-c", "echo theirs >&2"], check=True)
             print("printed", flush=True)
@@ -153,7 +153,7 @@ def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/nowhere/x", "/", "a\0b"])
 def test_a_file_that_cannot_be_written(path: str) -> None:
-    with pytest.raises(InvalidArgument, match="--log-file: cannot write"), written_to(path):
+    with pytest.raises(InvalidArgument, match="--log-file: cannot write"), redirect_stderr(path):
         pass
 
 

@@ -22,7 +22,7 @@ _STATUS_WIDTH = 80  # maximum width of a state in the table of models
 
 
 @contextlib.contextmanager
-def written_to(path: str) -> Iterator[None]:
+def redirect_stderr(path: str) -> Iterator[None]:
     """Redirect stderr of this process and its children to the file at `path`.
 
     If `path` is empty, nothing is redirected.
@@ -86,9 +86,9 @@ class StartupReport:
             if before.get(model) != state:
                 self._report(model, state)
         loading = [model for model, state in self._states.items() if state == "loading"]
-        done, total = len(self._states) - len(loading), len(self._states)
+        completed, total = len(self._states) - len(loading), len(self._states)
         self._write(
-            f"[{done}/{total} models] loading {', '.join(loading)}"[:110] if loading else ""
+            f"[{completed}/{total} models] loading {', '.join(loading)}"[:110] if loading else ""
         )
 
     def _report(self, model: str, state: str) -> None:
@@ -112,9 +112,9 @@ def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
     rows = [("Model", "Version", "Status")]
     for item in index:
         status = ": ".join(filter(None, (item.get("state", ""), item.get("reason", ""))))
-        first, *more = textwrap.wrap(status, _STATUS_WIDTH) or ["-"]
-        rows.append((item["name"], item.get("version", "-"), first))
-        rows += [("", "", line) for line in more]
+        first_line, *other_lines = textwrap.wrap(status, _STATUS_WIDTH) or ["-"]
+        rows.append((item["name"], item.get("version", "-"), first_line))
+        rows += [("", "", line) for line in other_lines]
     flat = [[" ".join(cell.split()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in flat) for i in range(3)]
     rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
@@ -129,9 +129,9 @@ def example_command(models: Iterable[ModelSpec], url: str) -> str:
     """Return a command for the shell that sends a request to one of the models, or ""."""
     candidates = [spec for spec in models if spec.input and spec.sequence_batching is None]
     for spec in candidates:
-        required = [each for each in spec.input if not each.optional] or list(spec.input[:1])
-        if sum(math.prod(map(abs, each.dims)) for each in required) <= _MOST_ELEMENTS:
-            inputs = " ".join(f"--input {shlex.quote(_example(each))}" for each in required)
+        required = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
+        if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MOST_ELEMENTS:
+            inputs = " ".join(f"--input {shlex.quote(_example(tensor))}" for tensor in required)
             return f"shmserve client infer {shlex.quote(spec.name)} --url {url} {inputs}"
     return f"shmserve perf {shlex.quote(candidates[0].name)} --url {url}" if candidates else ""
 

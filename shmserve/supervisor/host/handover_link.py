@@ -29,23 +29,23 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _PATIENCE_S = 10.0  # short, because a running server responds at once
-_PACKET = 64 * 1024
-_MOST_SOCKETS = 253  # the kernel's SCM_MAX_FD: maximum descriptors of a message
-_DOOR = "door"
+_MAX_PACKET_BYTES = 64 * 1024
+_MAX_DESCRIPTORS = 253  # the kernel's SCM_MAX_FD: maximum descriptors of a message
+_CLIENT_LISTENER = "door"
 
 
 @dataclass(slots=True, eq=False)
 class Offer:
     """The listening sockets that a running server passes to its successor.
 
-    `sockets` are by protocol, `door` is the listener of local clients, and `shared` are the sockets
-    that the server itself has inherited.
+    `sockets` are by protocol. `client_listener` is the listener in the run directory for local
+    clients. `shared` are the sockets that the server itself has inherited.
     """
 
     link: socket.socket
     sockets: dict[str, list[socket.socket]]
     shared: list[socket.socket]
-    door: socket.socket
+    client_listener: socket.socket
 
     @classmethod
     def of(cls, run_dir: Path) -> Offer:
@@ -60,7 +60,7 @@ class Offer:
             link.connect(os.fspath(endpoints.handover(run_dir)))
             if credentials(link)[1] != os.geteuid():
                 raise PermissionError
-            data, fds = _receive(link, _MOST_SOCKETS)
+            data, fds = _receive(link, _MAX_DESCRIPTORS)
             response = json.loads(data or b'{"refused": "it ends"}')
             if response.get("version", _VERSION) != _VERSION:
                 response = {"refused": "its version uses another handover protocol"}
@@ -77,7 +77,7 @@ class Offer:
             sockets.setdefault(name, []).append(sock)
             if is_lent:
                 shared.append(sock)
-        return cls(link, sockets, shared, *sockets.pop(_DOOR))
+        return cls(link, sockets, shared, *sockets.pop(_CLIENT_LISTENER))
 
     def select(self, protocols: set[str]) -> dict[str, list[socket.socket]]:
         """Return the sockets of these protocols and of local clients, and close the rest."""
@@ -86,15 +86,15 @@ class Offer:
                 sock.close()
         return self.sockets
 
-    def make(self) -> None:
+    def send(self) -> None:
         """Send the offer over the link. Raises OSError."""
-        sent = [(name, each) for name, sockets in self.sockets.items() for each in sockets]
-        sent.append((_DOOR, self.door))
+        listeners = [(name, sock) for name, sockets in self.sockets.items() for sock in sockets]
+        listeners.append((_CLIENT_LISTENER, self.client_listener))
         offer = {
             "version": _VERSION,
-            "sockets": [(name, each in self.shared) for name, each in sent],
+            "sockets": [(name, sock in self.shared) for name, sock in listeners],
         }
-        fds = [each.fileno() for _, each in sent]
+        fds = [sock.fileno() for _, sock in listeners]
         socket.send_fds(self.link, [json.dumps(offer).encode()], fds)
 
 
@@ -104,9 +104,9 @@ def refuse(link: socket.socket, reason: str) -> None:
         link.send(json.dumps({"refused": reason}).encode())
 
 
-def _receive(link: socket.socket, byte_limit: int) -> tuple[bytes, list[int]]:
+def _receive(link: socket.socket, max_descriptors: int) -> tuple[bytes, list[int]]:
     """Receive a packet and its descriptors, which are not inherited. Raises OSError."""
-    data, fds, _, _ = socket.recv_fds(link, _PACKET, byte_limit)
+    data, fds, _, _ = socket.recv_fds(link, _MAX_PACKET_BYTES, max_descriptors)
     for fd in fds:
         os.set_inheritable(fd, False)
     return data, fds
@@ -130,31 +130,31 @@ def _refusal(run_dir: Path, error: OSError) -> str:
 class HandoverLink:
     """One end of the connection between two servers, in the event loop.
 
-    `take(verb, name, fds)` executes the requests of the other end in order, and owns their
+    `execute(verb, name, fds)` executes the requests of the other end in order, and owns their
     descriptors.
     """
 
     def __init__(
-        self, link: socket.socket, take: Callable[[str, str, list[int]], Awaitable[None]]
+        self, link: socket.socket, execute: Callable[[str, str, list[int]], Awaitable[None]]
     ) -> None:
         link.setblocking(False)
         self._link = link
-        self._take = take
+        self._execute = execute
         self._loop = asyncio.get_running_loop()
-        self._numbers = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[None]] = {}
         self._requests: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
-        self._work = asyncio.ensure_future(self._execute_requests())
+        self._executor = asyncio.ensure_future(self._execute_requests())
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(link.fileno(), self._read)
 
     def ask(self, verb: str, name: str = "", fds: Sequence[int] = ()) -> asyncio.Future[None]:
         """Send a request; the future resolves when it is done, or when the other end is gone."""
-        done: asyncio.Future[None] = self._loop.create_future()
-        number = next(self._numbers)
-        self._pending[number] = done
+        completion: asyncio.Future[None] = self._loop.create_future()
+        number = next(self._request_numbers)
+        self._pending[number] = completion
         self._send([number, verb, name], fds)
-        return done
+        return completion
 
     async def until_done(self) -> None:
         """Wait until the other end has executed all requests so far."""
@@ -193,7 +193,7 @@ class HandoverLink:
         while True:
             number, verb, name, fds = await self._requests.get()
             try:
-                await self._take(verb, name, fds)
+                await self._execute(verb, name, fds)
             except Exception:
                 logger.exception("a request of another server failed")
             self._send([number])
@@ -206,11 +206,11 @@ class HandoverLink:
             self._resolve_all()
 
     def _resolve_all(self) -> None:
-        for done in self._pending.values():
-            settle(done, None)
+        for completion in self._pending.values():
+            settle(completion, None)
         self._pending.clear()
 
     def close(self) -> None:
         """Close the connection."""
         self._end()
-        self._work.cancel()
+        self._executor.cancel()

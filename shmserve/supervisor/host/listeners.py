@@ -24,7 +24,7 @@ from shmserve.supervisor.host.handover_link import Offer
 _NO_SUCH_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-_BACKLOG = 1024
+_BACKLOG = 1024  # connections that wait to be accepted at each socket
 
 
 def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
@@ -60,20 +60,24 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
             `guarded`. The message names `flag`.
     """
     sockets: list[socket.socket] = []
-    missing: OSError | None = None
+    failure: OSError | None = None
     for family, _, _, _, socket_address in resolve(address, port, flag, guarded):
         try:
-            sockets.append(_bound_to(family, socket_address))
+            sockets.append(_bind(family, socket_address))
         except OSError as error:
-            missing = error
+            failure = error
             if error.errno not in _NO_SUCH_FAMILY:
                 break
-    if missing is not None and (not sockets or missing.errno not in _NO_SUCH_FAMILY):
-        for opened in sockets:
-            opened.close()
-        named = flag if missing.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
-        reason = f"{missing.strerror}{_port_user(missing, port)}{_remedy(missing, named)}"
-        raise InvalidArgument(f"{named}: cannot listen on {address}:{port}: {reason}") from None
+    if failure is not None and (not sockets or failure.errno not in _NO_SUCH_FAMILY):
+        for sock in sockets:
+            sock.close()
+        failed_flag = (
+            flag if failure.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
+        )
+        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, failed_flag)}"
+        raise InvalidArgument(
+            f"{failed_flag}: cannot listen on {address}:{port}: {reason}"
+        ) from None
     return sockets
 
 
@@ -90,7 +94,7 @@ def _remedy(error: OSError, flag: str) -> str:
     return ""
 
 
-def _bound_to(family: int, socket_address: Any) -> socket.socket:
+def _bind(family: int, socket_address: Any) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -182,17 +186,17 @@ class Listeners:
     # Listeners for local clients, which `LocalClientConnections` closes.
     local: list[socket.socket] = field(default_factory=list)
     shared: list[socket.socket] = field(default_factory=list)  # sockets that other servers use, too
-    # Descriptors of the registrations of a previous server.
-    kept: dict[str, list[int]] = field(default_factory=dict)
+    # The descriptors of the regions of a previous server, by the names of their registrations.
+    stored_fds: dict[str, list[int]] = field(default_factory=dict)
 
     def has_path(self, path: Path) -> bool:
         """Return whether a socket listens at a path."""
         return any(sock.getsockname() == os.fspath(path) for sock in (*self.http, *self.grpc))
 
     @property
-    def door(self) -> socket.socket | None:
+    def predecessor_listener(self) -> socket.socket | None:
         """Return the predecessor's listener for local clients, or None."""
-        return None if self.offer is None else self.offer.door
+        return None if self.offer is None else self.offer.client_listener
 
     def share_all(self) -> None:
         """Mark all sockets as used by a successor."""
@@ -224,7 +228,7 @@ class Listeners:
     def urls(self) -> tuple[str, str]:
         """Return the URLs of HTTP and of metrics; "" without a listener."""
         http, metrics = (
-            [_address(s, "http://") for s in each] for each in (self.http, self.metrics)
+            [_address(sock, "http://") for sock in sockets] for sockets in (self.http, self.metrics)
         )
         return (*http, "")[0], (*metrics, "")[0]
 
@@ -244,7 +248,7 @@ def _address(sock: socket.socket, start: str, unix: str = "unix:") -> str:
     return f"{start}[{host}]:{port}" if ":" in host else f"{start}{host}:{port}"
 
 
-_LISTENS = "0A"
+_LISTEN_STATE = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
 def port_users(port: int) -> list[tuple[int, str]]:
@@ -254,13 +258,13 @@ def port_users(port: int) -> list[tuple[int, str]]:
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
                 fields = line.split(None, 10)
-                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                if fields[3] == _LISTEN_STATE and int(fields[1].rpartition(":")[2], 16) == port:
                     sockets.add(f"socket:[{fields[9]}]")
     pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
-    return [(pid, _name(pid)) for pid in pids if sockets and _has(pid, sockets)]
+    return [(pid, _process_name(pid)) for pid in pids if sockets and _has_socket(pid, sockets)]
 
 
-def _has(pid: int, sockets: set[str]) -> bool:
+def _has_socket(pid: int, sockets: set[str]) -> bool:
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for fd in os.listdir(folder):
@@ -270,7 +274,7 @@ def _has(pid: int, sockets: set[str]) -> bool:
     return False
 
 
-def _name(pid: int) -> str:
+def _process_name(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return "?"

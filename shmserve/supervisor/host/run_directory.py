@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 # The last process of a killed server clears the folder within milliseconds.
 _LOCK_PATIENCE_S = 3.0
-_USUAL_PATIENCE_S = 0.5  # short, because a second server can use another folder
+_DEFAULT_FOLDER_PATIENCE_S = 0.5  # short, because a second server can use another folder
 _REMEDY = "; stop that server, replace it with --take-over, or set another --run-dir"
 _LOCK_PAUSE_S = 0.02  # pause between attempts to lock, because flock has no timeout
 # The contents of the lock file of a server's folder, whose files may be deleted.
-_MARK = b"shmserve run directory\n"
+_LOCK_CONTENTS = b"shmserve run directory\n"
 # The files that clients and a successor use.
-_SHOWN = ("events", "handover", "guests/addresses")
+_SHARED_FILES = ("events", "handover", "guests/addresses")
 
 
 class RunDirectory:
@@ -42,12 +42,12 @@ class RunDirectory:
     """
 
     def __init__(
-        self, chosen: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
+        self, folder: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
     ) -> None:
-        """Lock `chosen` (created with mode 0700 if it is missing), or a new temporary folder.
+        """Lock `folder` (created with mode 0700 if it is missing), or a new temporary folder.
 
         Args:
-            chosen: The folder.
+            folder: The folder, or None.
             group: A group whose programs may traverse the folder, or -1.
             patience_s: The time in seconds to wait for a server that ends.
 
@@ -56,18 +56,18 @@ class RunDirectory:
                 user, accessible to other users, in use, or contains foreign files. Also if its path
                 is too long, or if this user may not grant access to the group.
         """
-        if chosen is None:
+        if folder is None:
             with refused("--run-dir: required because no temporary folder is usable"):
                 self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
-            self.path = Path(os.path.abspath(chosen))
+            self.path = Path(os.path.abspath(folder))
             creating = refused(f"--run-dir: cannot make '{self.path}'")
             # The type of an existing file is checked next.
             with creating, contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         group_bits = 0o010 if group >= 0 else 0
-        if against := objection(self.path, self.path.lstat(), group_bits):
-            raise InvalidArgument(f"--run-dir: {against}")
+        if reason := objection(self.path, self.path.lstat(), group_bits):
+            raise InvalidArgument(f"--run-dir: {reason}")
         with refused(f"--run-dir: cannot use '{self.path}'"):
             self.lock_fd = self._lock(patience_s)
         if group >= 0:
@@ -77,25 +77,27 @@ class RunDirectory:
                 except OSError:
                     self.remove()
                     raise
-        _empty(self.path)
+        _delete_contents(self.path)
         self.shared = self.path
 
     @classmethod
-    def inside(cls, shared: Path, group: int = -1) -> RunDirectory:
+    def for_successor(cls, shared: Path, group: int = -1) -> RunDirectory:
         """Create a folder for the successor of the server in `shared`. Raises InvalidArgument."""
-        creating = cls(shared / f"g{os.getpid()}", group)
-        creating.shared = creating.path.parent
-        return creating
+        run_dir = cls(shared / f"g{os.getpid()}", group)
+        run_dir.shared = run_dir.path.parent
+        return run_dir
 
     @classmethod
-    def usual(cls, group: int = -1) -> RunDirectory:
+    def default(cls, group: int = -1) -> RunDirectory:
         """Lock the default folder of clients, or else a new one beside it or a temporary one."""
-        usual = endpoints.default_run_directory(os.environ)
+        default_path = endpoints.default_run_directory(os.environ)
         try:
-            return cls(usual, group, _USUAL_PATIENCE_S)
+            return cls(default_path, group, _DEFAULT_FOLDER_PATIENCE_S)
         except (InvalidArgument, OSError) as error:
             try:
-                fallback = cls(endpoints.sibling_run_directory(usual, secrets.token_hex(4)), group)
+                fallback = cls(
+                    endpoints.sibling_run_directory(default_path, secrets.token_hex(4)), group
+                )
             except (InvalidArgument, OSError):
                 fallback = cls(None, group)
             reason = str(error).removeprefix("--run-dir: ").removesuffix(_REMEDY)
@@ -138,7 +140,7 @@ class RunDirectory:
 
     def _mark(self, fd: int) -> None:
         try:
-            os.pwrite(fd, _MARK, 0)
+            os.pwrite(fd, _LOCK_CONTENTS, 0)
         except OSError:  # the disk may be full
             os.close(fd)
             (self.path / "lock").unlink()
@@ -150,27 +152,27 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             if not set(os.listdir(self.path)) - {"lock"}:
                 return False
-            return (self.path / "lock").read_bytes() != _MARK
+            return (self.path / "lock").read_bytes() != _LOCK_CONTENTS
         return True
 
-    def take(self) -> None:
+    def replace_predecessor(self) -> None:
         """Replace the predecessor in the shared folder, including its lock. Raises OSError."""
         os.replace(self.path / "lock", self.shared / "lock")
-        self._show()
+        self._link_shared_files()
 
-    def _show(self) -> None:
-        for file in map(Path, _SHOWN):
+    def _link_shared_files(self) -> None:
+        for file in map(Path, _SHARED_FILES):
             link = self.path / "link"
             link.symlink_to(self.path / file)
             os.replace(link, self.shared / file)
 
-    def clear_before(self) -> None:
+    def clear_predecessor(self) -> None:
         """Delete the files of the predecessor, which has ended. Raises OSError."""
-        shown = map(os.path.basename, _SHOWN)
-        own_files = {"lock", "guests", "door", self.path.name, *shown}
+        shared_names = map(os.path.basename, _SHARED_FILES)
+        own_files = {"lock", "guests", "door", self.path.name, *shared_names}
         for folder in (self.shared, self.shared / "guests"):
-            _empty(folder, own_files)
-        self._show()  # create the links that the predecessor has removed
+            _delete_contents(folder, own_files)
+        self._link_shared_files()  # create the links that the predecessor has removed
 
     def remove(self) -> None:
         """Delete the folder and its contents."""
@@ -220,14 +222,14 @@ def clear(path: Path, lock_fd: int) -> None:
     for folder in (path, path.parent):
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(folder / "lock"), os.fstat(lock_fd)):
-                _empty(folder)
+                _delete_contents(folder)
                 # Last, since no server starts in a folder that has files and no lock.
                 if os.listdir(folder) == ["lock"]:
                     (folder / "lock").unlink()
                     folder.rmdir()
 
 
-def _empty(path: Path, keep: Container[str] = ("lock",)) -> None:
+def _delete_contents(path: Path, keep: Container[str] = ("lock",)) -> None:
     for entry in path.iterdir():
         if entry.name not in keep:
             # A process that is ending, too, may have removed its own files.

@@ -19,15 +19,15 @@ from shmserve.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
-_FIRST_FD = 3
+_FIRST_FD = 3  # SD_LISTEN_FDS_START, the first inherited descriptor
 # The allowed values of FileDescriptorName= of a socket.
-LISTENERS = ("http", "grpc", "metrics", "local")
-_KEPT = "kept-"  # the prefix of the names of stored descriptors
+LISTENER_NAMES = ("http", "grpc", "metrics", "local")
+_STORED_PREFIX = "kept-"  # the prefix of the names of stored descriptors
 # Seconds by which a sign of life extends the timeout while the server starts or ends.
-_EXTENDED_S = 60
-_SIGN_OF_LIFE_S = 10.0
+_TIMEOUT_EXTENSION_S = 60
+_SIGN_OF_LIFE_INTERVAL_S = 10.0
 _FLUSH_TIMEOUT_S = 5.0  # a registration waits at most this long for a manager that hangs
-_MOST_NAMED = 5
+_MAX_NAMED_MODELS = 5  # maximum number of models that the status line names for each state
 
 
 class ServiceManager:
@@ -42,7 +42,7 @@ class ServiceManager:
         self._socket: socket.socket | None = None
         self._state = ""
         self._stopping = False
-        self._waiting: deque[tuple[bytes, list[int]]] = deque()
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._all_sent = asyncio.Event()
         self._all_sent.set()
         self.watchdog_s = watchdog_s if address else 0.0
@@ -97,16 +97,16 @@ class ServiceManager:
     async def keep_waiting(self) -> None:
         """Extend the timeout of a long start or end until the task is cancelled."""
         while self._socket is not None:
-            self._notify_unless_queued(f"EXTEND_TIMEOUT_USEC={_EXTENDED_S * 1_000_000}")
-            await asyncio.sleep(_SIGN_OF_LIFE_S)
+            self._notify_unless_queued(f"EXTEND_TIMEOUT_USEC={_TIMEOUT_EXTENSION_S * 1_000_000}")
+            await asyncio.sleep(_SIGN_OF_LIFE_INTERVAL_S)
 
     def keep(self, name: str, fds: list[int]) -> None:
         """Store descriptors by a name for the next server."""
-        self._notify("FDSTORE=1", f"FDNAME={_KEPT}{name}", "FDPOLL=0", fds=fds)
+        self._notify("FDSTORE=1", f"FDNAME={_STORED_PREFIX}{name}", "FDPOLL=0", fds=fds)
 
     def drop(self, name: str) -> None:
         """Remove the stored descriptors that have this name."""
-        self._notify("FDSTOREREMOVE=1", f"FDNAME={_KEPT}{name}")
+        self._notify("FDSTOREREMOVE=1", f"FDNAME={_STORED_PREFIX}{name}")
 
     async def flushed(self) -> None:
         """Wait until the manager has received all messages, for some seconds at most."""
@@ -116,17 +116,17 @@ class ServiceManager:
 
     def _notify_unless_queued(self, line: str) -> None:
         """Send a periodic message, unless other messages are queued."""
-        if not self._waiting:
+        if not self._unsent:
             self._notify(line)
 
     def _notify(self, *lines: str, fds: Sequence[int] = ()) -> None:
         text = "\n".join(lines).encode()
-        if self._socket is None or (not self._waiting and self._send(text, fds)):
+        if self._socket is None or (not self._unsent and self._send(text, fds)):
             return
-        if not self._waiting:
+        if not self._unsent:
             asyncio.get_running_loop().add_writer(self._socket, self._send_queued)
             self._all_sent.clear()
-        self._waiting.append((text, [os.dup(fd) for fd in fds]))
+        self._unsent.append((text, [os.dup(fd) for fd in fds]))
 
     def _send(self, text: bytes, fds: Sequence[int]) -> bool:
         """Send a message; return False if the socket is full."""
@@ -142,25 +142,25 @@ class ServiceManager:
 
     def _send_queued(self) -> None:
         """Send queued messages, since the socket is writable."""
-        while self._waiting and self._send(*self._waiting[0]):
-            self._pop()
-        if not self._waiting and self._socket is not None:
+        while self._unsent and self._send(*self._unsent[0]):
+            self._discard_first()
+        if not self._unsent and self._socket is not None:
             asyncio.get_running_loop().remove_writer(self._socket)
             self._all_sent.set()
 
-    def _pop(self) -> None:
-        for fd in self._waiting.popleft()[1]:
+    def _discard_first(self) -> None:
+        for fd in self._unsent.popleft()[1]:
             os.close(fd)
 
     def close(self) -> None:
         """Close the socket after a last attempt to send the queued messages."""
         if self._socket is None:
             return
-        if self._waiting:
+        if self._unsent:
             self._send_queued()
             asyncio.get_running_loop().remove_writer(self._socket)
-        while self._waiting:
-            self._pop()
+        while self._unsent:
+            self._discard_first()
         self._all_sent.set()
         self._socket.close()
         self._socket = None
@@ -168,52 +168,55 @@ class ServiceManager:
 
 def progress_line(progress: Mapping[str, str]) -> str:
     """Format the progress of loads by model in one line."""
-    kinds = [state.partition(":")[0] for state in progress.values()]
-    line = f"{kinds.count('ready')}/{len(progress)} models ready"
-    for kind in ("loading", "failed"):
-        models = [model for model, found in zip(progress, kinds, strict=True) if found == kind]
-        remainder = f" and {len(models) - _MOST_NAMED} more" if len(models) > _MOST_NAMED else ""
+    states = [state.partition(":")[0] for state in progress.values()]
+    line = f"{states.count('ready')}/{len(progress)} models ready"
+    for state in ("loading", "failed"):
+        models = [
+            model for model, reached in zip(progress, states, strict=True) if reached == state
+        ]
+        unnamed = len(models) - _MAX_NAMED_MODELS
+        remainder = f" and {unnamed} more" if unnamed > 0 else ""
         if models:
-            line += f"; {kind} {', '.join(models[:_MOST_NAMED])}{remainder}"
+            line += f"; {state} {', '.join(models[:_MAX_NAMED_MODELS])}{remainder}"
     return line
 
 
 Sockets = dict[str, list[socket.socket]]
 
 
-def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str, list[int]]]:
+def take_inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str, list[int]]]:
     """Take the inherited descriptors, and remove their variables from the environment.
 
     Returns:
-        The listening sockets by their names in `LISTENERS`, and the kept descriptors by name.
+        The listening sockets by name (`LISTENER_NAMES`), and the stored descriptors by name.
 
     Raises:
         InvalidArgument: A socket has another name, or does not listen.
     """
-    text = {name: environment.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")}
-    if text["PID"] != str(os.getpid()) or not text["FDS"].isdecimal():
+    variables = {name: environment.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")}
+    if variables["PID"] != str(os.getpid()) or not variables["FDS"].isdecimal():
         return {}, {}
-    count = int(text["FDS"])
-    names = text["FDNAMES"].split(":") if text["FDNAMES"] else []
-    found: Sockets = {}
+    count = int(variables["FDS"])
+    names = variables["FDNAMES"].split(":") if variables["FDNAMES"] else []
+    sockets: Sockets = {}
     descriptors: dict[str, list[int]] = {}
     for number in range(count):
         fd = _FIRST_FD + number
         os.set_inheritable(fd, False)
         name = names[number] if number < len(names) else ""
-        if name.startswith(_KEPT):
-            descriptors.setdefault(name.removeprefix(_KEPT), []).append(fd)
+        if name.startswith(_STORED_PREFIX):
+            descriptors.setdefault(name.removeprefix(_STORED_PREFIX), []).append(fd)
             continue
-        if name not in LISTENERS:
+        if name not in LISTENER_NAMES:
             raise InvalidArgument(
                 f"LISTEN_FDNAMES: unknown socket name '{name}' "
-                f"(allowed for FileDescriptorName=: {', '.join(LISTENERS)})"
+                f"(allowed for FileDescriptorName=: {', '.join(LISTENER_NAMES)})"
             )
-        found.setdefault(name, []).append(_listening(fd, name))
-    return found, descriptors
+        sockets.setdefault(name, []).append(_listening_socket(fd, name))
+    return sockets, descriptors
 
 
-def _listening(fd: int, name: str) -> socket.socket:
+def _listening_socket(fd: int, name: str) -> socket.socket:
     try:
         sock = socket.socket(fileno=fd)
         listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

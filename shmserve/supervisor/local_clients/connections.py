@@ -39,19 +39,20 @@ from shmserve.ipc.transport.router import Listener, listening, out_of_descriptor
 logger = logging.getLogger(__name__)
 
 
-_MESSAGE = 64 * 1024
-_MOST = 253  # SCM_MAX_FD; the kernel would close further descriptors, which may block
-_MOST_TAKEN = 4
-_CREDENTIALS = 12
-_NO_LINGER = struct.pack("ii", 0, 0)
+_MAX_PACKET_BYTES = 64 * 1024
+# SCM_MAX_FD. With a smaller buffer, the kernel would close further descriptors, which may block.
+_MAX_DESCRIPTORS = 253
+_MAX_ACCEPTED_DESCRIPTORS = 4  # packets with more descriptors are rejected
+_CREDENTIALS_BYTES = 12  # size of struct ucred
+_NO_LINGER = struct.pack("ii", 0, 0)  # a struct linger, with which close() does not block
 
-_MOST_CLIENTS = 1024
-# Maximum number of clients that have not sent Hello; then the oldest is disconnected.
-_MOST_UNWELCOMED = 256
+_MAX_CLIENTS = 1024
+# When more clients have not sent Hello, the oldest of them is disconnected.
+_MAX_CLIENTS_BEFORE_HELLO = 256
 _BACKLOG = 128
-_AT_ONCE = 64  # maximum number of connections accepted before open connections are read
-_MOST_UNREAD = 4096  # maximum number of unread messages before a local client is disconnected
-_OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot use
+_MAX_ACCEPTED_AT_ONCE = 64  # connections that are accepted before open ones are read
+_MAX_UNREAD_MESSAGES = 4096  # a client with more unread messages is disconnected
+_PACKET_OVERHEAD_BYTES = 32  # bytes of a socket's buffer that a packet cannot use
 
 
 def receive(link: socket.socket) -> tuple[bytes, list[int]]:
@@ -60,29 +61,29 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
     Raises:
         OSError: Nothing can be received.
     """
-    received = _received(link, _MESSAGE)
-    if not received.complete or len(received.fds) > _MOST_TAKEN:
+    received = _receive_packet(link, _MAX_PACKET_BYTES)
+    if not received.complete or len(received.fds) > _MAX_ACCEPTED_DESCRIPTORS:
         close_all(received.fds)
         return b"", []
     return received.data, received.fds
 
 
-class _Received(NamedTuple):
+class _Packet(NamedTuple):
     data: bytes
     fds: list[int]
     complete: bool
-    any: bool  # whether the packet has data or ancillary data
+    has_content: bool  # whether the packet has data or ancillary data
 
 
-def _received(link: socket.socket, size: int) -> _Received:
-    ancillary_size = socket.CMSG_SPACE(_MOST * 4) + socket.CMSG_SPACE(_CREDENTIALS)
+def _receive_packet(link: socket.socket, size: int) -> _Packet:
+    ancillary_size = socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4) + socket.CMSG_SPACE(_CREDENTIALS_BYTES)
     data, ancillary, flags, _ = link.recvmsg(size, ancillary_size, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     complete = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-    return _Received(data, list(fds), complete, bool(data or ancillary))
+    return _Packet(data, list(fds), complete, bool(data or ancillary))
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -94,7 +95,7 @@ def close_all(fds: Iterable[int]) -> None:
         else:
             slow.append(fd)
     if slow:
-        _in_thread(partial(_close, slow))
+        _run_in_thread(partial(_close_slow, slow))
 
 
 def is_memory(fd: int) -> bool:
@@ -113,12 +114,12 @@ def disconnect(link: socket.socket) -> None:
     with contextlib.suppress(OSError):
         # Credentials distinguish an empty message from the end of the connection.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        while (received := _received(link, 1)).any:
+        while (received := _receive_packet(link, 1)).has_content:
             close_all(received.fds)
     link.close()
 
 
-def _close(fds: Iterable[int]) -> None:
+def _close_slow(fds: Iterable[int]) -> None:
     for fd in fds:
         try:
             sock = socket.socket(fileno=fd)
@@ -132,7 +133,7 @@ def _close(fds: Iterable[int]) -> None:
             sock.close()
 
 
-def _in_thread(action: Callable[[], None]) -> None:
+def _run_in_thread(action: Callable[[], None]) -> None:
     try:
         threading.Thread(target=action, name="close", daemon=True).start()
     except RuntimeError:  # no further thread can be started
@@ -144,10 +145,10 @@ class LocalClient:
     """A connected program; it is `welcomed` after its Hello."""
 
     number: int
-    pid: int  # the process id; 0 if the process is in another namespace
+    pid: int  # 0 if the process is in another namespace
     uid: int
     link: socket.socket
-    process: int  # a pidfd of the process, or -1
+    pidfd: int  # the descriptor that polls the process; -1 if it is in another namespace
     welcomed: bool = False
     unsent: deque[bytes] = field(default_factory=deque)
 
@@ -166,11 +167,11 @@ class LocalClientConnections:
         on_message: Callable[[LocalClient, Any, list[int]], None],
         on_disconnect: Callable[[int], None],
         shared: Iterable[socket.socket],
-        door: socket.socket | None,
+        predecessor_listener: socket.socket | None,
     ) -> None:
         """Open the listener for programs of this user, and of a group if there is one.
 
-        Clients wait at the `shared` listeners, and at the `door` of a predecessor, until `accept`.
+        Clients wait at the `shared` listeners and at `predecessor_listener` until `accept`.
 
         Raises:
             Unavailable: The run directory has no space for the listener.
@@ -180,7 +181,7 @@ class LocalClientConnections:
         self._clients: dict[int, LocalClient] = {}
         self._numbers = itertools.count(FIRST_LOCAL_CLIENT)
         self._loop = asyncio.get_running_loop()
-        self._most = min(_MOST_CLIENTS, fd_limits.for_local_clients())
+        self._max_clients = min(_MAX_CLIENTS, fd_limits.for_local_clients())
         path = endpoints.listener(run_dir)
         try:
             path.parent.mkdir(mode=0o700)
@@ -188,13 +189,13 @@ class LocalClientConnections:
             raise out_of_descriptors(error) from None
         if group != NO_GROUP:
             admit_group(path.parent, group)
-        self._door = Listener(door or _opened(path, group))
-        buffer = self._door.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        self.largest_packet = buffer - _OVERHEAD
-        self._shared = list(map(Listener, shared))
-        self._own = [] if door else [self._door]
-        self._predecessors = [self._door] if door else []
-        self._accept_at(self._own)
+        self._client_listener = Listener(predecessor_listener or _open_listener(path, group))
+        buffer = self._client_listener.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self.largest_packet = buffer - _PACKET_OVERHEAD_BYTES
+        self._shared_listeners = list(map(Listener, shared))
+        self._own_listeners = [] if predecessor_listener else [self._client_listener]
+        self._predecessor_listeners = [self._client_listener] if predecessor_listener else []
+        self._start_accepting(self._own_listeners)
 
     def __contains__(self, number: int) -> bool:
         return number in self._clients
@@ -205,70 +206,72 @@ class LocalClientConnections:
 
     # --- connections
 
-    def _accept_at(self, listeners: list[Listener]) -> None:
+    def _start_accepting(self, listeners: list[Listener]) -> None:
         for listener in listeners:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def accept(self) -> None:
         """Accept the clients that wait at shared listeners."""
-        for listener in self._predecessors:
-            listener.sock.listen(
-                _BACKLOG
-            )  # peers read the credentials of the process that called listen last
-        self._accept_at([*self._predecessors, *self._shared])
-        self._own, self._predecessors = [*self._own, *self._predecessors], []
+        for listener in self._predecessor_listeners:
+            # Peers read the credentials of the process that called listen last.
+            listener.sock.listen(_BACKLOG)
+        self._start_accepting([*self._predecessor_listeners, *self._shared_listeners])
+        self._own_listeners += self._predecessor_listeners
+        self._predecessor_listeners = []
 
     @property
-    def door(self) -> socket.socket:
-        """Return the listener."""
-        return self._door.sock
+    def client_listener(self) -> socket.socket:
+        """Return the listener in the run directory, which is not a shared one."""
+        return self._client_listener.sock
 
     def shared(self) -> list[socket.socket]:
         """Return the listeners that another server uses, too."""
-        return [each.sock for each in self._shared]
+        return [listener.sock for listener in self._shared_listeners]
 
-    def share(self) -> None:
-        """Leave all listeners to a successor when `refuse` is called next."""
-        self._shared, self._own = [*self._shared, *self._own], []
+    def share_listeners(self) -> None:
+        """Mark all listeners as used by a successor."""
+        self._shared_listeners += self._own_listeners
+        self._own_listeners = []
 
-    def refuse(self) -> bool:
+    def close_shared(self) -> bool:
         """Close the listeners that another server uses, too; return whether there are any."""
-        shared, self._shared = self._shared, []
-        self._close(shared)
+        shared, self._shared_listeners = self._shared_listeners, []
+        self._close_listeners(shared)
         return bool(shared)
 
-    def _close(self, listeners: list[Listener]) -> None:
+    def _close_listeners(self, listeners: list[Listener]) -> None:
         for listener in listeners:
             self._loop.remove_reader(listener.fileno())
             listener.close()
 
     def _accept(self, listener: Listener) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_MAX_ACCEPTED_AT_ONCE):
             link = listener.accept()
             if link is None:
                 return
             pid, uid, _ = credentials(link)
-            unwelcomed = [each for each in self._clients.values() if not each.welcomed]
-            if len(unwelcomed) >= _MOST_UNWELCOMED:
+            unwelcomed = [client for client in self._clients.values() if not client.welcomed]
+            if len(unwelcomed) >= _MAX_CLIENTS_BEFORE_HELLO:
                 self.disconnect(unwelcomed[0])
             if not self._has_capacity(uid):
                 disconnect(link)
                 continue
             try:
-                process = os.pidfd_open(pid) if pid else -1
+                pidfd = os.pidfd_open(pid) if pid else -1
             except OSError:  # the program has exited, or no descriptor is free
                 disconnect(link)
                 continue
-            client = LocalClient(next(self._numbers), pid, uid, link, process)
+            client = LocalClient(next(self._numbers), pid, uid, link, pidfd)
             self._clients[client.number] = client
             self._loop.add_reader(link.fileno(), self._read, client)
-            if process >= 0:
-                self._loop.add_reader(process, self.disconnect, client)
+            if pidfd >= 0:
+                self._loop.add_reader(pidfd, self.disconnect, client)
 
     def _has_capacity(self, uid: int) -> bool:
         """Return whether a user may open another connection; one user cannot use all."""
-        of_one = sum(client.uid == uid for client in self._clients.values())
-        return len(self._clients) < self._most and of_one < fd_limits.share_of(self._most)
+        user_clients = sum(client.uid == uid for client in self._clients.values())
+        most, count = self._max_clients, len(self._clients)
+        return count < most and user_clients < fd_limits.share_of(most)
 
     def disconnect(self, client: LocalClient) -> None:
         """Close a connection, unless it is closed."""
@@ -276,9 +279,9 @@ class LocalClientConnections:
             return
         self._loop.remove_reader(client.link.fileno())
         self._loop.remove_writer(client.link.fileno())
-        if client.process >= 0:
-            self._loop.remove_reader(client.process)
-            os.close(client.process)
+        if client.pidfd >= 0:
+            self._loop.remove_reader(client.pidfd)
+            os.close(client.pidfd)
         # Before the schedulers close its links, so that the client detects the reason first.
         disconnect(client.link)
         if client.welcomed:
@@ -286,7 +289,9 @@ class LocalClientConnections:
 
     def close(self) -> None:
         """Disconnect all clients and close the listeners."""
-        self._close([*self._own, *self._predecessors, *self._shared])
+        self._close_listeners(
+            [*self._own_listeners, *self._predecessor_listeners, *self._shared_listeners]
+        )
         for client in list(self._clients.values()):
             self.disconnect(client)
 
@@ -295,7 +300,7 @@ class LocalClientConnections:
     def send(self, client: LocalClient, data: bytes) -> None:
         """Send a packet now or when the client reads; disconnect it if too many are unread."""
         client.unsent.append(data)
-        if len(client.unsent) > _MOST_UNREAD:
+        if len(client.unsent) > _MAX_UNREAD_MESSAGES:
             logger.warning("a client program does not read its messages: disconnected")
             self.disconnect(client)
         elif len(client.unsent) == 1:
@@ -344,8 +349,8 @@ class LocalClientConnections:
             close_all(fds)
 
 
-def _opened(path: Path, group: int) -> socket.socket:
-    door = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
+def _open_listener(path: Path, group: int) -> socket.socket:
+    listener = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
     if group != NO_GROUP:
         admit_group(path, group)
-    return door
+    return listener

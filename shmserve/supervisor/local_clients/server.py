@@ -233,7 +233,7 @@ class LocalClientServer:
         on_disconnect: Callable[[int], None],
         load_on_demand: Callable[[str, float], Awaitable[None]],
         shared: Iterable[socket.socket] = (),
-        door: socket.socket | None = None,
+        predecessor_listener: socket.socket | None = None,
     ) -> None:
         """Open the listener for local clients."""
         self._capabilities = capabilities
@@ -244,7 +244,7 @@ class LocalClientServer:
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
-            run_dir, group, self._take, self._disconnected, shared, door
+            run_dir, group, self._take, self._disconnected, shared, predecessor_listener
         )
         self._largest = min(self.connections.largest_packet, _LARGEST_PACKET)
 
@@ -253,7 +253,7 @@ class LocalClientServer:
 
         The call returns when all clients have acknowledged the redirection.
         """
-        if not self.connections.refuse():
+        if not self.connections.close_shared():
             return
         number = self._acknowledgements.begin(self.numbers())
         self.announce(ServerEnding(number))

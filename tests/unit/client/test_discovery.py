@@ -40,7 +40,7 @@ def test_none(usual: Path) -> None:
 
 
 def test_a_run_directory_whose_server_has_ended_is_disconnected(usual: Path) -> None:
-    ended(RunDirectory.usual())
+    ended(RunDirectory.default())
     for named in (None, usual):
         with pytest.raises(
             Disconnected,
@@ -50,7 +50,7 @@ def test_a_run_directory_whose_server_has_ended_is_disconnected(usual: Path) -> 
 
 
 def test_of_two_one_must_be_named(usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = RunDirectory.usual(), RunDirectory.usual()
+    first, second = RunDirectory.default(), RunDirectory.default()
     file = endpoints.addresses(second.path)
     file.parent.mkdir()
     file.write_text("http://127.0.0.1:8000\ngrpc://127.0.0.1:8001\n")

@@ -135,7 +135,7 @@ def test_a_second_server_names_the_run_directory_of_the_first(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(run_directory, "_USUAL_PATIENCE_S", 0.0)
-    first, second = RunDirectory.usual(), RunDirectory.usual()
+    first, second = RunDirectory.default(), RunDirectory.default()
     (message,) = caplog.messages
     assert message == (
         f"'{first.path}' is in use by another server; clients must connect with "

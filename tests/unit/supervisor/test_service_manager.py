@@ -169,10 +169,10 @@ def test_progress_is_a_line(progress: dict[str, str], line: str) -> None:
 _ASK = """
 import os
 from shmserve.errors import InvalidArgument
-from shmserve.supervisor.host.service_manager import inherited
+from shmserve.supervisor.host.service_manager import take_inherited
 os.environ["LISTEN_PID"] = os.environ["LISTEN_PID"].replace("self", str(os.getpid()))
 try:
-    found, kept = inherited(os.environ)
+    found, kept = take_inherited(os.environ)
 except InvalidArgument as error:
     print(error.message)
 else:
