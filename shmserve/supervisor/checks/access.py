@@ -25,7 +25,7 @@ from shmserve.supervisor.checks.memory import filesystem_space
 from shmserve.supervisor.host.listeners import listen, port_users
 from shmserve.supervisor.host.run_directory import objection
 
-_LITTLE = 16 * 2**20
+_MIN_FREE_BYTES = 16 * 2**20
 
 
 def configured_run_directory(config: ServerConfig) -> Path:
@@ -71,7 +71,7 @@ def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
         return wrong(facts.problem, "correct this folder, or choose another --run-dir")
     if facts.server_pid:
         return ok(f"{facts.path}, in use by a server (pid {facts.server_pid})")
-    if facts.free_bytes < _LITTLE:
+    if facts.free_bytes < _MIN_FREE_BYTES:
         found = f"{facts.path}: only {megabytes(facts.free_bytes)} are free"
         return warning(found, "free space there, or choose another --run-dir")
     return ok(str(facts.path))
@@ -129,14 +129,14 @@ def judge_ports(ports: PortFacts) -> Verdict:
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
     """Return (path, number of folders or -1 if unreadable, world-writable) of each repository."""
-    writable = []
+    repositories = []
     for path in config.model_repositories:
         folders, mode = -1, 0
         with contextlib.suppress(OSError):
             folders = sum(entry.is_dir() for entry in os.scandir(path))
             mode = path.stat().st_mode
-        writable.append((str(path), folders, bool(mode & stat.S_IWOTH)))
-    return writable
+        repositories.append((str(path), folders, bool(mode & stat.S_IWOTH)))
+    return repositories
 
 
 def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
@@ -144,29 +144,29 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
 
     They must be readable, and only the owner may write to them, because models are code.
     """
-    for path, folders, open_to_all in sorted(repositories, key=itemgetter(1)):
+    for path, folders, world_writable in sorted(repositories, key=itemgetter(1)):
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")
-        if open_to_all:
+        if world_writable:
             found = f"every user can write to {path}, and the code of its models runs as this user"
             return warning(found, f"chmod o-w {shlex.quote(path)}")
         if not folders:
             return warning(f"{path} contains no model", "add a folder for each model")
-    shown = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)
-    return ok(shown or "no --model-repository was given")
+    summary = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)
+    return ok(summary or "no --model-repository was given")
 
 
 class PeerFacts(NamedTuple):
     """A process that may share memory with the server.
 
-    `sees` are the device and inode of its /dev/shm, of the server's run directory (None: missing)
-    and of its namespaces, by name. `visible` is its CUDA_VISIBLE_DEVICES.
+    `identities` are the device and inode of its /dev/shm, of the server's run directory (None:
+    missing) and of its namespaces, by name. `visible_devices` is its CUDA_VISIBLE_DEVICES.
     """
 
     uid: int
     groups: frozenset[int]
-    sees: dict[str, tuple[int, int] | None]
-    visible: str | None = None
+    identities: dict[str, tuple[int, int] | None]
+    visible_devices: str | None = None
 
 
 class ServerFacts(NamedTuple):
@@ -200,11 +200,13 @@ def _process(pid: int, run_dir: Path) -> PeerFacts:
     folder = Path(f"/proc/{pid}")
     try:
         lines = (folder / "status").read_text().splitlines()
-        status = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+        status = {
+            name: values.split() for name, _, values in (line.partition(":") for line in lines)
+        }
         words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
         environment = dict(word.split("=", 1) for word in words if "=" in word)
         paths = {"/dev/shm": "root/dev/shm", "run directory": f"root{run_dir}"}
-        paths |= {kind: f"ns/{kind}" for kind in ("user", "net", "ipc", "pid")}
+        paths |= {name: f"ns/{name}" for name in ("user", "net", "ipc", "pid")}
         return PeerFacts(
             int(status["Uid"][1]),
             frozenset(map(int, (status["Gid"][1], *status["Groups"]))),
@@ -212,11 +214,11 @@ def _process(pid: int, run_dir: Path) -> PeerFacts:
             environment.get("CUDA_VISIBLE_DEVICES"),
         )
     except PermissionError:
-        found = (
+        text = (
             f"--peer: uid {os.geteuid()} may not inspect process {pid}; run this command as "
             "root or as the user of that process"
         )
-        raise InvalidArgument(found) from None
+        raise InvalidArgument(text) from None
     except (FileNotFoundError, ProcessLookupError):
         raise InvalidArgument(f"--peer: there is no process {pid}") from None
 
@@ -231,16 +233,20 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verdict]]:
     """Yield the name and verdict of each check of a peer."""
     server_process = server.process
-    different = {name for name, seen in peer.sees.items() if seen != server_process.sees[name]}
-    yield "peer's /dev/shm", _shm(different)
-    yield "peer's user", _user(server, peer, different)
-    yield "peer's run dir", _run_directory(server, different)
-    yield "peer's network", _network(different)
-    yield "peer's devices", _devices(server, peer, different)
+    differing = {
+        name
+        for name, identity in peer.identities.items()
+        if identity != server_process.identities[name]
+    }
+    yield "peer's /dev/shm", _shm(differing)
+    yield "peer's user", _user(server, peer, differing)
+    yield "peer's run dir", _run_directory(server, differing)
+    yield "peer's network", _network(differing)
+    yield "peer's devices", _devices(server, peer, differing)
 
 
-def _shm(different: set[str]) -> Verdict:
-    if "/dev/shm" not in different:
+def _shm(differing: set[str]) -> Verdict:
+    if "/dev/shm" not in differing:
         return ok("same as the server's: the server finds regions by their keys")
     return wrong(
         "different from the server's: the server cannot find regions by their keys",
@@ -249,8 +255,8 @@ def _shm(different: set[str]) -> Verdict:
     )
 
 
-def _user(server: ServerFacts, peer: PeerFacts, different: set[str]) -> Verdict:
-    if "user" in different:
+def _user(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
+    if "user" in differing:
         return warning("different user namespace: uids differ", "docker run --userns=host")
     if peer.uid == server.process.uid:
         return ok(f"uid {peer.uid}, same as the server's")
@@ -266,17 +272,17 @@ def _user(server: ServerFacts, peer: PeerFacts, different: set[str]) -> Verdict:
     )
 
 
-def _run_directory(server: ServerFacts, different: set[str]) -> Verdict:
+def _run_directory(server: ServerFacts, differing: set[str]) -> Verdict:
     if not server.runs:
         return ok("no server is running; a server of this user is assumed")
-    if "run directory" not in different:
+    if "run directory" not in differing:
         return ok("same as the server's: shmserve.client finds it")
     fix = "mount it (docker run --volume), and set SHMSERVE_RUN_DIR if its path differs"
     return warning("the server's run directory is not visible: shmserve.client cannot find it", fix)
 
 
-def _network(different: set[str]) -> Verdict:
-    if "net" not in different:
+def _network(differing: set[str]) -> Verdict:
+    if "net" not in differing:
         return ok("same as the server's: 127.0.0.1 reaches it")
     fix = "use docker run --network=host, or --http-unix-socket and --grpc-unix-socket"
     return warning(
@@ -286,14 +292,15 @@ def _network(different: set[str]) -> Verdict:
     )
 
 
-def _devices(server: ServerFacts, peer: PeerFacts, different: set[str]) -> Verdict:
+def _devices(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
     if not server.devices:
         return ok("the server has no CUDA device")
-    if spaces := " and ".join(sorted(different & {"ipc", "pid"})):
+    if spaces := " and ".join(sorted(differing & {"ipc", "pid"})):
         fix = "run both with docker run --ipc=host --pid=host"
         return warning(f"different {spaces} namespace, so CUDA handles cannot be opened", fix)
-    if peer.visible != server.process.visible:
-        found = f"its CUDA_VISIBLE_DEVICES is {peer.visible}, the server's {server.process.visible}"
+    if peer.visible_devices != server.process.visible_devices:
+        server_devices = server.process.visible_devices
+        found = f"its CUDA_VISIBLE_DEVICES is {peer.visible_devices}, the server's {server_devices}"
         fix = (
             "use the same value for both, or send the device's UUID with a handle, as "
             "shmserve.client does"

@@ -20,21 +20,21 @@ from shmserve.common.host import cgroup_limit, processors
 from shmserve.config.server import ServerConfig
 from shmserve.supervisor.checks import Verdict, ok, warning, wrong
 
-_MORE_FILES = (
+_FILE_LIMIT_FIX = (
     "set LimitNOFILE=65536 in the unit, or run ulimit -Hn 65536, or docker run "
     "--ulimit nofile=65536"
 )
-_FEW_TASKS = 1024
-_TASKS_OF_A_MODEL = 16  # tasks of a model: two processes and their threads
+_MIN_TASKS = 1024  # a lower limit on processes and threads is reported
+_TASKS_PER_MODEL = 16  # two processes and their threads
 _SYSTEM_UIDS = range(1000)
 _DYNAMIC_UIDS = range(61184, 65520)  # the user ids of systemd's DynamicUser=
 _FAST_CLOCKS = ("", "tsc", "kvm-clock", "arch_sys_counter", "hyperv", "xen")
 _DAY_S = 86400
-_SHOWN = ("aiohttp", "pyzmq", "torch", "numpy")
-_UNITS = Path("/etc/systemd/system")
+_REPORTED_PACKAGES = ("aiohttp", "pyzmq", "torch", "numpy")
+_UNIT_FOLDER = Path("/etc/systemd/system")
 # Threshold of `systemd-analyze security` in tenths: the exposure of the installed units.
-_EXPOSURE = "15"
-_PATIENCE_S = 30
+_MAX_EXPOSURE = "15"
+_ANALYZE_TIMEOUT_S = 30
 
 # By package: the installed version ("": none), and the minimum.
 Versions = dict[str, tuple[str, str]]
@@ -43,10 +43,10 @@ Versions = dict[str, tuple[str, str]]
 def gather_packages(_: ServerConfig) -> Versions:
     """Return the versions of the required packages; empty if shmserve itself is not installed."""
     try:
-        needed = "\n".join(metadata.requires("shmserve") or [])
+        lines = "\n".join(metadata.requires("shmserve") or [])
     except metadata.PackageNotFoundError:
         return {}
-    requirements = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", needed, re.MULTILINE)
+    requirements = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", lines, re.MULTILINE)
     return {name: (_installed(name), minimum) for name, minimum in requirements}
 
 
@@ -64,16 +64,20 @@ def judge_packages(versions: Versions) -> Verdict:
     """
     if not versions:
         return warning("shmserve is not installed", "pip install shmserve")
-    old = [name for name, (has, minimum) in versions.items() if _numbers(has) < _numbers(minimum)]
+    old = [
+        name
+        for name, (present, minimum) in versions.items()
+        if _version_numbers(present) < _version_numbers(minimum)
+    ]
     if old:
         found = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old)
         packages = " ".join(f"'{name}>={versions[name][1]}'" for name in old)
         return wrong(f"too old or missing: {found}", f"pip install --upgrade {packages}")
-    shown = (f"{name} {versions[name][0]}" for name in _SHOWN if name in versions)
-    return ok(", ".join((f"Python {platform.python_version()}", *shown)))
+    reported = (f"{name} {versions[name][0]}" for name in _REPORTED_PACKAGES if name in versions)
+    return ok(", ".join((f"Python {platform.python_version()}", *reported)))
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
@@ -97,23 +101,23 @@ def judge_parser(in_c: bool) -> Verdict:
 
 def gather_units(_: ServerConfig) -> tuple[int, str]:
     """Return the number of installed units, and the complaints of systemd-analyze if it exists."""
-    units = sorted(map(str, _UNITS.glob("shmserve*.service")))
+    units = sorted(map(str, _UNIT_FOLDER.glob("shmserve*.service")))
     report = ""
     if units and shutil.which("systemd-analyze"):
         report = _analyze("verify", "--man=no", *units)[1]
         for unit in units:
-            minimum = ("--offline=true", f"--threshold={_EXPOSURE}")
-            status, text = _analyze("security", "--no-pager", *minimum, unit)
+            options = ("--offline=true", f"--threshold={_MAX_EXPOSURE}")
+            status, text = _analyze("security", "--no-pager", *options, unit)
             report += text.strip().splitlines()[-1] if status else ""
     return len(units), report.strip()
 
 
 def _analyze(*arguments: str) -> tuple[int, str]:
     command, output = ["systemd-analyze", *arguments], subprocess.PIPE
-    done = subprocess.run(
-        command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=_PATIENCE_S
+    result = subprocess.run(
+        command, stdout=output, stderr=subprocess.STDOUT, text=True, timeout=_ANALYZE_TIMEOUT_S
     )
-    return done.returncode, done.stdout
+    return result.returncode, result.stdout
 
 
 def judge_units(facts: tuple[int, str]) -> Verdict:
@@ -137,11 +141,11 @@ def judge_files(facts: tuple[int, int]) -> Verdict:
     limit, regions = facts
     found = f"a process may open {limit} files"
     if limit < fd_limits.FEWEST:
-        return wrong(f"{found}, but at least {fd_limits.FEWEST} are required", _MORE_FILES)
+        return wrong(f"{found}, but at least {fd_limits.FEWEST} are required", _FILE_LIMIT_FIX)
     if (regions_limit := fd_limits.for_regions(limit)) < regions:
         return warning(
             f"{found}, enough for {regions_limit} regions, but --shm-max-regions is {regions}",
-            _MORE_FILES,
+            _FILE_LIMIT_FIX,
         )
     return ok(found)
 
@@ -155,10 +159,10 @@ def gather_tasks(_: ServerConfig) -> int:
 
 def judge_tasks(limit: int) -> Verdict:
     """Require enough processes and threads for models."""
-    if 0 <= limit < _FEW_TASKS:
+    if 0 <= limit < _MIN_TASKS:
         fix = "raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit"
         found = (
-            f"at most {limit} processes and threads, enough for {limit // _TASKS_OF_A_MODEL} models"
+            f"at most {limit} processes and threads, enough for {limit // _TASKS_PER_MODEL} models"
         )
         return warning(found, fix)
     return ok("no limit" if limit < 0 else f"at most {limit} processes and threads")
@@ -200,7 +204,7 @@ def judge_tracing(scope: int) -> Verdict:
 def gather_user(_: ServerConfig) -> tuple[int, bool]:
     """Return the uid, and whether logind deletes its shared memory after its last session."""
     uid = os.getuid()
-    names = [each.pw_name for each in pwd.getpwall() if each.pw_uid == uid]
+    names = [user.pw_name for user in pwd.getpwall() if user.pw_uid == uid]
     lingers = any(Path("/var/lib/systemd/linger", name).exists() for name in names)
     return uid, Path("/run/systemd/seats").is_dir() and not lingers and _removes_ipc()
 
@@ -216,11 +220,11 @@ def _removes_ipc() -> bool:
 
 def judge_user(facts: tuple[int, bool]) -> Verdict:
     """Warn if shared memory is deleted while it is in use; that of system users is kept."""
-    uid, removed = facts
+    uid, removes_shm = facts
     if uid in _DYNAMIC_UIDS:
         found = f"uid {uid} is a dynamic user: its shared memory is removed when its unit stops"
         return warning(found, "set User= to a system user (shmserve systemd install creates one)")
-    if uid not in _SYSTEM_UIDS and removed:
+    if uid not in _SYSTEM_UIDS and removes_shm:
         found = f"logind deletes the objects of uid {uid} in /dev/shm when its last session ends"
         fix = "set RemoveIPC=no in /etc/systemd/logind.conf, or run loginctl enable-linger"
         return warning(found, fix)

@@ -25,18 +25,18 @@ from shmserve.ipc.memory.cuda_ipc import CudaError, DeviceAllocation, Driver
 from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 
 _SHM = Path("/dev/shm")
-_LITTLE = 64 * 2**20  # Docker's default size of /dev/shm
-_WORTH_TELLING = 2**20
-_MOUNT = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
-_LARGER = (
+_TOO_SMALL_BYTES = 64 * 2**20  # Docker's default size of /dev/shm, too small for regions
+_LARGE_OBJECT_BYTES = 2**20  # smaller objects are not reported
+_MOUNT_COMMAND = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+_ENLARGE_COMMANDS = (
     "mount -o remount,size=2G /dev/shm, or docker run --shm-size=2g or --ipc=host, or an emptyDir"
 )
-_DRIVER = Path("/proc/driver/nvidia")
-_PROBE = [sys.executable, "-m", "shmserve.supervisor.checks.memory"]
-_PATIENCE_S = 60
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_HIDDEN = (None, "", "-1")  # values of CUDA_VISIBLE_DEVICES that name no device
-_PATTERN = bytes(range(256)) * 16
+_DRIVER_FOLDER = Path("/proc/driver/nvidia")
+_PROBE_COMMAND = [sys.executable, "-m", "shmserve.supervisor.checks.memory"]
+_PROBE_TIMEOUT_S = 60
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_NO_DEVICE_VALUES = (None, "", "-1")  # values of CUDA_VISIBLE_DEVICES that name no device
+_TEST_DATA = bytes(range(256)) * 16
 
 
 class ShmFolder(NamedTuple):
@@ -81,14 +81,16 @@ def judge_shm(shm: ShmFolder) -> Verdict:
         return ok("not used, because of --allow-client-shm=false")
     if shm.filesystem != "tmpfs":
         found = f"is on {shm.filesystem}, not on tmpfs" if shm.filesystem else "does not exist"
-        return wrong(found, _MOUNT)
+        return wrong(found, _MOUNT_COMMAND)
     if not shm.writable:
-        return wrong("this user cannot create an object in it", f"chmod 1777 /dev/shm, or {_MOUNT}")
+        return wrong(
+            "this user cannot create an object in it", f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
+        )
     found = f"{megabytes(shm.size)}, {megabytes(shm.free)} free"
     if shm.mode != 0o1777:
         return warning(f"has mode {shm.mode:04o}; {found}", "chmod 1777 /dev/shm")
-    if shm.size <= _LITTLE or shm.free < max(_LITTLE, shm.size // 20):
-        return warning(f"{found}, which is too little for clients' regions", _LARGER)
+    if shm.size <= _TOO_SMALL_BYTES or shm.free < max(_TOO_SMALL_BYTES, shm.size // 20):
+        return warning(f"{found}, which is too little for clients' regions", _ENLARGE_COMMANDS)
     return ok(f"{found}{', noexec' if 'noexec' in shm.options.split(',') else ''}")
 
 
@@ -107,14 +109,16 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
     for entry in os.scandir(_SHM):
         with contextlib.suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-            if status.st_blocks * 512 >= _WORTH_TELLING:
+            if status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
                 large.append((entry.name, status.st_blocks * 512, status.st_uid))
-    is_used = _in_use() if large else set()
-    objects = (ShmObject(name, size, uid, f"{_SHM}/{name}" in is_used) for name, size, uid in large)
+    used_files = _used_files() if large else set()
+    objects = (
+        ShmObject(name, size, uid, f"{_SHM}/{name}" in used_files) for name, size, uid in large
+    )
     return sorted(objects, key=attrgetter("byte_size"), reverse=True)
 
 
-def _in_use() -> set[str]:
+def _used_files() -> set[str]:
     paths = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -128,16 +132,16 @@ def _in_use() -> set[str]:
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
     """Warn about objects of killed programs, which use memory until someone deletes them."""
-    unused = [each for each in objects if not each.in_use]
-    total = megabytes(sum(each.byte_size for each in unused or objects))
+    unused = [item for item in objects if not item.in_use]
+    total = megabytes(sum(item.byte_size for item in unused or objects))
     if unused:
-        shown = (
-            f"{each.name} ({megabytes(each.byte_size)}, uid {each.uid})" for each in unused[:3]
+        examples = (
+            f"{item.name} ({megabytes(item.byte_size)}, uid {item.uid})" for item in unused[:3]
         )
         ellipsis = ", ..." if unused[3:] else ""
         found = f"{len(unused)} objects ({total}) that no visible process uses: "
         fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{ellipsis}"
-        return warning(f"{found}{', '.join(shown)}{ellipsis}", fix)
+        return warning(f"{found}{', '.join(examples)}{ellipsis}", fix)
     return ok(f"{len(objects)} objects of 1 MB or more, {total}, all in use" if objects else "none")
 
 
@@ -178,9 +182,9 @@ def gather_locked(config: ServerConfig) -> tuple[int, bool]:
 
 def judge_locked(facts: tuple[int, bool]) -> Verdict:
     """Require enough lockable memory for pinned regions."""
-    limit, needed = facts
+    limit, has_cuda = facts
     found = "no limit" if limit < 0 else megabytes(limit)
-    if needed and 0 <= limit < _LITTLE:
+    if has_cuda and 0 <= limit < _TOO_SMALL_BYTES:
         fix = (
             "set LimitMEMLOCK=infinity in the unit, or run ulimit -l unlimited, or docker run "
             "--ulimit memlock=-1"
@@ -192,35 +196,40 @@ def judge_locked(facts: tuple[int, bool]) -> Verdict:
 class DeviceList(NamedTuple):
     """The accelerators of a host.
 
-    `visible` of `total` devices are allowed by CUDA_VISIBLE_DEVICES (`chosen`); this user cannot
-    open the `closed` ones. `named` are the driver's names, `partitions` the MIG instances.
+    CUDA_VISIBLE_DEVICES (`visible_devices`) allows `visible_count` of `total` devices. This user
+    cannot open the `inaccessible` device files. `gpus` are the driver's descriptions.
     """
 
     kind: str = ""
     total: int = 0
-    visible: int = 0
-    chosen: str | None = None
-    closed: tuple[str, ...] = ()
+    visible_count: int = 0
+    visible_devices: str | None = None
+    inaccessible: tuple[str, ...] = ()
     driver: str = ""
-    named: tuple[str, ...] = ()
-    partitions: int = 0
+    gpus: tuple[str, ...] = ()
+    mig_instances: int = 0
     torch: str | None = ""  # the version of torch; None if torch is not installed
 
 
 def gather_devices(config: ServerConfig) -> DeviceList:
     """Collect the facts about accelerators from files, without opening a device."""
-    chosen, devices = config.visible_devices, accelerators()
+    visible_devices, devices = config.visible_devices, accelerators()
     nodes = map(
         str, Path("/dev").glob("nvidia[0-9]*" if devices.kind == "cuda" else "davinci[0-9]*")
     )
-    version = _DRIVER / "version"
+    version = _DRIVER_FOLDER / "version"
     driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.is_file() else None
     return DeviceList(
-        *(devices.kind, devices.count, accelerators(visible=chosen).count, chosen),
-        closed=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
+        *(
+            devices.kind,
+            devices.count,
+            accelerators(visible=visible_devices).count,
+            visible_devices,
+        ),
+        inaccessible=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
         driver=driver[0] if driver else "",
-        named=tuple(sorted(map(_named, _DRIVER.glob("gpus/*/information")))),
-        partitions=len(list(_DRIVER.glob("capabilities/gpu*/mig/gi*"))),
+        gpus=tuple(sorted(map(_describe_gpu, _DRIVER_FOLDER.glob("gpus/*/information")))),
+        mig_instances=len(list(_DRIVER_FOLDER.glob("capabilities/gpu*/mig/gi*"))),
         torch=_torch_version(),
     )
 
@@ -232,7 +241,7 @@ def _torch_version() -> str | None:
         return None
 
 
-def _named(information: Path) -> str:
+def _describe_gpu(information: Path) -> str:
     values = dict(re.findall(r"^([^:]+?)\s*:\s*(.*?)\s*$", information.read_text(), re.MULTILINE))
     return " ".join(values.get(key, "?") for key in ("Device Minor", "GPU UUID", "Model"))
 
@@ -242,12 +251,12 @@ def judge_devices(devices: DeviceList) -> Verdict:
     if not devices.total:
         return ok("none: models run on CPUs")
     found = f"{devices.total} of kind {devices.kind}"
-    if devices.closed:
+    if devices.inaccessible:
         fix = (
             "set DeviceAllow= in the unit and join the group of the files, or use docker run "
             "--gpus all"
         )
-        return wrong(f"{found}; this user may not open {', '.join(devices.closed)}", fix)
+        return wrong(f"{found}; this user may not open {', '.join(devices.inaccessible)}", fix)
     if devices.kind == "cuda" and not devices.driver:
         return wrong(f"{found}, but no driver is loaded", "run modprobe nvidia")
     if devices.torch is None:
@@ -258,72 +267,75 @@ def judge_devices(devices: DeviceList) -> Verdict:
     if devices.kind == "cuda" and devices.torch.endswith("+cpu"):
         fix = "install a torch built for CUDA (https://pytorch.org/get-started)"
         return warning(f"{found}, but torch {devices.torch} is built for CPUs only", fix)
-    if devices.visible < devices.total:
-        found += f", {devices.visible} of them visible (CUDA_VISIBLE_DEVICES={devices.chosen})"
-        if not devices.visible and devices.chosen not in _HIDDEN:
+    if devices.visible_count < devices.total:
+        variable = f"CUDA_VISIBLE_DEVICES={devices.visible_devices}"
+        found += f", {devices.visible_count} of them visible ({variable})"
+        if not devices.visible_count and devices.visible_devices not in _NO_DEVICE_VALUES:
             return warning(found, "use the numbers or UUIDs that nvidia-smi -L prints")
-    shown = (f"driver {devices.driver}" if devices.driver else "", *devices.named)
-    parts = f"{devices.partitions} MIG instances" if devices.partitions else ""
-    return ok("; ".join(filter(None, (found, *shown, parts))))
+    details = (f"driver {devices.driver}" if devices.driver else "", *devices.gpus)
+    mig = f"{devices.mig_instances} MIG instances" if devices.mig_instances else ""
+    return ok("; ".join(filter(None, (found, *details, mig))))
 
 
 class DeviceSharing(NamedTuple):
     """The facts about sharing device memory.
 
-    `failed` is the reason why two processes could not share memory, "" if they could, and None if
+    `failure` is the reason why two processes could not share memory, "" if they could, and None if
     there is no CUDA device.
     """
 
-    bindings: bool
+    has_bindings: bool
     allocator: str
-    failed: str | None
+    failure: str | None
 
 
 def gather_sharing(config: ServerConfig) -> DeviceSharing:
     """Let one process export device memory, and another process open it; return the facts."""
-    bindings = util.find_spec("cuda") is not None
-    failed = None
+    has_bindings = util.find_spec("cuda") is not None
+    failure = None
     if cuda_devices(config.visible_devices):
-        done = subprocess.run(_PROBE, capture_output=True, text=True, timeout=_PATIENCE_S)
-        failed = done.stderr.strip()[-300:] if done.returncode else ""
+        result = subprocess.run(
+            _PROBE_COMMAND, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
+        )
+        failure = result.stderr.strip()[-300:] if result.returncode else ""
     return DeviceSharing(
-        bindings, ",".join(os.environ.get(name, "") for name in _ALLOCATOR), failed
+        has_bindings, ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES), failure
     )
 
 
 def judge_sharing(sharing: DeviceSharing) -> Verdict:
     """Require CUDA IPC for clients' regions on a device."""
-    if sharing.failed is None:
+    if sharing.failure is None:
         return ok("not used: there is no CUDA device")
-    if not sharing.bindings:
+    if not sharing.has_bindings:
         return warning(
             "not available: cuda-bindings is not installed", "pip install 'shmserve[cuda]'"
         )
-    if sharing.failed:
+    if sharing.failure:
         fix = "use docker run --ipc=host --pid=host; WSL and Jetson do not support CUDA IPC"
         return warning(
-            f"a test could not share memory between two processes: {sharing.failed}", fix
+            f"a test could not share memory between two processes: {sharing.failure}", fix
         )
     if "expandable_segments:true" in sharing.allocator.lower().replace(" ", ""):
-        fix = f"unset it in {_ALLOCATOR[0]}, or allocate memory with shmserve.client"
+        fix = f"unset it in {_ALLOCATOR_VARIABLES[0]}, or allocate memory with shmserve.client"
         return warning("memory that torch allocates with expandable_segments cannot be shared", fix)
     return ok("a test shared memory between two processes")
 
 
-def export() -> None:
-    """Print the handle of memory that contains the pattern, and hold it until stdin is closed."""
+def export_test_memory() -> None:
+    """Print the handle of memory that contains the test data, and hold it until stdin is closed."""
     cuda = Driver()
-    memory = DeviceAllocation(cuda, 0, len(_PATTERN))
-    cuda.write(memory.pointer, memoryview(bytearray(_PATTERN)), 0)
+    memory = DeviceAllocation(cuda, 0, len(_TEST_DATA))
+    cuda.write(memory.pointer, memoryview(bytearray(_TEST_DATA)), 0)
     print(memory.handle.raw.hex(), flush=True)
     sys.stdin.read()
 
 
-def read(handle: bytes) -> bytes:
+def read_memory(handle: bytes) -> bytes:
     """Return the contents of the memory that a handle opens."""
     cuda = Driver()
     pointer = cuda.open(handle, 0)
-    buffer = bytearray(len(_PATTERN))
+    buffer = bytearray(len(_TEST_DATA))
     cuda.read(pointer, memoryview(buffer), 0)
     cuda.close(pointer, 0)
     return bytes(buffer)
@@ -333,12 +345,12 @@ def probe() -> str | None:
     """Return the reason why device memory could not be shared, or None, for `sys.exit`."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [*_PROBE, "export"], stdin=pipe, stdout=pipe, text=True
+        [*_PROBE_COMMAND, "export"], stdin=pipe, stdout=pipe, text=True
     ) as exporter_process:
         assert exporter_process.stdout is not None
         line = exporter_process.stdout.readline().strip()
         try:
-            shared = bool(line) and read(bytes.fromhex(line)) == _PATTERN
+            shared = bool(line) and read_memory(bytes.fromhex(line)) == _TEST_DATA
         except (ShmserveError, CudaError) as error:
             return str(error)
     return None if shared else "the data read differ from the data written" if line else ""
@@ -346,6 +358,6 @@ def probe() -> str | None:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        export()
+        export_test_memory()
     else:
         sys.exit(probe())

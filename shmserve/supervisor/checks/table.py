@@ -18,7 +18,7 @@ class HostCheck(NamedTuple):
 
     Attributes:
         at_start: The effect at the start of a server. With "refuse", the server does not start if
-            the verdict is WRONG. With "tell", the server logs a verdict that is not OK. With "",
+            the verdict is WRONG. With "log", the server logs a verdict that is not OK. With "",
             only `shmserve doctor` runs the check.
     """
 
@@ -32,15 +32,15 @@ CHECKS: tuple[HostCheck, ...] = (
     HostCheck("packages", host.gather_packages, host.judge_packages),
     HostCheck("HTTP parser", host.gather_parser, host.judge_parser),
     HostCheck("open files", host.gather_files, host.judge_files, "refuse"),
-    HostCheck("processes", host.gather_tasks, host.judge_tasks, "tell"),
-    HostCheck("processors", host.gather_processors, host.judge_processors, "tell"),
+    HostCheck("processes", host.gather_tasks, host.judge_tasks, "log"),
+    HostCheck("processors", host.gather_processors, host.judge_processors, "log"),
     HostCheck("memory", memory.gather_memory, memory.judge_memory),
     HostCheck("locked memory", memory.gather_locked, memory.judge_locked),
-    HostCheck("/dev/shm", memory.gather_shm, memory.judge_shm, "tell"),
+    HostCheck("/dev/shm", memory.gather_shm, memory.judge_shm, "log"),
     HostCheck("shm objects", memory.gather_objects, memory.judge_objects),
-    HostCheck("accelerators", memory.gather_devices, memory.judge_devices, "tell"),
+    HostCheck("accelerators", memory.gather_devices, memory.judge_devices, "log"),
     HostCheck("device memory", memory.gather_sharing, memory.judge_sharing),
-    HostCheck("user", host.gather_user, host.judge_user, "tell"),
+    HostCheck("user", host.gather_user, host.judge_user, "log"),
     HostCheck("debuggers", host.gather_tracing, host.judge_tracing),
     HostCheck("clock", host.gather_clock, host.judge_clock),
     HostCheck("run directory", access.gather_run_directory, access.judge_run_directory),
@@ -68,7 +68,7 @@ def check_at_start(config: ServerConfig) -> None:
         InvalidArgument: A server would be useless.
     """
     for check, (state, found, fix) in run_checks(
-        config, (each for each in CHECKS if each.at_start)
+        config, (candidate for candidate in CHECKS if candidate.at_start)
     ):
         text = f"{check.name}: {found} ({fix})"
         if state == WRONG and check.at_start == "refuse":

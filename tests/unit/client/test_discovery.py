@@ -22,7 +22,7 @@ def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the default run directory of a first server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
-    monkeypatch.setattr(run_directory, "_USUAL_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_PATIENCE_S", 0.0)
     return tmp_path / "shmserve"
 
 

@@ -134,7 +134,7 @@ def test_a_second_server_names_the_run_directory_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(run_directory, "_USUAL_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_PATIENCE_S", 0.0)
     first, second = RunDirectory.default(), RunDirectory.default()
     (message,) = caplog.messages
     assert message == (

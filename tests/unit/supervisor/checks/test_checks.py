@@ -94,12 +94,22 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (memory.judge_locked, (8 << 20, True), WARNING, "cannot be pinned"),
     (memory.judge_devices, memory.DeviceList(), OK, "none"),
     (memory.judge_devices, GPU, OK, "2 of kind cuda; driver 580.1; 0 GPU-a H100; 1 GPU-b H100"),
-    (memory.judge_devices, GPU._replace(partitions=3), OK, "3 MIG instances"),
-    (memory.judge_devices, GPU._replace(closed=("/dev/nvidia0",)), WRONG, "/dev/nvidia0"),
+    (memory.judge_devices, GPU._replace(mig_instances=3), OK, "3 MIG instances"),
+    (memory.judge_devices, GPU._replace(inaccessible=("/dev/nvidia0",)), WRONG, "/dev/nvidia0"),
     (memory.judge_devices, GPU._replace(driver=""), WRONG, "no driver"),
     (memory.judge_devices, GPU._replace(torch="2.13.0+cpu"), WARNING, "for CPUs only"),
-    (memory.judge_devices, GPU._replace(visible=0, chosen="9"), WARNING, "DEVICES=9"),
-    (memory.judge_devices, GPU._replace(visible=0, chosen="-1"), OK, "0 of them visible"),
+    (
+        memory.judge_devices,
+        GPU._replace(visible_count=0, visible_devices="9"),
+        WARNING,
+        "DEVICES=9",
+    ),
+    (
+        memory.judge_devices,
+        GPU._replace(visible_count=0, visible_devices="-1"),
+        OK,
+        "0 of them visible",
+    ),
     (memory.judge_devices, memory.DeviceList("npu", 1, 1), OK, "1 of kind npu"),
     (memory.judge_sharing, memory.DeviceSharing(True, "", None), OK, "no CUDA device"),
     (memory.judge_sharing, memory.DeviceSharing(True, "", ""), OK, "a test shared memory"),
@@ -198,7 +208,7 @@ def test_a_start_reports_failed_checks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checks = [
-        table.HostCheck("one", lambda _: 0, lambda _: warning("is little", "have more"), "tell"),
+        table.HostCheck("one", lambda _: 0, lambda _: warning("is little", "have more"), "log"),
         table.HostCheck("two", lambda _: 0, lambda _: warning("is unseen", "look"), ""),
     ]
     monkeypatch.setattr(table, "CHECKS", checks)

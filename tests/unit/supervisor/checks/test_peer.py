@@ -25,14 +25,20 @@ CONFIG = server.from_flags(
 
 def elsewhere(*names: str) -> access.PeerFacts:
     """Simulate a process that sees other files under the same paths."""
-    return PEER._replace(sees={**SEES, **dict.fromkeys(names, (9, 9))})
+    return PEER._replace(identities={**SEES, **dict.fromkeys(names, (9, 9))})
 
 
 @pytest.mark.parametrize(
     ("changed", "facts", "name", "state", "found"),
     [
         ({}, elsewhere("/dev/shm"), "/dev/shm", WRONG, "cannot find regions by their keys"),
-        ({}, PEER._replace(sees={**SEES, "/dev/shm": None}), "/dev/shm", WRONG, "cannot find"),
+        (
+            {},
+            PEER._replace(identities={**SEES, "/dev/shm": None}),
+            "/dev/shm",
+            WRONG,
+            "cannot find",
+        ),
         ({}, elsewhere("user"), "user", WARNING, "user namespace"),
         ({}, PEER._replace(uid=7), "user", WRONG, "uid 7, and the server has uid 1000"),
         ({"group": 50}, PEER._replace(uid=7), "user", WRONG, "may not open its objects"),
@@ -42,7 +48,7 @@ def elsewhere(*names: str) -> access.PeerFacts:
         ({"runs": False}, PEER, "run dir", OK, "no server is running"),
         ({}, elsewhere("net"), "network", WARNING, "127.0.0.1 does not reach"),
         ({}, elsewhere("ipc", "pid"), "devices", WARNING, "different ipc and pid namespace"),
-        ({}, PEER._replace(visible="1"), "devices", WARNING, "is 1, the server's None"),
+        ({}, PEER._replace(visible_devices="1"), "devices", WARNING, "is 1, the server's None"),
         ({"devices": 0}, elsewhere("ipc"), "devices", OK, "no CUDA device"),
     ],
 )
@@ -62,7 +68,7 @@ def test_a_process_like_the_server() -> None:
 def test_a_process_of_ours() -> None:
     ours, other = access.gather_peer(CONFIG, os.getppid())
     assert not ours.runs
-    assert other.sees["/dev/shm"] == ours.process.sees["/dev/shm"] is not None
+    assert other.identities["/dev/shm"] == ours.process.identities["/dev/shm"] is not None
     assert other.uid == os.getuid()
 
 
