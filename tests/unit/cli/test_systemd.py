@@ -9,7 +9,7 @@ import pytest
 from shmserve import cli
 from shmserve.cli import systemd
 from shmserve.config import command_line
-from shmserve.supervisor.host.service_manager import LISTENERS
+from shmserve.supervisor.host.service_manager import LISTENER_NAMES
 
 SYSTEM = Path("etc/systemd/system")
 
@@ -99,7 +99,7 @@ def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
         for line in unit.read_text().splitlines()
         if line.startswith("FileDescriptorName=")
     ]
-    assert sorted(names) == sorted(LISTENERS)
+    assert sorted(names) == sorted(LISTENER_NAMES)
 
 
 def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
