@@ -160,10 +160,10 @@ class WorkerInstance:
                 ask.start()
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
-                    context.mappings.drop(memory_id)
+                    context.mappings.unmap(memory_id)
             case ProcessExited(process=pid):
                 with self.link.lock:
-                    context.mappings.drop_process(pid)
+                    context.mappings.unmap_process(pid)
                     self._memory.exited(pid)
                     if not self.link.connected:
                         self._memory.drop_exited()

@@ -44,7 +44,7 @@ def made_here(config: ModelSpec) -> frozenset[str]:
     `config` may be incomplete.
     """
     named = [name for each in config.batch_input for name in each.target_name]
-    for entry in padding.entries(config.parameters.get(PADDING, "")).values():
+    for entry in padding.parse_entries(config.parameters.get(PADDING, "")).values():
         named += [entry[key] for key in ("lengths", "mask") if isinstance(entry.get(key), str)]
     if config.sequence_batching is not None:
         named += [control.name for control in read_controls(config)]

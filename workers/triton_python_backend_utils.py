@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, encode_bytes
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.workers.backends.python.errors import TritonError, TritonModelException
 from shmserve.workers.backends.python.metrics import MetricFamily
@@ -85,11 +85,11 @@ TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = RELEASE_RESCHEDULE
 TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
-_NUMPY_TYPES: dict[str, Any] = {name: dtype.type for name, dtype in NUMPY.items()}
+_NUMPY_TYPES: dict[str, Any] = {name: dtype.type for name, dtype in NUMPY_DTYPES.items()}
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
     config: bool if name == "BOOL" else _NUMPY_TYPES[name]
     for config, name in FROM_CONFIG.items()
-    if name in NUMPY
+    if name in NUMPY_DTYPES
 }
 _BY_NUMBER = {NUMBER[name]: kind for name, kind in _NUMPY_TYPES.items()}
 
@@ -140,7 +140,7 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
     kind = np.dtype(data_type)
     if kind.kind == "S":
         return NUMBER["BYTES"]
-    return next((NUMBER[name] for name, dtype in NUMPY.items() if dtype == kind), None)
+    return next((NUMBER[name] for name, dtype in NUMPY_DTYPES.items() if dtype == kind), None)
 
 
 def serialize_byte_tensor(input_tensor: np.ndarray[Any, Any]) -> bytes | None:

@@ -128,7 +128,7 @@ class FakeCuda:
 
 
 class FakeExporting:
-    """Implements `shmserve.ipc.memory.cuda_ipc.Exporting`: what it allocates, `cuda` opens."""
+    """Implements `shmserve.ipc.memory.cuda_ipc.CudaExporter`: what it allocates, `cuda` opens."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda

@@ -27,7 +27,7 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.arrays import NUMPY, STORED, to_bf16
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES, to_bf16
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.padding import Pad, Padding, Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
@@ -57,7 +57,10 @@ class Ragged:
         self._batched = config.max_batch_size > 0
         self._generated = [
             _GeneratedTensor(
-                name, each.source_input[0], _VALUES[each.kind], np.dtype(NUMPY[each.datatype])
+                name,
+                each.source_input[0],
+                _VALUES[each.kind],
+                np.dtype(NUMPY_DTYPES[each.datatype]),
             )
             for each in config.batch_input
             for name in each.target_name
@@ -271,7 +274,7 @@ def _filled(pad: Pad, inputs: Sequence[Input], target: Shape) -> Any:
     if any(item.on_device for item in inputs):
         return _filled_on_device(pad, inputs, shape)
     datatype = inputs[0].datatype
-    whole: Array = np.empty(shape, STORED[datatype])
+    whole: Array = np.empty(shape, STORAGE_DTYPES[datatype])
     if any(item.shape[1:] != target for item in inputs):
         whole[...] = to_bf16(np.array(pad.value)) if datatype == "BF16" else pad.value
     for item, where in zip(inputs, _slices(inputs), strict=True):

@@ -25,7 +25,7 @@ import numpy as np
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.arrays import NUMPY, STORED
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
@@ -306,7 +306,7 @@ class Runner:
         if not isinstance(raw, memoryview):
             self._copied.inputs += len(raw)
             raw, view = _to_host(raw), False
-        array: np.ndarray[Any, Any] = np.ndarray(shape, STORED[datatype], raw)
+        array: np.ndarray[Any, Any] = np.ndarray(shape, STORAGE_DTYPES[datatype], raw)
         if not array.flags.aligned:
             return array.copy()
         # The executor passes copies to a model that fails because it writes into its inputs.
@@ -391,7 +391,9 @@ class Runner:
             if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
                 inputs[name] = item.numpy()
             elif name in self._as_numpy:
-                inputs[name] = np.ndarray(item.shape, STORED[item.datatype], _to_host(item.raw))
+                inputs[name] = np.ndarray(
+                    item.shape, STORAGE_DTYPES[item.datatype], _to_host(item.raw)
+                )
             else:
                 inputs[name] = item.torch().to(self._device.torch)
         self._add_ragged(inputs, [request])
@@ -501,9 +503,9 @@ def _byte_size(model: Any) -> int:
 
 def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:
     kind = array.dtype.newbyteorder("=")
-    if kind == STORED[expected]:
+    if kind == STORAGE_DTYPES[expected]:
         return expected
-    for datatype, own in NUMPY.items():
+    for datatype, own in NUMPY_DTYPES.items():
         if own == kind:
             return datatype
     raise Internal(f"an inference output has the datatype {kind}, which no client can receive")

@@ -23,11 +23,11 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.arrays import STORED, as_text, encode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, elements_as_text, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
-from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.ipc.trace import TraceContext, TracedTensor
 from shmserve.workers.batch.request import Array, Input, Output, Request, Response, reshape
 from shmserve.workers.context import ModelContext
@@ -118,7 +118,7 @@ class Scatterer:
         """
         if request.work.trace:
             self.trace(request, response.outputs)
-        if response.parameters or request.aliased:
+        if response.parameters or request.is_aliased:
             return self._write_new(request, response, None)
         memory_ranges, inputs = request.memory_ranges, request.inputs
         key: Any = []
@@ -163,7 +163,9 @@ class Scatterer:
         for tensor in tensors:
             output = tensor if isinstance(tensor, Output) else _as_output(tensor)
             text = (
-                as_text(tensor.datatype, _host_array(output)) if output.data.nbytes < budget else ""
+                elements_as_text(tensor.datatype, _host_array(output))
+                if output.data.nbytes < budget
+                else ""
             )
             text = text if len(text) < budget else ""
             budget -= len(text)
@@ -180,7 +182,7 @@ class Scatterer:
         ]
         if len(ready) < len(request.requested):
             self._handle_missing(request, {item.name for item in ready})
-        if request.aliased and len(ready) > 1:
+        if request.is_aliased and len(ready) > 1:
             ready = [_detached(item, request) for item in ready]
         memory_ranges = request.memory_ranges
         loose = sum([item.byte_size for item in ready if item.name not in memory_ranges])
@@ -248,7 +250,7 @@ class Scatterer:
             )
         dims = spec.model_dims
         expected = (request.batch_size, *dims) if self._batched else dims
-        if not agree(expected, shape):
+        if not shapes_match(expected, shape):
             text = (
                 f"unexpected shape for inference output '{output.name}' for model "
                 f"'{self._signature.name}'. Expected {shape_text(expected)}, got "
@@ -265,7 +267,7 @@ class Scatterer:
         # A shape that does not match the model's side of the reshape is returned unchanged.
         dims = spec.reshape or ()
         head, rest = (shape[:1], shape[1:]) if self._batched else ((), shape)
-        return (*head, *reshape(rest, dims, spec.dims)) if agree(dims, rest) else shape
+        return (*head, *reshape(rest, dims, spec.dims)) if shapes_match(dims, rest) else shape
 
     def _put(
         self,
@@ -441,7 +443,7 @@ def _host_array(output: Output) -> Array:
         data = host_array(data)
     if datatype == "BYTES":
         return data
-    kind = STORED[datatype]
+    kind = STORAGE_DTYPES[datatype]
     if data.dtype == kind:
         return data
     if data.dtype.newbyteorder("=") != kind:

@@ -132,7 +132,7 @@ class OutputMemory:
     def drop_reader(self, reader: int) -> None:
         """Free every block of a process that has exited."""
         self._exited.discard(reader)
-        self._readers.drop(reader)
+        self._readers.release_all(reader)
         self.take_back([at for at, output in self._fresh.items() if output.reader == reader])
 
     def take_back(self, offsets: Iterable[int]) -> None:

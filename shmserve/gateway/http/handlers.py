@@ -22,7 +22,7 @@ from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value
 from shmserve.gateway.http.messages import JSON, HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai.models import embeds
-from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, CudaHandle, whole
+from shmserve.ipc.tensors.descriptors import MAX_UINT64, CudaHandle, require_integer
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
 _TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
@@ -263,8 +263,8 @@ def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
     byte_size = _required(body, "byte_size")
     if type(key) is not str:
         raise mistyped_value("string")
-    size = whole(byte_size, "byte_size")
-    offset = whole(body.get("offset", 0), "offset")
+    size = require_integer(byte_size, "byte_size")
+    offset = require_integer(body.get("offset", 0), "offset")
     lifetime = body.get("lifetime", "server")
     if lifetime not in ("server", "connection"):
         raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
@@ -336,7 +336,7 @@ def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> 
     if kind is str:
         word, fits = "string", type(value) is str
     else:
-        word, fits = "unsigned-integer", type(value) is int and 0 <= value <= LARGEST_UNSIGNED
+        word, fits = "unsigned-integer", type(value) is int and 0 <= value <= MAX_UINT64
     if not fits:
         raise mistyped_value(word)
     return value

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import ShmserveError, Unsupported
-from shmserve.ipc.memory.lent import Block, Holding, Token, releases
+from shmserve.ipc.memory.lent import Block, Holding, Token, release_messages
 from shmserve.ipc.messages.inference import (
     LONGEST_TIMEOUT_US,
     Finished,
@@ -367,7 +367,7 @@ class StepMessages:
             for output, where in zip(outputs, data, strict=True)
             if isinstance(where, Range) and output.name not in ours
         ]
-        self._schedulers.release(step.endpoint, releases(memory_ranges))
+        self._schedulers.release(step.endpoint, release_messages(memory_ranges))
 
 
 def _returned(step: StepRequest, memory_range: Range, block: Block) -> Block:

@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_trace
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.transport.router import UntrustedRouter, first_number
+from shmserve.ipc.transport.router import UntrustedRouter, leading_pid
 from shmserve.scheduler.requests.request import ControlLink
 
 _GONE_REMEMBERED = 4096
@@ -175,7 +175,7 @@ class LocalClientRules:
         data = submit.data
         schema_entry = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
         schema, fits = schema_entry
-        if len(data) != schema.count:
+        if len(data) != schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         for tensor, tensor_data in zip(schema.inputs, data, strict=False):
             if type(tensor_data) is bytes:
@@ -286,5 +286,5 @@ class LocalTraces:
 
     def process_exited(self, number: int) -> None:
         """Report the measured requests of a local client that has exited."""
-        for key in [key for key in self.open if first_number(key[0]) == number]:
+        for key in [key for key in self.open if leading_pid(key[0]) == number]:
             self._report_trace(*self.open.pop(key), b"", "the client has disconnected")

@@ -41,7 +41,7 @@ from shmserve.ipc.model_spec import (
     TensorSpec,
 )
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.model import IS_CANCELLED, Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.native import declaration
@@ -246,7 +246,7 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
         for name, spec in specs.items():
             kind = types.get(name)
             dims = spec.model_dims
-            if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
+            if kind is None or kind.datatype != spec.datatype or not shapes_match(dims, kind.dims):
                 actual = "no"
                 if kind is not None:
                     actual = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.tensors.arrays import NUMPY, STORED, encode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES, encode_bytes
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Array, Copied, Input, Output, Response
 from shmserve.workers.bls.request import CallInput
@@ -133,8 +133,8 @@ _ALONE = _alone()
 
 
 # Triton's number of each datatype.
-NUMBER = {name: number for number, name in enumerate(STORED, start=1)}
-_DATATYPE = {dtype: name for name, dtype in NUMPY.items()}
+NUMBER = {name: number for number, name in enumerate(STORAGE_DTYPES, start=1)}
+_DATATYPE = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 _CPU = (1, 0)  # DLPack's device type kDLCPU, and device 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal
-from shmserve.ipc.tensors.arrays import STORED
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.workers.backends import Output
 from shmserve.workers.backends.vllm.engine import Parser, VllmCall
 
@@ -35,7 +35,7 @@ _LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 def output(name: str, values: Iterable[Any]) -> Output:
     """Return an output with this name; texts become bytes."""
     kind = OUTPUTS[name]
-    return Output(name, kind, np.array(list(values), STORED.get(kind, np.dtype(object))))
+    return Output(name, kind, np.array(list(values), STORAGE_DTYPES.get(kind, np.dtype(object))))
 
 
 class VllmAnswer:

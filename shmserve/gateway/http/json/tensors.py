@@ -21,7 +21,7 @@ import orjson
 from shmserve.errors import Internal, InvalidArgument, clip
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.inference.body_arrival import MallocTrim
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 
 # The number of values that are encoded at a time, which takes about a millisecond.
@@ -176,7 +176,7 @@ def _wrapped(values: list[Any], datatype: str, name: str) -> bytes:
 
     if not all(map(fits, values)):
         raise _misfit(values, fits, f"{kind}-integer", f"{kind}-integer", name)
-    return np.array(values, wide).astype(NUMPY[datatype]).tobytes()
+    return np.array(values, wide).astype(NUMPY_DTYPES[datatype]).tobytes()
 
 
 def _packed_strings(values: list[str], name: str) -> bytes:

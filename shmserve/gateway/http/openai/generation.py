@@ -29,7 +29,7 @@ from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import TEXT, TooManyRequests, openai_error, response_name
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_request
-from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
 _NO_STOP = (b"", b"null")
@@ -538,5 +538,5 @@ class _Generation:
         if tensor.datatype == "BYTES":
             array = decode_bytes(data, tensor.shape, tensor.name, self._text_request.model.name)
             return list(array.ravel())
-        values: list[Any] = np.frombuffer(data, STORED[tensor.datatype]).tolist()
+        values: list[Any] = np.frombuffer(data, STORAGE_DTYPES[tensor.datatype]).tolist()
         return values

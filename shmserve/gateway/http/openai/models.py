@@ -48,7 +48,7 @@ from shmserve.gateway.inference.prepare import build_request
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
-from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 
 _FORMATS = ("float", "base64")
 _FLOATS = ("FP32", "FP16", "FP64")
@@ -291,6 +291,6 @@ async def _arrays(
         if each.datatype == "BYTES":
             arrays[each.name] = decode_bytes(data, each.shape, each.name, model.name)
         else:
-            arrays[each.name] = np.frombuffer(bytes(data), STORED[each.datatype])
+            arrays[each.name] = np.frombuffer(bytes(data), STORAGE_DTYPES[each.datatype])
     queue.pop(inferred)
     return arrays
