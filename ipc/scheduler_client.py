@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.memory.lent import unread
+from shmserve.ipc.memory.lent import unread_releases
 from shmserve.ipc.messages.inference import (
     Cancel,
     Credit,
@@ -273,7 +273,7 @@ class SchedulerClient(Generic[R]):
             own: The ids of the requester's own memories, for which no `Release` is sent.
         """
         if not isinstance(message, Failed) and message.data:
-            self.release(endpoint, unread(message.data, own))
+            self.release(endpoint, unread_releases(message.data, own))
 
     # --- from schedulers
 

@@ -172,10 +172,10 @@ class WorkerInstance:
                 check_thread.start()
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
-                    context.mappings.drop(memory_id)
+                    context.mappings.unmap(memory_id)
             case ProcessExited(process=pid):
                 with self.link.lock:
-                    context.mappings.drop_process(pid)
+                    context.mappings.unmap_process(pid)
                     self._output_memory.record_exit(pid)
                     if not self.link.connected:
                         self._output_memory.drop_exited()

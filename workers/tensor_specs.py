@@ -44,7 +44,7 @@ def generated_names(config: ModelSpec) -> frozenset[str]:
     `config` may be incomplete.
     """
     names = [name for rule in config.batch_input for name in rule.target_name]
-    for entry in padding.entries(config.parameters.get(PADDING, "")).values():
+    for entry in padding.parse_entries(config.parameters.get(PADDING, "")).values():
         names += [entry[key] for key in ("lengths", "mask") if isinstance(entry.get(key), str)]
     if config.sequence_batching is not None:
         names += [control.name for control in read_controls(config)]

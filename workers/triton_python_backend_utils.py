@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, encode_bytes
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.workers.backends.python.errors import TritonError, TritonModelException
 from shmserve.workers.backends.python.metrics import MetricFamily
@@ -85,11 +85,11 @@ TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = RELEASE_RESCHEDULE
 TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
-_NUMPY_TYPES: dict[str, Any] = {name: dtype.type for name, dtype in NUMPY.items()}
+_NUMPY_TYPES: dict[str, Any] = {name: dtype.type for name, dtype in NUMPY_DTYPES.items()}
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
     config: bool if name == "BOOL" else _NUMPY_TYPES[name]
     for config, name in FROM_CONFIG.items()
-    if name in NUMPY
+    if name in NUMPY_DTYPES
 }
 _NUMPY_BY_NUMBER = {TYPE_NUMBERS[name]: kind for name, kind in _NUMPY_TYPES.items()}
 
@@ -145,7 +145,7 @@ def numpy_to_triton_type(data_type: Any) -> int | None:
     if dtype.kind == "S":
         return TYPE_NUMBERS["BYTES"]
     return next(
-        (TYPE_NUMBERS[name] for name, candidate in NUMPY.items() if candidate == dtype), None
+        (TYPE_NUMBERS[name] for name, candidate in NUMPY_DTYPES.items() if candidate == dtype), None
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.workers.backends import Backend, Output, Request, Response
 
@@ -56,7 +56,7 @@ class TableBackend(Backend):
 
 
 def _datatype(table: np.ndarray[Any, Any]) -> str:
-    for datatype, kind in NUMPY.items():
+    for datatype, kind in NUMPY_DTYPES.items():
         if kind == table.dtype:
             return datatype
     raise InvalidArgument(f"no client can receive {table.dtype}")

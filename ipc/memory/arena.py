@@ -20,8 +20,10 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.tensors.descriptors import Memory, Range
 
 _ALIGNMENT = 64  # a cache line, and the alignment of vector loads
-_KEEP = 64 * 1024 * 1024  # an empty arena returns memory above this to the system
-FIXED_SIZE = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # the seals of a memfd
+_KEPT_BYTES = 64 * 1024 * 1024  # an empty arena returns memory above this to the system
+FIXED_SIZE_SEALS = (
+    fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+)  # the seals of a memfd
 
 
 class FreeList:
@@ -63,16 +65,16 @@ class FreeList:
         del self._used[offset]
         self.used -= size
         holes = self._holes
-        first = last = bisect(holes, (offset, 0))
-        if first:
-            before, free_size = holes[first - 1]
-            if before + free_size == offset:
-                first, offset, size = first - 1, before, size + free_size
-        if last < len(holes):
-            after, free_size = holes[last]
-            if offset + size == after:
-                last, size = last + 1, size + free_size
-        holes[first:last] = ((offset, size),)
+        first_hole = end_hole = bisect(holes, (offset, 0))
+        if first_hole:
+            previous_offset, free_size = holes[first_hole - 1]
+            if previous_offset + free_size == offset:
+                first_hole, offset, size = first_hole - 1, previous_offset, size + free_size
+        if end_hole < len(holes):
+            next_offset, free_size = holes[end_hole]
+            if offset + size == next_offset:
+                end_hole, size = end_hole + 1, size + free_size
+        holes[first_hole:end_hole] = ((offset, size),)
         return True
 
     def offsets(self) -> set[int]:
@@ -81,12 +83,12 @@ class FreeList:
 
     def check_integrity(self) -> None:
         """Assert that holes and blocks cover the arena exactly; for tests."""
-        spans = sorted([*self._holes, *self._used.items()])
-        at = 0
-        for offset, size in spans:
-            assert offset == at and size > 0, spans
-            at += size
-        assert at == self.capacity, spans
+        blocks_and_holes = sorted([*self._holes, *self._used.items()])
+        expected_offset = 0
+        for offset, size in blocks_and_holes:
+            assert offset == expected_offset and size > 0, blocks_and_holes
+            expected_offset += size
+        assert expected_offset == self.capacity, blocks_and_holes
         assert self.used == sum(self._used.values())
 
 
@@ -105,7 +107,7 @@ class Arena:
         self._fd = os.memfd_create("shmserve-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, capacity)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, FIXED_SIZE_SEALS)
             self._map = mmap.mmap(self._fd, capacity)
         except OSError as error:  # the limit of ulimit -f or ulimit -v
             os.close(self._fd)
@@ -113,7 +115,7 @@ class Arena:
                 f"no server memory for tensors ({capacity} bytes): {error.strerror}"
             ) from None
         self._view = memoryview(self._map)
-        self._list = FreeList(capacity)
+        self._free_list = FreeList(capacity)
         self._committed = 0
         self.memory = Memory(
             id=int.from_bytes(os.urandom(8)) >> 2,
@@ -127,7 +129,7 @@ class Arena:
     @property
     def used(self) -> int:
         """Return the number of allocated bytes."""
-        return self._list.used
+        return self._free_list.used
 
     def allocate(self, byte_size: int) -> Range:
         """Allocate a block of `byte_size` bytes, aligned to 64 bytes.
@@ -136,7 +138,7 @@ class Arena:
             Unavailable: The arena or the host's memory is full.
             InvalidArgument: The block is larger than the arena.
         """
-        offset = self._list.allocate(byte_size)
+        offset = self._free_list.allocate(byte_size)
         if offset is None:
             raise self._out_of_space(byte_size)
         end = offset + byte_size
@@ -144,13 +146,13 @@ class Arena:
             try:
                 os.posix_fallocate(self._fd, self._committed, end - self._committed)
             except OSError as error:
-                self._list.free(offset)
+                self._free_list.free(offset)
                 raise Unavailable("server memory for tensors is full") from error
             self._committed = end
         return Range(self.memory, offset, byte_size)
 
     def _out_of_space(self, byte_size: int) -> ShmserveError:
-        capacity = self._list.capacity
+        capacity = self._free_list.capacity
         if byte_size > capacity:
             return InvalidArgument(
                 f"server memory for tensors is too small: {byte_size} bytes are needed, "
@@ -158,7 +160,7 @@ class Arena:
             )
         return Unavailable(
             f"server memory for tensors is full: {byte_size} bytes were needed, "
-            f"{capacity - self._list.used} of {capacity} are free (--arena-byte-size)"
+            f"{capacity - self._free_list.used} of {capacity} are free (--arena-byte-size)"
         )
 
     def view(self, memory_range: Range) -> memoryview:
@@ -167,9 +169,13 @@ class Arena:
 
     def free(self, offset: int) -> None:
         """Free the block at `offset`; an offset that is not allocated is ignored."""
-        if self._list.free(offset) and self._committed > _KEEP and not self._list.used:
-            self._map.madvise(mmap.MADV_REMOVE, _KEEP, self._map.size() - _KEEP)
-            self._committed = _KEEP
+        if (
+            self._free_list.free(offset)
+            and self._committed > _KEPT_BYTES
+            and not self._free_list.used
+        ):
+            self._map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES, self._map.size() - _KEPT_BYTES)
+            self._committed = _KEPT_BYTES
 
     def close(self) -> None:
         """Unmap and close the arena; the mappings of readers stay valid."""

@@ -33,10 +33,10 @@ from shmserve.ipc.tensors.descriptors import CudaHandle
 logger = logging.getLogger(__name__)
 
 HANDLE_SIZE = 64
-_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device of the process
+_PORTABLE_FLAG = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device of the process
 # Bytes; the driver may place smaller allocations side by side, and a handle would open all of them.
-_GRANULE = 2 * 1024 * 1024
-_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that exists
+_GRANULARITY = 2 * 1024 * 1024
+_LAZY_PEER_ACCESS_FLAG = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that exists
 
 
 class CudaError(Exception):
@@ -68,7 +68,7 @@ class Cuda(Protocol):
         """Unlock pages that `pin` has locked, before they are unmapped."""
 
 
-class Exporting(Protocol):
+class CudaExporter(Protocol):
     """The CUDA operations of a program that exports memory; safe in any thread.
 
     All methods raise CudaError.
@@ -93,8 +93,8 @@ class Exporting(Protocol):
         """Copy to the device after its pending work; block until the copy is complete."""
 
 
-class Driver(Cuda, Exporting):
-    """The implementation of `Cuda` and `Exporting` with the package cuda-bindings.
+class Driver(Cuda, CudaExporter):
+    """The implementation of `Cuda` and `CudaExporter` with the package cuda-bindings.
 
     Raises:
         Unavailable: The package or the driver is missing.
@@ -105,9 +105,9 @@ class Driver(Cuda, Exporting):
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
             logger.error("cuda-bindings cannot be imported: %s", error)
-            needed = how_to_install("cuda-bindings", "cuda")
+            instructions = how_to_install("cuda-bindings", "cuda")
             raise Unavailable(
-                f"CUDA shared memory needs the package cuda-bindings: {needed}"
+                f"CUDA shared memory needs the package cuda-bindings: {instructions}"
             ) from None
         try:
             self._call("cuInit", 0)
@@ -117,66 +117,66 @@ class Driver(Cuda, Exporting):
         self._contexts: dict[int, Any] = {}
 
     def open(self, handle: bytes, device: int) -> int:
-        raw = self._driver.CUipcMemHandle()
+        driver_handle = self._driver.CUipcMemHandle()
         assert len(handle) == HANDLE_SIZE
         # Not every version of the package has a field for the bytes.
-        ctypes.memmove(raw.getPtr(), handle, HANDLE_SIZE)
-        with self._current(device):
-            return int(self._call("cuIpcOpenMemHandle", raw, _LAZY_PEER_ACCESS))
+        ctypes.memmove(driver_handle.getPtr(), handle, HANDLE_SIZE)
+        with self._device_context(device):
+            return int(self._call("cuIpcOpenMemHandle", driver_handle, _LAZY_PEER_ACCESS_FLAG))
 
     def close(self, pointer: int, device: int) -> None:
-        with self._current(device):
+        with self._device_context(device):
             self._call("cuCtxSynchronize")
             self._call("cuIpcCloseMemHandle", self._driver.CUdeviceptr(pointer))
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
-        with self._current(device):
+        with self._device_context(device):
             base, size = self._call("cuMemGetAddressRange", self._driver.CUdeviceptr(pointer))
         return int(base), int(size)
 
     def uuid(self, device: int) -> bytes:
-        value: bytes = self._call("cuDeviceGetUuid", self._device(device)).bytes
-        return bytes(value)
+        uuid_bytes: bytes = self._call("cuDeviceGetUuid", self._device(device)).bytes
+        return bytes(uuid_bytes)
 
     def synchronize(self, device: int) -> None:
-        with self._current(device):
+        with self._device_context(device):
             self._call("cuCtxSynchronize")
 
     def pin(self, address: int, byte_size: int, device: int) -> None:
-        with self._current(device):
-            self._call("cuMemHostRegister", address, byte_size, _PORTABLE)
+        with self._device_context(device):
+            self._call("cuMemHostRegister", address, byte_size, _PORTABLE_FLAG)
 
     def unpin(self, address: int, device: int) -> None:
-        with self._current(device):
+        with self._device_context(device):
             self._call("cuCtxSynchronize")
             self._call("cuMemHostUnregister", address)
 
     # --- exported memory
 
     def allocate(self, byte_size: int, device: int) -> int:
-        with self._current(device):
+        with self._device_context(device):
             pointer = self._call("cuMemAlloc", byte_size)
             self._call("cuMemsetD8", pointer, 0, byte_size)
             self._call("cuCtxSynchronize")
         return int(pointer)
 
     def free(self, pointer: int, device: int) -> None:
-        with self._current(device):
+        with self._device_context(device):
             self._call("cuMemFree", self._driver.CUdeviceptr(pointer))
 
     def export(self, pointer: int, device: int) -> bytes:
-        with self._current(device):
-            raw = self._call("cuIpcGetMemHandle", self._driver.CUdeviceptr(pointer))
-        return ctypes.string_at(raw.getPtr(), HANDLE_SIZE)
+        with self._device_context(device):
+            driver_handle = self._call("cuIpcGetMemHandle", self._driver.CUdeviceptr(pointer))
+        return ctypes.string_at(driver_handle.getPtr(), HANDLE_SIZE)
 
     def read(self, pointer: int, target: memoryview, device: int) -> None:
-        with self._current(device):
+        with self._device_context(device):
             self._call("cuCtxSynchronize")
             source = self._driver.CUdeviceptr(pointer)
             self._call("cuMemcpyDtoH", address_of(target), source, target.nbytes)
 
     def write(self, pointer: int, source: memoryview, device: int) -> None:
-        with self._current(device):
+        with self._device_context(device):
             self._call("cuCtxSynchronize")
             target = self._driver.CUdeviceptr(pointer)
             self._call("cuMemcpyHtoD", target, address_of(source), source.nbytes)
@@ -185,7 +185,7 @@ class Driver(Cuda, Exporting):
     # --- calls
 
     @contextlib.contextmanager
-    def _current(self, device: int) -> Iterator[None]:
+    def _device_context(self, device: int) -> Iterator[None]:
         # Handles are opened in the current context, which may be another device's in torch.
         if device not in self._contexts:
             self._contexts[device] = self._call("cuDevicePrimaryCtxRetain", self._device(device))
@@ -230,10 +230,10 @@ class DeviceAllocation:
         Unavailable: The device is out of memory.
     """
 
-    def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
+    def __init__(self, cuda: CudaExporter, device: int, byte_size: int) -> None:
         self.cuda = cuda
         self.device = device
-        self.size = -(-byte_size // _GRANULE) * _GRANULE
+        self.size = -(-byte_size // _GRANULARITY) * _GRANULARITY
         try:
             uuid = cuda.uuid(device)
         except CudaError as error:
@@ -249,7 +249,7 @@ class DeviceAllocation:
             ) from error
 
 
-def _free(cuda: Exporting, pointer: int, device: int, pid: int) -> None:
+def _free(cuda: CudaExporter, pointer: int, device: int, pid: int) -> None:
     if pid == os.getpid():  # a forked child does not own the memory
         with contextlib.suppress(CudaError):  # a device that has failed frees nothing
             cuda.free(pointer, device)

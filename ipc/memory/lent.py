@@ -17,14 +17,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import ranges_of
+from shmserve.ipc.tensors.inference import unpack_ranges
 from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Hashable)
 
-TakeBack = Callable[[Range], None]
+FreeRange = Callable[[Range], None]
 
 
 class Token:
@@ -71,17 +71,17 @@ class Holding(Token):
 
 
 class Block(Token):
-    """A block of memory at `memory_range`; its last release passes the range to `take_back`."""
+    """A block of memory at `memory_range`; its last release passes the range to `free_range`."""
 
-    __slots__ = ("_take_back", "memory_range")
+    __slots__ = ("_free_range", "memory_range")
 
-    def __init__(self, take_back: TakeBack, memory_range: Range) -> None:
+    def __init__(self, free_range: FreeRange, memory_range: Range) -> None:
         self._users = 1
-        self._take_back = take_back
+        self._free_range = free_range
         self.memory_range = memory_range
 
     def _free(self) -> None:
-        self._take_back(self.memory_range)
+        self._free_range(self.memory_range)
 
 
 class Readers(Generic[R]):
@@ -128,7 +128,7 @@ class Readers(Generic[R]):
             self._blocks.pop(reader, None)
         return freed
 
-    def drop(self, reader: R) -> None:
+    def release_all(self, reader: R) -> None:
         """Release all blocks of a reader that has exited."""
         while blocks := self._blocks.get(reader):
             self.release(reader, list(blocks))
@@ -137,8 +137,8 @@ class Readers(Generic[R]):
 class _TokenStack(NamedTuple):
     """The last token that was lent at an offset, and the earlier tokens."""
 
-    last: Token
-    before: Token | _TokenStack
+    latest: Token
+    earlier: Token | _TokenStack
 
 
 class LentMemory:
@@ -161,23 +161,23 @@ class LentMemory:
         """Return the number of allocated bytes of the arena."""
         return 0 if self._arena is None else self._arena.used
 
-    def allocate(self, byte_size: int, take_back: TakeBack | None = None) -> Block:
+    def allocate(self, byte_size: int, free_range: FreeRange | None = None) -> Block:
         """Allocate a block.
 
         Args:
             byte_size: The size of the block.
-            take_back: Called at the last release instead of `free`, which it must call.
+            free_range: Called at the last release instead of `free`, which it must call.
 
         Raises:
             Unavailable: The arena or the host's memory is full.
         """
         if self._arena is None:
             self._arena = Arena(self.byte_size)
-        return Block(take_back or self.free, self._arena.allocate(byte_size))
+        return Block(free_range or self.free, self._arena.allocate(byte_size))
 
-    def write(self, data: bytes | memoryview, take_back: TakeBack | None = None) -> Block:
+    def write(self, data: bytes | memoryview, free_range: FreeRange | None = None) -> Block:
         """Allocate a block with a copy of `data`, as `allocate` does."""
-        block = self.allocate(len(data), take_back)
+        block = self.allocate(len(data), free_range)
         assert self._arena is not None
         self._arena.view(block.memory_range)[:] = data
         return block
@@ -199,7 +199,7 @@ class LentMemory:
         """Release all blocks of a reader that has exited."""
         for key in list(self._readers):
             if key[0] == reader:
-                self._readers.drop(key)
+                self._readers.release_all(key)
 
     def close(self) -> None:
         """Unmap the arena; the mappings of readers stay valid."""
@@ -207,26 +207,30 @@ class LentMemory:
             self._arena.close()
 
 
-def releases(memory_ranges: Iterable[Range], own: Container[int] = ()) -> list[Release]:
+def release_messages(
+    memory_ranges: Iterable[Range], own_memory_ids: Container[int] = ()
+) -> list[Release]:
     """Return the messages that release the outputs of a response, one for each memory.
 
     Args:
         memory_ranges: The ranges of the outputs. Ranges in a client's memory need no message.
-        own: The ids of memories that are left out.
+        own_memory_ids: The ids of memories that are left out.
     """
     offsets: dict[tuple[int, int], list[int]] = {}
     for memory_range in memory_ranges:
         memory = memory_range.memory
-        if memory.sealed and memory.pid and memory.id not in own:
+        if memory.sealed and memory.pid and memory.id not in own_memory_ids:
             offsets.setdefault((memory.pid, memory.id), []).append(memory_range.offset)
-    return [Release(pid, at, memory_id) for (pid, memory_id), at in offsets.items()]
+    return [
+        Release(pid, offset_list, memory_id) for (pid, memory_id), offset_list in offsets.items()
+    ]
 
 
-def unread(data: Iterable[Any], own: Container[int] = ()) -> list[Release]:
+def unread_releases(data: Iterable[Any], own_memory_ids: Container[int] = ()) -> list[Release]:
     """Return the messages that release the data of a response that will not be read."""
     try:
-        ranges = ranges_of(data)
+        ranges = unpack_ranges(data)
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
         return []
-    return releases(ranges, own) if ranges else []
+    return release_messages(ranges, own_memory_ids) if ranges else []

@@ -31,10 +31,10 @@ _libc.mremap.argtypes = [_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
-_REMEMBERED = 1024  # number of dropped memories whose ids are remembered
+_MAX_UNMAPPED_IDS = 1024  # number of unmapped memories whose ids are stored
 
 
-def _truncated() -> InvalidArgument:
+def _truncation_error() -> InvalidArgument:
     return InvalidArgument(
         "the shared memory object of a region was truncated after it was registered"
     )
@@ -59,7 +59,7 @@ class Mapping(Protocol):
         """Release the mapping; existing views stay valid."""
 
 
-def opened(memory: Memory) -> int:
+def open_memory(memory: Memory) -> int:
     """Open a memory of this host and return the descriptor.
 
     Raises:
@@ -86,10 +86,10 @@ class _HostMapping:
     def __init__(self, memory: Memory, pin: Pin | None) -> None:
         self._unpin: Callable[[], None] | None = None
         self.pid = memory.pid
-        self.fd = opened(memory)
+        self.fd = open_memory(memory)
         try:
             if os.fstat(self.fd).st_size < memory.byte_size:
-                raise _truncated()
+                raise _truncation_error()
             if not memory.copied:
                 try:
                     self.map = mmap.mmap(self.fd, memory.byte_size)
@@ -114,8 +114,8 @@ class _HostMapping:
         end = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, len(self.map))
         size = end - start
         target = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + start
-        protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        source = _libc.mmap(None, size, protection, kind, -1, 0)
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        source = _libc.mmap(None, size, protection, flags, -1, 0)
         if source == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), "mmap")
         ctypes.memmove(source, target, size)
@@ -139,7 +139,7 @@ class Mappings:
     _open_device: Callable[[Memory], Mapping] | None = None
     _pin: Pin | None = None
     _mapped: dict[int, Any] = field(default_factory=dict)
-    _dropped: deque[int] = field(default_factory=partial(deque, maxlen=_REMEMBERED))
+    _unmapped_ids: deque[int] = field(default_factory=partial(deque, maxlen=_MAX_UNMAPPED_IDS))
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -161,15 +161,15 @@ class Mappings:
         try:
             mapping = self._mapped[memory.id]
         except KeyError:
-            opened = self._open(memory)
-            mapping = self._mapped.setdefault(memory.id, opened)
-            if mapping is not opened:
-                opened.close()  # another thread has opened the memory in the meantime
+            new_mapping = self._open(memory)
+            mapping = self._mapped.setdefault(memory.id, new_mapping)
+            if mapping is not new_mapping:
+                new_mapping.close()  # another thread has opened the memory in the meantime
         # The file position is unused, so lseek(2) is safe; fstat(2) takes three times as long.
         if not memory.sealed and (
             os.lseek(mapping.fd, 0, os.SEEK_END) < memory_range.offset + memory_range.byte_size
         ):
-            raise _truncated()
+            raise _truncation_error()
         return mapping
 
     def detach(self, memory_ranges: Iterable[Range]) -> None:
@@ -194,14 +194,14 @@ class Mappings:
     def read(self, memory_range: Range) -> memoryview:
         """Return a copy of a range of an unmapped memory. Raises the exceptions of `view`."""
         mapping = self._mapping(memory_range)
-        copy = memoryview(bytearray(memory_range.byte_size))
-        at = 0
-        while at < len(copy):
-            count = os.preadv(mapping.fd, [copy[at:]], memory_range.offset + at)
+        content = memoryview(bytearray(memory_range.byte_size))
+        position = 0
+        while position < len(content):
+            count = os.preadv(mapping.fd, [content[position:]], memory_range.offset + position)
             if not count:
-                raise _truncated()
-            at += count
-        return copy
+                raise _truncation_error()
+            position += count
+        return content
 
     def write(self, memory_range: Range, data: bytes | memoryview) -> None:
         """Write `data` to a range of an unmapped memory.
@@ -211,41 +211,41 @@ class Mappings:
             InvalidArgument: The memory was truncated before the end of the range.
         """
         mapping = self._mapping(memory_range)
-        rest = memoryview(data).cast("B")
-        at = memory_range.offset
-        while rest:
+        remaining = memoryview(data).cast("B")
+        offset = memory_range.offset
+        while remaining:
             try:
-                count = os.pwrite(mapping.fd, rest, at)
+                count = os.pwrite(mapping.fd, remaining, offset)
             except OSError as error:
                 # Pages that were allocated at registration may have been freed since.
                 raise Unavailable("shared memory is full") from error
-            rest, at = rest[count:], at + count
+            remaining, offset = remaining[count:], offset + count
 
     def _open(self, memory: Memory) -> Mapping:
         if memory.cuda is None:
             return _HostMapping(memory, self._pin)
         if self._open_device is None:
             raise Unavailable("the memory of a tensor is on a device, which is not used here")
-        if memory.id in self._dropped:
+        if memory.id in self._unmapped_ids:
             # The request arrived after the report of its client's exit, so no later report would
-            # drop the mapping.
+            # unmap it.
             raise Unavailable("the memory of a tensor has been released")
         return self._open_device(memory)
 
-    def drop(self, memory_id: int) -> None:
+    def unmap(self, memory_id: int) -> None:
         """Unmap a memory. Its pages are released with the last view, which a model may hold."""
-        self._dropped.append(memory_id)
+        self._unmapped_ids.append(memory_id)
         mapping = self._mapped.pop(memory_id, None)
         if mapping is not None:
             mapping.close()
 
-    def drop_process(self, pid: int) -> None:
+    def unmap_process(self, pid: int) -> None:
         """Unmap every memory of a process that has exited."""
         for memory_id, mapping in list(self._mapped.items()):
             if mapping.pid == pid:
-                self.drop(memory_id)
+                self.unmap(memory_id)
 
-    def drop_all(self) -> None:
+    def unmap_all(self) -> None:
         """Unmap every memory."""
         for memory_id in list(self._mapped):
-            self.drop(memory_id)
+            self.unmap(memory_id)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import posix_ipc
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
-from shmserve.ipc.tensors.descriptors import fits
+from shmserve.ipc.tensors.descriptors import is_within
 
-_KEY = re.compile(r"/[A-Za-z0-9._+=@:-]{1,250}")
+_KEY_FORMAT = re.compile(r"/[A-Za-z0-9._+=@:-]{1,250}")
 # Names that other libraries use for their own objects, which never contain tensors of clients.
-_RESERVED = ("triton_python_backend_shm_region_", "sem.", "nccl-")
+_RESERVED_PREFIXES = ("triton_python_backend_shm_region_", "sem.", "nccl-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +41,28 @@ class SharedObject:
         return self.device, self.inode
 
 
-def normal_key(region: str, key: str) -> str:
+def normalize_key(region: str, key: str) -> str:
     """Return `key` with exactly one leading slash.
 
     Raises:
         InvalidArgument: The key is empty, reserved, or may name something else than a plain object.
     """
-    bare = key.lstrip("/")
-    if not bare or bare in (".", "..") or not _KEY.fullmatch("/" + bare):
+    bare_key = key.lstrip("/")
+    if not bare_key or bare_key in (".", "..") or not _KEY_FORMAT.fullmatch("/" + bare_key):
         raise InvalidArgument(
             f"cannot register shared memory region '{region}' - invalid shm key '{key[:256]}'"
         )
-    for prefix in _RESERVED:
-        if bare.startswith(prefix):
+    for prefix in _RESERVED_PREFIXES:
+        if bare_key.startswith(prefix):
             raise InvalidArgument(
                 f"cannot register shared memory region '{region}' with key '{key}' as the key "
                 f"contains the reserved prefix '{prefix}'"
             )
-    return "/" + bare
+    return "/" + bare_key
 
 
 def open_object(key: str) -> SharedObject:
-    """Open an existing object for reading and writing; `key` was returned by `normal_key`.
+    """Open an existing object for reading and writing; `key` was returned by `normalize_key`.
 
     Raises:
         Internal: The object does not exist, may not be used or is no plain object; the texts are
@@ -90,10 +90,10 @@ def open_object(key: str) -> SharedObject:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise Internal(f"Invalid shared memory region: '{key}'")
-    return described(fd)
+    return describe_object(fd)
 
 
-def described(fd: int) -> SharedObject:
+def describe_object(fd: int) -> SharedObject:
     """Return the description of the object that is open as `fd`."""
     status = os.fstat(fd)
     return SharedObject(
@@ -113,20 +113,20 @@ def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) 
     Raises:
         InvalidArgument: The range is empty or not within the object.
     """
-    if byte_size == 0 or not fits(offset, byte_size, shared.size):
+    if byte_size == 0 or not is_within(offset, byte_size, shared.size):
         raise InvalidArgument(
             f"failed to register shared memory region '{region}': invalid args (byte_size "
             f"{byte_size} at offset {offset}; the object has {shared.size} bytes)"
         )
 
 
-def unallocated(shared: SharedObject, byte_size: int) -> int:
+def unallocated_bytes(shared: SharedObject, byte_size: int) -> int:
     """Return an upper bound on the number of bytes of the object without allocated memory."""
     status = os.fstat(shared.fd)
     return max(0, min(byte_size, status.st_size - status.st_blocks * 512))
 
 
-def reserve(region: str, shared: SharedObject, offset: int, byte_size: int) -> int:
+def allocate_pages(region: str, shared: SharedObject, offset: int, byte_size: int) -> int:
     """Allocate the missing memory of [offset, offset + byte_size) of the object.
 
     The first access to a page of a sparse object allocates it; if /dev/shm is full then, the
@@ -139,7 +139,7 @@ def reserve(region: str, shared: SharedObject, offset: int, byte_size: int) -> i
     Raises:
         Unavailable: /dev/shm is full.
     """
-    if not unallocated(shared, byte_size):
+    if not unallocated_bytes(shared, byte_size):
         return 0
     before = os.fstat(shared.fd).st_blocks
     try:

@@ -10,7 +10,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import element_count
 
 # Datatype -> numpy type of the stored elements. numpy has no BF16, so its bits are uint16.
-STORED: dict[str, np.dtype[Any]] = {
+STORAGE_DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "UINT8": np.dtype(np.uint8),
     "UINT16": np.dtype(np.uint16),
@@ -26,7 +26,9 @@ STORED: dict[str, np.dtype[Any]] = {
     "BYTES": np.dtype(np.object_),
     "BF16": np.dtype(np.uint16),
 }
-NUMPY: dict[str, np.dtype[Any]] = {n: kind for n, kind in STORED.items() if n != "BF16"}
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    n: kind for n, kind in STORAGE_DTYPES.items() if n != "BF16"
+}
 
 
 def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -45,68 +47,68 @@ def encode_bytes(array: np.ndarray[Any, Any]) -> bytes:
     """
     parts: list[bytes] = []
     for item in array.ravel():
-        raw = item if isinstance(item, bytes) else str(item).encode("utf-8")
-        parts.append(len(raw).to_bytes(4, "little"))
-        parts.append(raw)
+        element_bytes = item if isinstance(item, bytes) else str(item).encode("utf-8")
+        parts.append(len(element_bytes).to_bytes(4, "little"))
+        parts.append(element_bytes)
     return b"".join(parts)
 
 
 def decode_bytes(
-    raw: bytes | bytearray | memoryview, shape: tuple[int, ...], name: str, model: str
+    serialized: bytes | bytearray | memoryview, shape: tuple[int, ...], name: str, model: str
 ) -> np.ndarray[Any, Any]:
     """Return the elements of a serialized BYTES tensor as an object array of `shape`.
 
-    `raw` is copied before it is read, so a client cannot change the lengths during decoding.
+    `serialized` is copied before it is read, so a client cannot change the lengths during decoding.
 
     Raises:
-        InvalidArgument: The lengths or the number of elements do not match `raw`.
+        InvalidArgument: The lengths or the number of elements do not match `serialized`.
     """
-    data = bytes(raw)
+    data = bytes(serialized)
     size = len(data)
-    expected = element_count(shape)
+    expected_count = element_count(shape)
     # Every element has a 4-byte length, so an excessive element count allocates no memory.
-    items = np.empty(min(expected, size // 4), dtype=np.object_)
-    at = count = 0
-    while at < size:
-        if size - at < 4:
+    items = np.empty(min(expected_count, size // 4), dtype=np.object_)
+    offset = count = 0
+    while offset < size:
+        if size - offset < 4:
             raise InvalidArgument(
                 f"incomplete string length indicator for inference input '{name}' for model "
-                f"'{model}', expecting 4 bytes but only {size - at} bytes available. "
+                f"'{model}', expecting 4 bytes but only {size - offset} bytes available. "
                 "Please make sure the string length indicator is in one buffer."
             )
-        length = int.from_bytes(data[at : at + 4], "little")
-        at += 4
-        if length > size - at:
+        length = int.from_bytes(data[offset : offset + 4], "little")
+        offset += 4
+        if length > size - offset:
             raise InvalidArgument(
                 f"incomplete string data for inference input '{name}' for model '{model}', "
-                f"expecting string of length {length} but only {size - at} bytes available"
+                f"expecting string of length {length} but only {size - offset} bytes available"
             )
-        if count == expected:
+        if count == expected_count:
             raise InvalidArgument(
                 f"unexpected number of string elements {count + 1} for inference input '{name}' "
-                f"for model '{model}', expecting {expected}"
+                f"for model '{model}', expecting {expected_count}"
             )
-        items[count] = data[at : at + length]
-        at += length
+        items[count] = data[offset : offset + length]
+        offset += length
         count += 1
-    if count != expected:
+    if count != expected_count:
         raise InvalidArgument(
-            f"expected {expected} string elements for inference input '{name}' for model "
+            f"expected {expected_count} string elements for inference input '{name}' for model "
             f"'{model}', got {count}"
         )
     return items.reshape(shape)
 
 
-def as_text(datatype: str, array: np.ndarray[Any, Any]) -> str:
+def elements_as_text(datatype: str, array: np.ndarray[Any, Any]) -> str:
     """Return the elements of an array, separated by commas, as Triton's traces have them."""
     elements = array.reshape(-1)
     if datatype == "BF16" and elements.dtype == np.uint16:
         elements = (elements.astype(np.uint32) << 16).view(np.float32)
     if datatype == "BYTES":
         texts = (
-            each.decode(errors="replace") if isinstance(each, bytes) else str(each)
-            for each in elements.tolist()
+            element.decode(errors="replace") if isinstance(element, bytes) else str(element)
+            for element in elements.tolist()
         )
         return ",".join(f'"{text}"' for text in texts)
-    form = "d" if elements.dtype.kind in "biu" else "g"
-    return ",".join(f"{each:{form}}" for each in elements.tolist())
+    format_spec = "d" if elements.dtype.kind in "biu" else "g"
+    return ",".join(f"{element:{format_spec}}" for element in elements.tolist())

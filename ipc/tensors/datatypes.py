@@ -24,18 +24,18 @@ FROM_CONFIG: dict[str, str] = {
     ("TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"): name for name in ITEM_SIZE
 }
 TO_CONFIG: dict[str, str] = {protocol: config for config, protocol in FROM_CONFIG.items()}
-BEYOND = 2**64  # stands for any larger number of elements
+MAX_ELEMENT_COUNT = 2**64  # the result of `element_count` for this many elements or more
 
 
 def element_count(shape: tuple[int, ...] | list[int]) -> int:
     """Return the number of elements of a tensor; 1 for a scalar.
 
-    A number of `BEYOND` or more is returned as `BEYOND`. A client could otherwise choose a shape
-    whose exact product takes hours to compute.
+    The result is at most `MAX_ELEMENT_COUNT`. A client could otherwise choose a shape whose exact
+    product takes hours to compute.
     """
     count = 1
     for dim in shape:
         count *= dim
-        if not -BEYOND < count < BEYOND:
-            return 0 if 0 in shape else BEYOND
+        if not -MAX_ELEMENT_COUNT < count < MAX_ELEMENT_COUNT:
+            return 0 if 0 in shape else MAX_ELEMENT_COUNT
     return count

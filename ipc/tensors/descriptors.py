@@ -12,8 +12,8 @@ Device memory has a `CudaHandle` instead of a file descriptor. Only workers open
 
 Ownership: the sender of a descriptor must not change the bytes until it receives the response.
 
-Offsets and sizes from clients are checked by `whole` and `fits`. No other module has range
-arithmetic.
+Offsets and sizes from clients are checked by `require_integer` and `is_within`. No other module has
+range arithmetic.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage, record
 
-LARGEST = 2**63 - 1
-LARGEST_UNSIGNED = 2**64 - 1
+MAX_INT64 = 2**63 - 1
+MAX_UINT64 = 2**64 - 1
 
 
-def whole(value: object, field: str) -> int:
+def require_integer(value: object, field_name: str) -> int:
     """Return `value` as an integer in [0, 2**63); bools, floats and strings are rejected.
 
     Raises:
-        InvalidArgument: The value is no such integer; the text contains the name `field`.
+        InvalidArgument: The value is no such integer; the text contains the name `field_name`.
     """
-    if type(value) is not int or not 0 <= value <= LARGEST:
+    if type(value) is not int or not 0 <= value <= MAX_INT64:
         raise InvalidArgument(
-            f"'{field}' must be an integer in [0, {LARGEST}], got {str(value)[:40]!r}"
+            f"'{field_name}' must be an integer in [0, {MAX_INT64}], got {str(value)[:40]!r}"
         )
     return value
 
 
-def fits(offset: int, byte_size: int, limit: int) -> bool:
+def is_within(offset: int, byte_size: int, limit: int) -> bool:
     """Check whether [offset, offset + byte_size) lies within [0, limit); all in bytes.
 
     There is no sum, so that the check is also correct in a language whose integers overflow.
@@ -108,10 +108,10 @@ class Memory:
 
     def __post_init__(self) -> None:
         if self.cuda is not None:
-            rest: tuple[Any, ...] = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
+            location: tuple[Any, ...] = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
         else:
-            rest = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
-        packed = msgpack.packb((self.id, self.pid, self.byte_size, *rest))
+            location = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
+        packed = msgpack.packb((self.id, self.pid, self.byte_size, *location))
         identity = self.inode if self.cuda is None else self.cuda.raw
         object.__setattr__(self, "packed", packed)
         object.__setattr__(self, "object", identity)
@@ -152,29 +152,29 @@ def pack_range(memory_range: Range) -> tuple[bytes, int, int]:
     return (memory_range.memory.packed, memory_range.offset, memory_range.byte_size)
 
 
-def unpack_range(raw: Any) -> Range:
+def unpack_range(packed_range: Any) -> Range:
     """Return the range that `pack_range` packed.
 
     Raises:
-        MalformedMessage: `raw` is not a range, or the range exceeds its memory.
+        MalformedMessage: `packed_range` is not a range, or the range exceeds its memory.
     """
     try:
-        packed, offset, byte_size = raw
+        packed_memory, offset, byte_size = packed_range
         # Before the lookup, because 1.0 and True are the same key as 1.
         if type(offset) is not int or type(byte_size) is not int:
             raise MalformedMessage("a memory range has an offset or a size that is not an integer")
-        return _RANGES[packed, offset, byte_size]
+        return _RANGE_CACHE[packed_memory, offset, byte_size]
     except KeyError:
         pass  # the range was not used before
     except (TypeError, ValueError) as error:
         raise MalformedMessage(f"not a memory range: {error}") from error
-    memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
-    if not fits(offset, byte_size, memory.byte_size):
+    memory = _MEMORY_CACHE.find(packed_memory) or _MEMORY_CACHE.learn(packed_memory)
+    if not is_within(offset, byte_size, memory.byte_size):
         raise MalformedMessage("a memory range exceeds its memory")
-    if len(_RANGES) >= _MOST_RANGES:
-        _RANGES.clear()
-    unpacked = _RANGES[packed, offset, byte_size] = Range(memory, offset, byte_size)
-    return unpacked
+    if len(_RANGE_CACHE) >= _MAX_CACHED_RANGES:
+        _RANGE_CACHE.clear()
+    memory_range = _RANGE_CACHE[packed_memory, offset, byte_size] = Range(memory, offset, byte_size)
+    return memory_range
 
 
 def unpack_memory(packed: bytes) -> Memory:
@@ -183,22 +183,22 @@ def unpack_memory(packed: bytes) -> Memory:
     Raises:
         MalformedMessage: The bytes are not a packed memory.
     """
-    if type(packed) is not bytes or len(packed) > _LONGEST_MEMORY:
+    if type(packed) is not bytes or len(packed) > _MAX_PACKED_MEMORY_SIZE:
         raise MalformedMessage("a memory is not encoded as bytes, or is too long")
     try:
-        ident, pid, byte_size, *rest = msgpack.unpackb(packed)
-        if len(rest) == 3:
-            device, handle, uuid = rest
-            numbers: tuple[Any, ...] = (ident, pid, byte_size, device)
+        memory_id, pid, byte_size, *location = msgpack.unpackb(packed)
+        if len(location) == 3:
+            device, handle, uuid = location
+            numbers: tuple[Any, ...] = (memory_id, pid, byte_size, device)
             if type(handle) is not bytes or type(uuid) is not bytes:
                 raise MalformedMessage("a memory on a device is malformed")
             cuda = CudaHandle(handle, device, uuid)
-            memory = Memory.on_device(ident, byte_size, cuda, pid)
+            memory = Memory.on_device(memory_id, byte_size, cuda, pid)
         else:
-            fd, inode, sealed, copied, pinned = rest
-            numbers = (ident, pid, byte_size, fd, inode)
+            fd, inode, sealed, copied, pinned = location
+            numbers = (memory_id, pid, byte_size, fd, inode)
             flags = (bool(sealed), bool(copied), bool(pinned))
-            memory = Memory(ident, pid, fd, inode, byte_size, *flags)
+            memory = Memory(memory_id, pid, fd, inode, byte_size, *flags)
     except MalformedMessage:
         raise
     except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
@@ -210,11 +210,11 @@ def unpack_memory(packed: bytes) -> Memory:
 
 # A handle has 64 bytes and a UUID 16. Longer memories are rejected, because memories of local
 # clients are cached before their owner is checked.
-_LONGEST_MEMORY = 256
+_MAX_PACKED_MEMORY_SIZE = 256
 
 # Clients use the same few ranges of their regions repeatedly.
-_MOST_RANGES = 4096
-_RANGES: dict[tuple[bytes, int, int], Range] = {}
+_MAX_CACHED_RANGES = 4096
+_RANGE_CACHE: dict[tuple[bytes, int, int], Range] = {}
 
 # Few memories are in use at a time, each by many messages.
-_MEMORIES: Schemas[Memory] = Schemas(unpack_memory, 4096)
+_MEMORY_CACHE: Schemas[Memory] = Schemas(unpack_memory, 4096)

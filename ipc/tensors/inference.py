@@ -63,29 +63,29 @@ class Inference:
     parameters: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def aliased(self) -> bool:
-        """Return whether an output is written over an input; see `overlap`."""
-        return overlap(
+    def is_aliased(self) -> bool:
+        """Return whether an output is written over an input; see `has_overlap`."""
+        return has_overlap(
             [tensor.data for tensor in self.inputs if isinstance(tensor.data, Range)],
             [output.memory_range for output in self.outputs if output.memory_range is not None],
         )
 
 
-def overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
+def has_overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     """Return whether an output is written over an input.
 
     The execution of a request with overlapping memory overwrites its inputs, so the request can run
     only once. The request fails if its scheduler is lost after the execution may have started. The
     model cannot return an input of the request in place, either.
     """
-    sources = list(inputs)
+    input_ranges = list(inputs)
     for output in outputs:
         start, end = output.offset, output.offset + output.byte_size
-        for memory_range in sources:
-            disjoint = (
+        for memory_range in input_ranges:
+            is_disjoint = (
                 end <= memory_range.offset or memory_range.offset + memory_range.byte_size <= start
             )
-            if not disjoint and memory_range.memory.object == output.memory.object:
+            if not is_disjoint and memory_range.memory.object == output.memory.object:
                 return True
     return False
 
@@ -122,10 +122,10 @@ class RequestSchema:
         inputs: Names, datatypes and shapes of the inputs.
         outputs: The requested outputs; empty for all outputs of the model.
         parameters: The request's parameters.
-        count: The number of entries in the data: one per input and per placed output.
+        data_count: The number of entries in the data: one per input and per placed output.
     """
 
-    __slots__ = ("count", "inputs", "outputs", "parameters")
+    __slots__ = ("data_count", "inputs", "outputs", "parameters")
 
     def __init__(self, schema: bytes) -> None:
         """Unpack a schema. Raises MalformedMessage."""
@@ -138,7 +138,7 @@ class RequestSchema:
             raise
         except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
             raise MalformedMessage(f"not a request's schema: {error}") from error
-        self.count = len(self.inputs) + sum(output.placed for output in self.outputs)
+        self.data_count = len(self.inputs) + sum(output.placed for output in self.outputs)
 
     def inference(self, data: Sequence[Any]) -> Inference:
         """Return the request with these data.
@@ -146,7 +146,7 @@ class RequestSchema:
         Raises:
             MalformedMessage: The data do not match the schema.
         """
-        if len(data) != self.count:
+        if len(data) != self.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         parts = iter(data)
         inputs = _tensors(self.inputs, parts)
@@ -186,8 +186,8 @@ class ResponseSchema:
         return Inferred(_tensors(self.outputs, data), self.parameters)
 
 
-def _tensor_schema(raw: Any) -> TensorSchema:
-    name, datatype, shape = raw
+def _tensor_schema(packed_schema: Any) -> TensorSchema:
+    name, datatype, shape = packed_schema
     if type(name) is not str or datatype not in ITEM_SIZE or type(shape) is not list:
         raise MalformedMessage("a tensor's name, datatype or shape is malformed")
     for dim in shape:
@@ -198,12 +198,14 @@ def _tensor_schema(raw: Any) -> TensorSchema:
 
 def tensor_schema(name: str, datatype: str, shape: tuple[int, ...]) -> TensorSchema:
     """Return the schema of a tensor, including its byte size."""
-    item = ITEM_SIZE[datatype]
-    return TensorSchema(name, datatype, shape, element_count(shape) * item if item else -1)
+    item_size = ITEM_SIZE[datatype]
+    return TensorSchema(
+        name, datatype, shape, element_count(shape) * item_size if item_size else -1
+    )
 
 
-def _output_schema(raw: Any) -> OutputSchema:
-    name, kind = raw
+def _output_schema(packed_output: Any) -> OutputSchema:
+    name, kind = packed_output
     if type(name) is not str or kind not in (_ANYWHERE, _PLACED, _PLACED_OR_INPUT):
         raise MalformedMessage("a requested output is malformed")
     return OutputSchema(name, kind != _ANYWHERE, kind == _PLACED_OR_INPUT)
@@ -218,8 +220,8 @@ def _checked_parameters(parameters: Any) -> dict[str, Any]:
 def _tensors(schemas: Sequence[TensorSchema], data: Iterable[Any]) -> tuple[TensorRef, ...]:
     return tuple(
         [
-            TensorRef(name, datatype, shape, each if type(each) is bytes else unpack_range(each))
-            for (name, datatype, shape, _), each in zip(schemas, data, strict=False)
+            TensorRef(name, datatype, shape, item if type(item) is bytes else unpack_range(item))
+            for (name, datatype, shape, _), item in zip(schemas, data, strict=False)
         ]
     )
 
@@ -264,12 +266,12 @@ def pack_inference(request: Inference) -> Packed:
     """Return the schema and data of a request, for `Submit`."""
     data = pack_data(tensor.data for tensor in request.inputs)
     data += [pack_range(o.memory_range) for o in request.outputs if o.memory_range is not None]
-    with_range = [output for output in request.outputs if output.memory_range is not None]
+    placed_outputs = [output for output in request.outputs if output.memory_range is not None]
     schema = pack_request_schema(
         request.inputs,
         [output.name for output in request.outputs],
-        {output.name for output in with_range},
-        {output.name for output in with_range if output.or_input},
+        {output.name for output in placed_outputs},
+        {output.name for output in placed_outputs if output.or_input},
         request.parameters,
     )
     return schema, data
@@ -309,36 +311,36 @@ def unpack_inferred(schema: bytes, data: Sequence[Any]) -> Inferred:
 
 def pack_data(data: Iterable[bytes | Range]) -> list[Any]:
     """Return the data of tensors in the form of messages."""
-    return [each if isinstance(each, bytes) else pack_range(each) for each in data]
+    return [item if isinstance(item, bytes) else pack_range(item) for item in data]
 
 
-def ranges_of(data: Iterable[Any]) -> list[Range]:
+def unpack_ranges(data: Iterable[Any]) -> list[Range]:
     """Return the memory ranges in a message's data.
 
     Raises:
         MalformedMessage: An element is neither bytes nor a valid range.
     """
-    return [unpack_range(each) for each in data if type(each) is not bytes]
+    return [unpack_range(item) for item in data if type(item) is not bytes]
 
 
 def byte_size_of(data: Iterable[Any]) -> int:
     """Return the number of tensor bytes in a message's data, inline and in memory ranges."""
-    return sum([len(each) if type(each) is bytes else each[2] for each in data])
+    return sum([len(item) if type(item) is bytes else item[2] for item in data])
 
 
 def inline_size_of(data: Iterable[Any]) -> int:
     """Return the number of tensor bytes inside a message's data."""
-    return sum([len(each) for each in data if type(each) is bytes])
+    return sum([len(item) for item in data if type(item) is bytes])
 
 
 def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
-    """Return whether a request writes an output over an input (see `overlap`).
+    """Return whether a request writes an output over an input (see `has_overlap`).
 
     The result is False for a malformed request, which fails on every worker.
     """
-    if sum([type(each) is not bytes for each in data]) < 2:
+    if sum([type(item) is not bytes for item in data]) < 2:
         return False
     try:
-        return unpack_inference(schema, data).aliased
+        return unpack_inference(schema, data).is_aliased
     except MalformedMessage:
         return False

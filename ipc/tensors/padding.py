@@ -19,7 +19,7 @@ from shmserve.ipc.transport.records import record
 
 # The limit of a padded input in a batch. Two small requests that are long in different dimensions
 # could otherwise form a huge batch.
-_MOST_ELEMENTS = 1 << 28
+_MAX_PADDED_ELEMENTS = 1 << 28
 Shape = tuple[int, ...]
 
 
@@ -64,7 +64,7 @@ class Padding:
     def __init__(self, pads: Iterable[Pad], likes: Mapping[str, str]) -> None:
         self.pads = {pad.name: pad for pad in pads}
         self.likes = dict(likes)
-        self._form = struct.Struct(f"<{sum(len(pad.dims) for pad in self.pads.values())}q")
+        self._shape_format = struct.Struct(f"<{sum(len(pad.dims) for pad in self.pads.values())}q")
         self.read = lru_cache(1024)(self._split)
 
     @classmethod
@@ -75,51 +75,65 @@ class Padding:
             text: The parameter `padding` of the model.
             dims: The dimensions of the model's inputs, by name.
         """
-        specs = entries(text)
+        specs = parse_entries(text)
         if not specs:
             return None
-        pads = [_pad(name, dims[name], each) for name, each in specs.items() if "like" not in each]
-        likes = {name: each["like"] for name, each in specs.items() if "like" in each}
+        pads = [
+            _pad_from_entry(name, dims[name], spec)
+            for name, spec in specs.items()
+            if "like" not in spec
+        ]
+        likes = {name: spec["like"] for name, spec in specs.items() if "like" in spec}
         return cls(pads, likes)
 
-    def key(self, rest: bytes, shapes: Mapping[str, Shape]) -> bytes:
+    def key(self, constant_part: bytes, shapes: Mapping[str, Shape]) -> bytes:
         """Return the shape key of a request.
 
         Args:
-            rest: The constant part, which is equal for all requests of a batch.
+            constant_part: The constant part, which is equal for all requests of a batch.
             shapes: The shapes of the padded inputs, without the batch dimension.
         """
         sizes: list[int] = []
         for pad in self.pads.values():
             sizes += shapes.get(pad.name) or (0,) * len(pad.dims)
-        return rest + self._form.pack(*sizes)
+        return constant_part + self._shape_format.pack(*sizes)
 
     def batch(self) -> PaddedBatch:
         """Return an empty batch."""
         return PaddedBatch(self)
 
     def _split(self, key: bytes) -> tuple[bytes, tuple[Shape, ...]]:
-        at = len(key) - self._form.size
-        if at < 0:
+        split_at = len(key) - self._shape_format.size
+        if split_at < 0:
             return key, tuple((0,) * len(pad.dims) for pad in self.pads.values())
-        sizes = iter(self._form.unpack_from(key, at))
+        sizes = iter(self._shape_format.unpack_from(key, split_at))
         shapes = tuple(tuple(next(sizes) for _ in pad.dims) for pad in self.pads.values())
-        return key[:at], shapes
+        return key[:split_at], shapes
 
 
 class PaddedBatch:
     """The shapes and the padding of the requests in a batch."""
 
-    __slots__ = ("_largest", "_padded_alone", "_padding", "_pads", "_rest", "_rows", "_true")
+    __slots__ = (
+        "_constant_part",
+        "_elements_if_alone",
+        "_largest",
+        "_padding",
+        "_pads",
+        "_rows",
+        "_true_elements",
+    )
 
     def __init__(self, padding: Padding) -> None:
         self._padding = padding
         self._pads = tuple(padding.pads.values())
-        self._rest: bytes | None = None
+        self._constant_part: bytes | None = None
         self._largest: Sequence[Shape] = ()
         self._rows = 0
-        self._true = [0] * len(self._pads)  # elements of each input that clients sent
-        self._padded_alone = [0] * len(self._pads)  # elements if each request were padded by itself
+        self._true_elements = [0] * len(self._pads)  # elements of each input that clients sent
+        self._elements_if_alone = [0] * len(
+            self._pads
+        )  # elements if each request were padded by itself
 
     def may_join(self, key: bytes, units: int) -> bool:
         """Add a request to the batch if it may join.
@@ -135,42 +149,51 @@ class PaddedBatch:
         Returns:
             Whether the request has joined.
         """
-        rest, shapes = self._padding.read(key)
-        if self._rest is None:
+        constant_part, shapes = self._padding.read(key)
+        if self._constant_part is None:
             largest: Sequence[Shape] = shapes
-        elif rest != self._rest:
+        elif constant_part != self._constant_part:
             return False
         else:
             pairs = zip(self._largest, shapes, strict=True)
             largest = [tuple(map(max, first, second)) for first, second in pairs]
         rows = self._rows + units
-        true, padded_alone = self._true.copy(), self._padded_alone.copy()
-        for at, (pad, shape, most) in enumerate(zip(self._pads, shapes, largest, strict=True)):
-            true[at] += units * element_count(shape)
-            padded_alone[at] += units * element_count(pad.padded(shape) or shape)
-            padded = pad.padded(most)
-            if self._rest is None:
+        true_elements, elements_if_alone = (
+            self._true_elements.copy(),
+            self._elements_if_alone.copy(),
+        )
+        for index, (pad, shape, largest_shape) in enumerate(
+            zip(self._pads, shapes, largest, strict=True)
+        ):
+            true_elements[index] += units * element_count(shape)
+            elements_if_alone[index] += units * element_count(pad.padded(shape) or shape)
+            padded_shape = pad.padded(largest_shape)
+            if self._constant_part is None:
                 continue
-            if padded is None:
+            if padded_shape is None:
                 return False
-            total = rows * element_count(padded)
-            wasteful = total - true[at] > pad.max_waste * total
-            if total > padded_alone[at] and (wasteful or total > _MOST_ELEMENTS):
+            padded_elements = rows * element_count(padded_shape)
+            is_wasteful = padded_elements - true_elements[index] > pad.max_waste * padded_elements
+            if padded_elements > elements_if_alone[index] and (
+                is_wasteful or padded_elements > _MAX_PADDED_ELEMENTS
+            ):
                 return False
-        self._rest, self._largest, self._rows = rest, largest, rows
-        self._true, self._padded_alone = true, padded_alone
+        self._constant_part, self._largest, self._rows = constant_part, largest, rows
+        self._true_elements, self._elements_if_alone = true_elements, elements_if_alone
         return True
 
     def elements(self) -> dict[str, tuple[int, int]]:
         """Return the number of elements and of padding elements in the batch, by input."""
         counts = {}
-        for pad, most, true in zip(self._pads, self._largest, self._true, strict=True):
-            total = self._rows * element_count(pad.padded(most) or most)
-            counts[pad.name] = total, total - true
+        for pad, largest_shape, true_count in zip(
+            self._pads, self._largest, self._true_elements, strict=True
+        ):
+            padded_count = self._rows * element_count(pad.padded(largest_shape) or largest_shape)
+            counts[pad.name] = padded_count, padded_count - true_count
         return counts
 
 
-def entries(text: str) -> dict[str, dict[str, Any]]:
+def parse_entries(text: str) -> dict[str, dict[str, Any]]:
     """Return the entries of the parameter `padding`; empty if the text is not valid."""
     try:
         specs = json.loads(text or "{}")
@@ -181,7 +204,7 @@ def entries(text: str) -> dict[str, dict[str, Any]]:
     return specs
 
 
-def _pad(name: str, dims: Shape, entry: dict[str, Any]) -> Pad:
+def _pad_from_entry(name: str, dims: Shape, entry: dict[str, Any]) -> Pad:
     buckets = sorted(map(tuple, entry.get("buckets") or ()), key=element_count)
     return Pad(
         name,

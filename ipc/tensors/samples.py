@@ -10,13 +10,13 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, WarmupInput
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 
-_FOLDER = "warmup"
-_MOST_BYTES = 1 << 34  # maximum byte size of a tensor
-_STRING_HEAD = 4  # bytes of an empty string: its length prefix
+_DATA_FOLDER = "warmup"
+_MAX_TENSOR_BYTES = 1 << 34  # maximum byte size of a tensor
+_EMPTY_STRING_SIZE = 4  # bytes of an empty string: its length prefix
 _LARGEST_INTEGER = 127  # the largest random integer, which every integer type can represent
 
 
@@ -51,7 +51,7 @@ def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
             warmup.batch_size,
             warmup.count or 1,
             [
-                _tensor(name, tensor, batch, model_dir / _FOLDER)
+                _sample_input(name, tensor, batch, model_dir / _DATA_FOLDER)
                 for name, tensor in sorted(warmup.inputs.items())
             ],
         )
@@ -60,38 +60,40 @@ def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
     ]
 
 
-def _tensor(name: str, warmup: WarmupInput, batch: tuple[int, ...], folder: Path) -> TensorRef:
+def _sample_input(
+    name: str, warmup: WarmupInput, batch: tuple[int, ...], folder: Path
+) -> TensorRef:
     datatype, dims = warmup.datatype, warmup.dims
     if any(dim < 0 for dim in dims):
         raise InvalidArgument(
             f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
         )
-    size = element_count(dims) * (ITEM_SIZE[datatype] or _STRING_HEAD)
-    if size > _MOST_BYTES:
+    byte_size = element_count(dims) * (ITEM_SIZE[datatype] or _EMPTY_STRING_SIZE)
+    if byte_size > _MAX_TENSOR_BYTES:
         raise InvalidArgument(
-            f"warmup setting of input '{name}' has dims {list(dims)}, which are {size} bytes: at "
-            f"most {_MOST_BYTES} may be"
+            f"warmup setting of input '{name}' has dims {list(dims)}, which are {byte_size} bytes: "
+            f"at most {_MAX_TENSOR_BYTES} may be"
         )
     if warmup.input_data_file:
-        which, file = f"warmup setting of input '{name}'", warmup.input_data_file
+        setting_name, file = f"warmup setting of input '{name}'", warmup.input_data_file
         data = read_data(
             folder,
             file,
-            size if ITEM_SIZE[datatype] else None,
+            byte_size if ITEM_SIZE[datatype] else None,
             setting="warmup",
-            outside=f"{which}: '{file}' is not in the model's folder '{_FOLDER}'",
-            unreadable=f"{which}: cannot read '{file}'",
+            outside=f"{setting_name}: '{file}' is not in the model's folder '{_DATA_FOLDER}'",
+            unreadable=f"{setting_name}: cannot read '{file}'",
         )
     elif warmup.random_data and ITEM_SIZE[datatype]:
-        data = _random(name, datatype, dims)
+        data = _random_data(name, datatype, dims)
     elif warmup.zero_data is not None or warmup.random_data is not None:
-        data = bytes(size)  # zero bytes are empty strings for BYTES
+        data = bytes(byte_size)  # zero bytes are empty strings for BYTES
     else:
         raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")
     return TensorRef(name, datatype, (*batch, *dims), data)
 
 
-def _random(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
+def _random_data(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
     """Return random data that are the same in each call.
 
     Floating-point numbers are in [0, 1), integers in [0, 127].
@@ -99,13 +101,13 @@ def _random(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     random = np.random.default_rng(seed)
     if datatype == "BF16":
-        bits = random.random(dims, np.float32).view(np.uint32) >> 16
-        return bits.astype(np.uint16).tobytes()
-    kind = NUMPY[datatype]
-    if kind.kind == "f":
-        return random.random(dims).astype(kind).tobytes()
-    most = 1 if kind.kind == "b" else _LARGEST_INTEGER
-    return random.integers(0, most, dims, endpoint=True).astype(kind).tobytes()
+        float_bits = random.random(dims, np.float32).view(np.uint32) >> 16
+        return float_bits.astype(np.uint16).tobytes()
+    dtype = NUMPY_DTYPES[datatype]
+    if dtype.kind == "f":
+        return random.random(dims).astype(dtype).tobytes()
+    maximum = 1 if dtype.kind == "b" else _LARGEST_INTEGER
+    return random.integers(0, maximum, dims, endpoint=True).astype(dtype).tobytes()
 
 
 def read_data(

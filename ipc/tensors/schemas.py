@@ -18,24 +18,24 @@ K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
 
-_MOST_SCHEMAS = 256
+_MAX_SCHEMAS = 256
 # Bytes; a longer schema is unpacked each time, because local clients could fill the cache with it.
-_LONGEST_SCHEMA = 4096
+_MAX_CACHED_SCHEMA_SIZE = 4096
 
 
 class BoundedCache(Generic[K, V]):
-    """A cache of at most `most` values by key.
+    """A cache of at most `capacity` values by key.
 
     A full cache is cleared, which is the cheapest policy. With `on_evict`, the oldest value is
     evicted instead and passed to `on_evict`. Thread-safe.
     """
 
-    __slots__ = ("_most", "_on_evict", "_seen_keys", "_values", "find")
+    __slots__ = ("_capacity", "_on_evict", "_seen_keys", "_values", "find")
 
-    def __init__(self, most: int, on_evict: Callable[[V], None] | None = None) -> None:
+    def __init__(self, capacity: int, on_evict: Callable[[V], None] | None = None) -> None:
         self._values: dict[K, V] = {}
         self._seen_keys: set[K] = set()
-        self._most = most
+        self._capacity = capacity
         self._on_evict = on_evict
         # Returns the value of a key, or None. The dictionary's own method avoids a Python call.
         self.find: Callable[[K], V | None] = self._values.get
@@ -50,7 +50,7 @@ class BoundedCache(Generic[K, V]):
         """
         if key in self._values or key in self._seen_keys:
             return True
-        if len(self._seen_keys) >= self._most:
+        if len(self._seen_keys) >= self._capacity:
             self._seen_keys.clear()
         self._seen_keys.add(key)
         return False
@@ -60,7 +60,7 @@ class BoundedCache(Generic[K, V]):
         self._reserve(key)
         self._values[key] = value
 
-    def share(self, key: K, value: V) -> V:
+    def store_if_absent(self, key: K, value: V) -> V:
         """Store a value unless another thread has stored one; return the stored one."""
         self._reserve(key)
         return self._values.setdefault(key, value)
@@ -78,13 +78,13 @@ class BoundedCache(Generic[K, V]):
             self._evict(key)
 
     def _reserve(self, key: K) -> None:
-        if len(self._values) < self._most or key in self._values:
+        if len(self._values) < self._capacity or key in self._values:
             return
         if self._on_evict is None:
             self._values.clear()
             return
         keys = list(self._values)
-        for oldest in keys[: len(keys) - self._most + 1]:
+        for oldest in keys[: len(keys) - self._capacity + 1]:
             self._evict(oldest)
 
     def _evict(self, key: K) -> None:
@@ -98,18 +98,18 @@ class Schemas(Generic[T]):
 
     Args:
         derive: Returns the entry of a packed schema. `learn` propagates its exceptions.
-        most: The capacity. A full cache is cleared.
+        capacity: The capacity. A full cache is cleared.
 
     Attributes:
         entries: The entries, for direct lookup by a single thread.
     """
 
-    __slots__ = ("_derive", "_most", "entries", "find")
+    __slots__ = ("_capacity", "_derive", "entries", "find")
 
-    def __init__(self, derive: Callable[[bytes], T], most: int = _MOST_SCHEMAS) -> None:
+    def __init__(self, derive: Callable[[bytes], T], capacity: int = _MAX_SCHEMAS) -> None:
         self.entries: dict[bytes, T] = {}
         self._derive = derive
-        self._most = most
+        self._capacity = capacity
         # Returns the entry of a schema, or None. The dictionary's own method avoids a Python call.
         self.find: Callable[[bytes], T | None] = self.entries.get
 
@@ -119,8 +119,8 @@ class Schemas(Generic[T]):
     def learn(self, schema: bytes) -> T:
         """Derive and store the entry of a schema that is not in the cache."""
         entry = self._derive(schema)
-        if len(schema) <= _LONGEST_SCHEMA:
-            if len(self.entries) >= self._most:
+        if len(schema) <= _MAX_CACHED_SCHEMA_SIZE:
+            if len(self.entries) >= self._capacity:
                 self.entries.clear()
             self.entries[schema] = entry
         return entry

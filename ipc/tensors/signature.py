@@ -12,15 +12,17 @@ from typing import Any
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import LARGEST, TensorRef
+from shmserve.ipc.tensors.descriptors import MAX_INT64, TensorRef
 from shmserve.ipc.tensors.inference import OutputSchema, RequestedOutput, RequestSchema
 from shmserve.ipc.tensors.padding import Pad
 from shmserve.ipc.transport.records import record
 
 # More elements than any machine has memory for. The strides of a batch of such arrays still fit
 # into 63 bits, for every datatype.
-_MOST_ELEMENTS = 2**44
-_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+_MAX_EMPTY_ELEMENTS = 2**44
+_STOPPING_TEXT = (
+    "Server is stopping, scheduler for model has stopped accepting new inference requests"
+)
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
     "prepended to each input shape. If you want to specify the full shape including the batch dim "
@@ -42,7 +44,7 @@ class BatchFit:
     shape_key: bytes
 
 
-class _Unexpected(InvalidArgument):
+class _UnknownTensorError(InvalidArgument):
     """A request with an input or output that the model does not have."""
 
 
@@ -56,7 +58,7 @@ class Signature:
         self.inputs = {spec.name: spec for spec in config.input}
         self.outputs = {spec.name: spec for spec in config.output}
         self.required = frozenset(s.name for s in self.inputs.values() if not s.optional)
-        self.any_optional = len(self.required) != len(self.inputs)
+        self.has_optional_inputs = len(self.required) != len(self.inputs)
         self.padding = config.padding
 
     def check(
@@ -75,8 +77,8 @@ class Signature:
                 of the request except for unknown inputs and outputs.
         """
         try:
-            return self._check(inputs, outputs, sized=True)
-        except _Unexpected as error:
+            return self._check(inputs, outputs, check_sizes=True)
+        except _UnknownTensorError as error:
             raise InvalidArgument(error.message) from None
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(request_id) + error.message) from None
@@ -91,7 +93,7 @@ class Signature:
             MalformedMessage: The bytes are not a request schema.
         """
         unpacked = RequestSchema(schema)
-        return self._check(unpacked.inputs, unpacked.outputs, sized=False)
+        return self._check(unpacked.inputs, unpacked.outputs, check_sizes=False)
 
     def output_size(self, name: str, batch_size: int) -> int | None:
         """Return the byte size of an output for a request of `batch_size` rows.
@@ -100,17 +102,17 @@ class Signature:
             The size, or None if it depends on the model's results.
         """
         spec = self.outputs[name]
-        item = ITEM_SIZE[spec.datatype]
-        if not item or not spec.static:
+        item_size = ITEM_SIZE[spec.datatype]
+        if not item_size or not spec.static:
             return None
-        return element_count(spec.dims) * item * (batch_size if self.max_batch_size else 1)
+        return element_count(spec.dims) * item_size * (batch_size if self.max_batch_size else 1)
 
     def _check(
         self,
         inputs: Sequence[Any],
         outputs: Iterable[RequestedOutput | OutputSchema],
         *,
-        sized: bool,
+        check_sizes: bool,
     ) -> BatchFit:
         names: set[str] = set()
         for tensor in inputs:
@@ -122,19 +124,19 @@ class Signature:
             if output.name in requested:
                 raise InvalidArgument(f"output '{output.name}' already exists in request")
             if output.name not in self.outputs:
-                raise _Unexpected(
+                raise _UnknownTensorError(
                     f"unexpected inference output '{output.name}' for model '{self.name}'"
                 )
             requested.add(output.name)
-        if len(names) != len(self.inputs) or self.any_optional:
+        if len(names) != len(self.inputs) or self.has_optional_inputs:
             self._check_count(names)
         batch_size = self._batch_size(inputs) if self.max_batch_size > 0 else 0
-        key: list[object] = [sorted(names)] if self.any_optional else []
-        padded: dict[str, tuple[int, ...]] = {}
+        key_parts: list[object] = [sorted(names)] if self.has_optional_inputs else []
+        padded_shapes: dict[str, tuple[int, ...]] = {}
         for tensor in inputs:
             spec = self.inputs.get(tensor.name)
             if spec is None:
-                raise _Unexpected(
+                raise _UnknownTensorError(
                     f"unexpected inference input '{tensor.name}' for model '{self.name}'"
                 )
             shape = tensor.shape
@@ -149,15 +151,15 @@ class Signature:
                 self._check_dims(tensor, spec, shape)
                 if self.padding is not None and tensor.name in self.padding.pads:
                     self._check_bucket(self.padding.pads[tensor.name], shape)
-                    padded[tensor.name] = shape
+                    padded_shapes[tensor.name] = shape
                 elif not spec.ragged:
-                    key.append((tensor.name, shape))
-            if sized:
+                    key_parts.append((tensor.name, shape))
+            if check_sizes:
                 _check_size(tensor, self.name)
         # Sorted, because clients send the inputs in any order and equal requests need equal keys.
-        shape_key = repr(sorted(key, key=repr)).encode() if key else b""
+        shape_key = repr(sorted(key_parts, key=repr)).encode() if key_parts else b""
         if self.padding is not None:
-            shape_key = self.padding.key(shape_key, padded)
+            shape_key = self.padding.key(shape_key, padded_shapes)
         return BatchFit(batch_size, shape_key)
 
     def _batch_size(self, inputs: Sequence[Any]) -> int:
@@ -187,21 +189,24 @@ class Signature:
         missing = [name for name in self.inputs if name in self.required and name not in names]
         if not missing and len(names) <= len(self.inputs):
             return
-        received = f"Got input(s) [{_names(sorted(names))}]"
-        lost = f", but missing required input(s) [{_names(missing)}]" if missing else ""
+        received = f"Got input(s) [{_quoted_names(sorted(names))}]"
+        missing_text = (
+            f", but missing required input(s) [{_quoted_names(missing)}]" if missing else ""
+        )
         hint = " Please provide all required input(s)." if missing else ""
-        if self.any_optional:
+        if self.has_optional_inputs:
             raise InvalidArgument(
                 f"expected number of inputs between {len(self.required)} and {len(self.inputs)} "
-                f"but got {len(names)} inputs for model '{self.name}'. {received}{lost}.{hint}"
+                f"but got {len(names)} inputs for model '{self.name}'. "
+                f"{received}{missing_text}.{hint}"
             )
         raise InvalidArgument(
             f"expected {len(self.inputs)} inputs but got {len(names)} inputs for model "
-            f"'{self.name}'. {received}{lost}.{hint}"
+            f"'{self.name}'. {received}{missing_text}.{hint}"
         )
 
     def _check_dims(self, tensor: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
-        if agree(spec.dims, shape):
+        if shapes_match(spec.dims, shape):
             return
         batched = self.max_batch_size > 0
         expected = (-1, *spec.dims) if batched else spec.dims
@@ -225,18 +230,21 @@ def id_prefix(request_id: str) -> str:
     return f"[request id: {request_id or '<id_unknown>'}] "
 
 
-def stopping(request_id: str, *, of_sequence: bool = False) -> str:
+def stopping_text(request_id: str, *, of_sequence: bool = False) -> str:
     """Return the error text for a request that is rejected because the server stops.
 
     As in Triton, the text for a request of a sequence omits the id if the client sent none.
     """
-    return _STOPPING if of_sequence and not request_id else id_prefix(request_id) + _STOPPING
+    return (
+        _STOPPING_TEXT if of_sequence and not request_id else id_prefix(request_id) + _STOPPING_TEXT
+    )
 
 
-def agree(one: Sequence[int], other: Sequence[int]) -> bool:
+def shapes_match(first_shape: Sequence[int], second_shape: Sequence[int]) -> bool:
     """Return whether two shapes match; -1 in either of them matches any size."""
-    return len(one) == len(other) and all(
-        a == b or -1 in (a, b) for a, b in zip(one, other, strict=True)
+    return len(first_shape) == len(second_shape) and all(
+        first_size == second_size or -1 in (first_size, second_size)
+        for first_size, second_size in zip(first_shape, second_shape, strict=True)
     )
 
 
@@ -245,47 +253,47 @@ def shape_text(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
-def check_extent(name: str, shape: Sequence[int], count: int, item: int) -> None:
+def check_extent(name: str, shape: Sequence[int], count: int, item_size: int) -> None:
     """Check that the extent of an input fits into signed 64-bit integers.
 
     Args:
         name: The name of the input.
         shape: Its shape.
         count: Its number of elements.
-        item: The byte size of an element; 0 if the size varies.
+        item_size: The byte size of an element; 0 if the size varies.
 
     Raises:
         InvalidArgument: A dimension, the number of elements or the byte size is too large.
     """
-    text = f"invalid shape for input '{name}': shape {shape_text(shape)}"
-    if any(dim > LARGEST for dim in shape):
-        raise InvalidArgument(f"{text} contains one or more invalid dimensions")
-    if count > LARGEST:
+    problem = f"invalid shape for input '{name}': shape {shape_text(shape)}"
+    if any(dim > MAX_INT64 for dim in shape):
+        raise InvalidArgument(f"{problem} contains one or more invalid dimensions")
+    if count > MAX_INT64:
         raise InvalidArgument(
-            f"{text} causes total element count to exceed maximum size of {LARGEST}"
+            f"{problem} causes total element count to exceed maximum size of {MAX_INT64}"
         )
-    if count * item > LARGEST:
+    if count * item_size > MAX_INT64:
         raise InvalidArgument(
             f"byte size overflow for input '{name}': "
-            f"element count ({count}) * data type size ({item}) "
-            f"exceeds maximum allowed size ({LARGEST})"
+            f"element count ({count}) * data type size ({item_size}) "
+            f"exceeds maximum allowed size ({MAX_INT64})"
         )
 
 
-def _names(names: Iterable[str]) -> str:
+def _quoted_names(names: Iterable[str]) -> str:
     return ",".join(f"'{name}'" for name in names)
 
 
 def _check_size(tensor: TensorRef, model: str) -> None:
-    item = ITEM_SIZE[tensor.datatype]
+    item_size = ITEM_SIZE[tensor.datatype]
     count = element_count(tensor.shape)
-    expected = count * item
-    if expected > LARGEST:
-        check_extent(tensor.name, tensor.shape, count, item)
+    expected = count * item_size
+    if expected > MAX_INT64:
+        check_extent(tensor.name, tensor.shape, count, item_size)
     # An array with a dimension of 0 is empty, but its other dimensions may still be too large.
-    if not count and element_count([dim for dim in tensor.shape if dim]) > _MOST_ELEMENTS:
+    if not count and element_count([dim for dim in tensor.shape if dim]) > _MAX_EMPTY_ELEMENTS:
         raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
-    if not item:
+    if not item_size:
         return
     data = tensor.data
     size = len(data) if isinstance(data, bytes) else data.byte_size

@@ -18,13 +18,13 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.frames import pack, unpack
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.transport.zmtp import PREFIX, Connection, linger
+from shmserve.ipc.transport.zmtp import ENDPOINT_PREFIX, Connection, linger
 
 logger = logging.getLogger(__name__)
-_CONNECT_S = 1.0
+_CONNECT_TIMEOUT_S = 1.0
 # Above these limits, queued messages are sent at once, because the size of a frame is limited.
-_MOST_UNSENT = 1 << 19  # bytes of queued requests
-_MOST_TOGETHER = 1 << 14  # number of queued messages
+_MAX_UNSENT_BYTES = 1 << 19  # bytes of queued requests
+_MAX_UNSENT_MESSAGES = 1 << 14  # number of queued messages
 
 
 class Dealer:
@@ -46,14 +46,14 @@ class Dealer:
         self._connection: Connection | None = None
         self.connected = False  # whether the other end is known to be connected
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(_CONNECT_S)
+        sock.settimeout(_CONNECT_TIMEOUT_S)
         try:
-            sock.connect(endpoint.removeprefix(PREFIX))
+            sock.connect(endpoint.removeprefix(ENDPOINT_PREFIX))
         except OSError as error:
             logger.debug("no process listens at %s: %s", endpoint, error)
             sock.close()
             return
-        greeting = bytearray(zmtp.GREETING + zmtp.ready("DEALER", identity.encode()))
+        greeting = bytearray(zmtp.GREETING + zmtp.ready_command("DEALER", identity.encode()))
         self._connection = Connection(sock, self._poll, greeting)
         self.connected = True
         with contextlib.suppress(OSError):
@@ -87,8 +87,8 @@ class Dealer:
         try:
             self._connection.send(frame)
         except OSError:
-            # Messages that the peer sent before it closed are still read; the end is detected
-            # there.
+            # Messages that the peer sent before it closed are still read, and `receive` detects the
+            # end of the connection.
             self._connection.unsent.clear()
             return False
         return True
@@ -109,7 +109,7 @@ class Dealer:
             except MalformedMessage as error:
                 self.malformed += 1
                 logger.warning("dropped a malformed frame: %s", error)
-        if frames is None or connection.decoder.broken:
+        if frames is None or connection.decoder.violation:
             self._disconnect(connection)
         elif connection.decoder.dropped:
             self.malformed += connection.decoder.dropped
@@ -174,10 +174,10 @@ class LinkTable:
         Raises:
             Unavailable: The process is out of file descriptors.
         """
-        return self._by_endpoint.get(endpoint) or self.keep(self.connect(endpoint))
+        return self._by_endpoint.get(endpoint) or self.add(self.connect(endpoint))
 
     def connect(self, endpoint: str) -> Dealer:
-        """Open a link without adding it to the table (see `keep`).
+        """Open a link without adding it to the table (see `add`).
 
         Raises:
             Unavailable: The process is out of file descriptors.
@@ -187,7 +187,7 @@ class LinkTable:
         except OSError as error:
             raise Unavailable(f"cannot connect to a scheduler: {error.strerror}") from error
 
-    def keep(self, link: Dealer) -> Dealer:
+    def add(self, link: Dealer) -> Dealer:
         """Add a link to the table, and return it."""
         self._by_endpoint[link.endpoint] = link
         self._by_fd[link.fd] = link
@@ -216,7 +216,7 @@ class LinkTable:
         self._unsent_bytes += byte_size
         if self.unsent == 1:
             self._on_queued()
-        if self.unsent >= _MOST_TOGETHER or self._unsent_bytes > _MOST_UNSENT:
+        if self.unsent >= _MAX_UNSENT_MESSAGES or self._unsent_bytes > _MAX_UNSENT_BYTES:
             self.flush()
 
     def post(self, endpoint: str, message: Any) -> None:
@@ -240,23 +240,23 @@ class LinkTable:
         for link in pending:
             link.flush()
 
-    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+    def drain(self, endpoint: str, on_message: Callable[[str, Any], None]) -> None:
         """Close the link to a scheduler that has exited.
 
         Args:
             endpoint: The endpoint of the scheduler.
-            take: Called with the endpoint and each message that has not been received yet.
+            on_message: Called with the endpoint and each message that has not been received yet.
         """
         link = self._by_endpoint.get(endpoint)
         if link is None:
             return
         while link.connected and link.wait(0):
             for message in link.receive():
-                take(endpoint, message)
+                on_message(endpoint, message)
         self.flush()
-        self.drop(link)
+        self.remove(link)
 
-    def drop(self, link: Dealer) -> None:
+    def remove(self, link: Dealer) -> None:
         """Close a link and remove it from the table."""
         del self._by_endpoint[link.endpoint]
         self._close(link)

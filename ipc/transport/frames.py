@@ -21,13 +21,13 @@ import msgpack
 from shmserve.ipc.transport.records import Document, MalformedMessage, record
 
 VERSION = 3
-_LARGE = 64 * 1024
+_LARGE_FRAME_SIZE = 64 * 1024
 _PACKER = msgpack.Packer()  # reused, because creating one takes as long as packing a message
 
 T = TypeVar("T")
 
 
-class OtherVersion(MalformedMessage):
+class VersionMismatch(MalformedMessage):
     """The error for a frame or a `Hello` of another protocol version."""
 
     def __init__(self, version: object) -> None:
@@ -37,17 +37,18 @@ class OtherVersion(MalformedMessage):
 
 
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
-# The types of a class's fields, the number of required ones, closer checks, and nested records.
-_Within = tuple[tuple[int, "_Records | _Document"], ...]
-_Kind = tuple[type[Any], list[type[Any]], int, _Checks, _Within]
-_CLASSES: dict[str, type[Any]] = {}  # message classes by tag
+_NestedFields = tuple[tuple[int, "_Records | _Document"], ...]
+# The class, the types of its fields, the number of required fields, the checks of list elements,
+# and the fields that contain records or documents.
+_MessageType = tuple[type[Any], list[type[Any]], int, _Checks, _NestedFields]
+_CLASSES_BY_TAG: dict[str, type[Any]] = {}  # message classes by tag
 
 
-class _Kinds(dict[str, _Kind]):
+class _MessageTypes(dict[str, _MessageType]):
     """The properties of message classes by tag, each read from its class at its first use."""
 
-    def __missing__(self, tag: str) -> _Kind:
-        _read(tag, _CLASSES[tag])
+    def __missing__(self, tag: str) -> _MessageType:
+        _read_fields(tag, _CLASSES_BY_TAG[tag])
         return self[tag]
 
 
@@ -55,19 +56,19 @@ class _Getters(dict[type[Any], Callable[[Any], Any]]):
     """The function of each message class that returns the tag and the values of the fields."""
 
     def __missing__(self, cls: type[Any]) -> Callable[[Any], Any]:
-        _read(cls.TAG, cls)
+        _read_fields(cls.TAG, cls)
         return self[cls]
 
 
-_BY_TAG = _Kinds()
+_TYPES_BY_TAG = _MessageTypes()
 _GETTERS = _Getters()
 
 
-def _plain(kind: Any) -> type[Any]:
-    plain = dict if _is_document(kind) else typing.get_origin(kind) or kind
-    if plain not in (int, str, bytes, bool, float, list, dict):
-        raise TypeError(f"a message field cannot be {kind}")
-    return plain
+def _plain_type(annotation: Any) -> type[Any]:
+    plain_type = dict if _is_document(annotation) else typing.get_origin(annotation) or annotation
+    if plain_type not in (int, str, bytes, bool, float, list, dict):
+        raise TypeError(f"a message field cannot be {annotation}")
+    return plain_type
 
 
 class _Records:
@@ -76,18 +77,18 @@ class _Records:
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
         self._cls = cls
-        self._kinds = [_plain(hints[field.name]) for field in fields(cls)]
+        self._field_types = [_plain_type(hints[field.name]) for field in fields(cls)]
         self._fields = attrgetter(*(field.name for field in fields(cls)))
 
-    def packed(self, records: list[Any]) -> list[Any]:
+    def encode(self, records: list[Any]) -> list[Any]:
         """Return the encoding of the records."""
         return list(map(self._fields, records))
 
-    def typed(self, items: list[Any]) -> list[Any]:
+    def decode(self, items: list[Any]) -> list[Any]:
         """Return the records; raise MalformedMessage if a field has another type."""
-        cls, kinds = self._cls, self._kinds
+        cls, field_types = self._cls, self._field_types
         for item in items:
-            if type(item) is not list or list(map(type, item)) != kinds:
+            if type(item) is not list or list(map(type, item)) != field_types:
                 raise MalformedMessage(f"no {cls.__name__}")
         return list(starmap(cls, items))
 
@@ -95,13 +96,13 @@ class _Records:
 class _Document:
     """A document within a message, encoded as its source."""
 
-    packed = attrgetter("source")
+    encode = attrgetter("source")
 
     def __init__(self, cls: type[Document]) -> None:
         self._cls = cls
         cls.of({})  # reads the fields of the class now, before processes are forked
 
-    def typed(self, source: dict[str, Any]) -> Document:
+    def decode(self, source: dict[str, Any]) -> Document:
         """Return the document; raise MalformedMessage if it is invalid."""
         try:
             return self._cls.of(source)
@@ -109,27 +110,31 @@ class _Document:
             raise MalformedMessage(f"no {self._cls.__name__}: {error}") from error
 
 
-def _is_document(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Document)
+def _is_document(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Document)
 
 
-def _within(kind: Any) -> _Records | _Document | None:
+def _nested_codec(annotation: Any) -> _Records | _Document | None:
     """Return the handler of a field that contains records or a document, or None."""
-    of = (*typing.get_args(kind), None)[0]
-    if typing.get_origin(kind) is list and isinstance(of, type) and is_dataclass(of):
-        return _Records(of)
-    return _Document(kind) if _is_document(kind) else None
+    element_type = (*typing.get_args(annotation), None)[0]
+    if (
+        typing.get_origin(annotation) is list
+        and isinstance(element_type, type)
+        and is_dataclass(element_type)
+    ):
+        return _Records(element_type)
+    return _Document(annotation) if _is_document(annotation) else None
 
 
-def _checker(kind: Any) -> Callable[[Any], bool]:
+def _checker(annotation: Any) -> Callable[[Any], bool]:
     """Return a function that checks the types of a list's elements at every depth."""
-    if typing.get_origin(kind) is not list:
-        return lambda value: type(value) is kind
-    (of,) = typing.get_args(kind)
-    if of is Any:
+    if typing.get_origin(annotation) is not list:
+        return lambda value: type(value) is annotation
+    (element_type,) = typing.get_args(annotation)
+    if element_type is Any:
         return lambda value: type(value) is list
-    inner = _checker(of)
-    return lambda value: type(value) is list and all(map(inner, value))
+    check_element = _checker(element_type)
+    return lambda value: type(value) is list and all(map(check_element, value))
 
 
 @dataclass_transform(frozen_default=True)
@@ -142,50 +147,64 @@ def message(cls: type[T]) -> type[T]:
     """
     record_class: Any = record(cls)
     record_class.TAG = cls.__dict__.get("TAG", cls.__name__)
-    _CLASSES[record_class.TAG] = record_class
+    _CLASSES_BY_TAG[record_class.TAG] = record_class
     typed: type[T] = record_class
     return typed
 
 
-def _read(tag: str, record_class: type[Any]) -> None:
+def _read_fields(tag: str, record_class: type[Any]) -> None:
     """Read the fields of a message class into the tables."""
     hints = typing.get_type_hints(record_class)
     names = [f.name for f in fields(record_class)]
-    kinds = [hints[name] for name in names]
-    records = tuple((i, within) for i, kind in enumerate(kinds) if (within := _within(kind)))
-    nested = {index for index, _ in records}
-    closer = tuple(
-        (index, _checker(kind))
-        for index, kind in enumerate(kinds)
-        if typing.get_origin(kind) is list
-        and index not in nested
-        and typing.get_args(kind) != (Any,)
+    annotations = [hints[name] for name in names]
+    nested_fields = tuple(
+        (i, codec)
+        for i, annotation in enumerate(annotations)
+        if (codec := _nested_codec(annotation))
     )
-    needed = sum(f.default is MISSING for f in fields(record_class))
-    _BY_TAG[tag] = (record_class, list(map(_plain, kinds)), needed, closer, records)
-    getter: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)
-    _GETTERS[record_class] = _with_records(getter, records) if records else getter
+    nested_indices = {index for index, _ in nested_fields}
+    element_checks = tuple(
+        (index, _checker(annotation))
+        for index, annotation in enumerate(annotations)
+        if typing.get_origin(annotation) is list
+        and index not in nested_indices
+        and typing.get_args(annotation) != (Any,)
+    )
+    required_count = sum(f.default is MISSING for f in fields(record_class))
+    _TYPES_BY_TAG[tag] = (
+        record_class,
+        list(map(_plain_type, annotations)),
+        required_count,
+        element_checks,
+        nested_fields,
+    )
+    get_fields: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)
+    _GETTERS[record_class] = (
+        _with_nested_packed(get_fields, nested_fields) if nested_fields else get_fields
+    )
 
 
-def _with_records(getter: Callable[[Any], Any], within: _Within) -> Callable[[Any], Any]:
+def _with_nested_packed(
+    get_fields: Callable[[Any], Any], nested_fields: _NestedFields
+) -> Callable[[Any], Any]:
     def values(message: Any) -> list[Any]:
-        items = list(getter(message))
-        for index, kind in within:
+        items = list(get_fields(message))
+        for index, codec in nested_fields:
             if items[index + 1]:
-                items[index + 1] = kind.packed(items[index + 1])
+                items[index + 1] = codec.encode(items[index + 1])
         return items
 
     return values
 
 
-def tags() -> dict[type[Any], str]:
+def tags_by_class() -> dict[type[Any], str]:
     """Return the tag of each message class, in order of declaration."""
-    return {cls: tag for tag, cls in _CLASSES.items()}
+    return {cls: tag for tag, cls in _CLASSES_BY_TAG.items()}
 
 
 def pack(messages: Iterable[Any]) -> bytes:
     """Return a frame of `messages`, in order; unencodable text is escaped."""
-    items = [VERSION, *[_GETTERS[type(each)](each) for each in messages]]
+    items = [VERSION, *[_GETTERS[type(message)](message) for message in messages]]
     frame: bytes
     try:
         frame = _PACKER.pack(items)
@@ -194,54 +213,57 @@ def pack(messages: Iterable[Any]) -> bytes:
     return frame
 
 
-def unpack(frame: bytes, most: int = -1) -> list[Any]:
+def unpack(frame: bytes, max_array_len: int = -1) -> list[Any]:
     """Return the typed messages of a frame.
 
     Args:
         frame: The frame.
-        most: The maximum number of elements of an array; -1: unlimited, for trusted processes.
+        max_array_len: The maximum number of elements of an array; -1: unlimited, for trusted
+            processes.
 
     Raises:
         MalformedMessage: The frame is invalid; none of its messages is returned.
     """
     # With a million small objects, the garbage collector would scan them repeatedly.
-    collects = most >= 0 and len(frame) > _LARGE and gc.isenabled()
-    if collects:
+    pauses_gc = max_array_len >= 0 and len(frame) > _LARGE_FRAME_SIZE and gc.isenabled()
+    if pauses_gc:
         gc.disable()
     try:
-        raw = msgpack.unpackb(frame, max_array_len=most)
+        items = msgpack.unpackb(frame, max_array_len=max_array_len)
     except Exception as error:  # msgpack raises many exception types
         raise MalformedMessage(f"not MessagePack: {error}") from error
     finally:
-        if collects:
+        if pauses_gc:
             gc.enable()
-    if type(raw) is not list or not raw:
+    if type(items) is not list or not items:
         raise MalformedMessage("not a frame of messages")
-    if raw[0] != VERSION:
-        raise OtherVersion(raw[0])
-    del raw[0]
-    return _typed(raw)
+    if items[0] != VERSION:
+        raise VersionMismatch(items[0])
+    del items[0]
+    return _decode_messages(items)
 
 
-def _typed(items: list[Any]) -> list[Any]:
+def _decode_messages(items: list[Any]) -> list[Any]:
     """Return the messages that were packed as these items."""
     messages: list[Any] = []
     for item in items:
         if type(item) is not list or not item or type(tag := item[0]) is not str:
             raise MalformedMessage("not a message")
-        if tag not in _CLASSES:
+        if tag not in _CLASSES_BY_TAG:
             raise MalformedMessage("unknown message")
-        cls, kinds, needed, closer, records = _BY_TAG[tag]
+        cls, field_types, required_count, element_checks, nested_fields = _TYPES_BY_TAG[tag]
         del item[0]
-        types = list(map(type, item))
-        complete = types == kinds
-        if not complete and (len(types) < needed or types != kinds[: len(types)]):
+        item_types = list(map(type, item))
+        is_complete = item_types == field_types
+        if not is_complete and (
+            len(item_types) < required_count or item_types != field_types[: len(item_types)]
+        ):
             raise MalformedMessage(f"{tag} has fields of the wrong number or types")
-        for index, check in closer:
-            if (complete or index < len(item)) and not check(item[index]):
+        for index, check in element_checks:
+            if (is_complete or index < len(item)) and not check(item[index]):
                 raise MalformedMessage(f"{tag} has a list with elements of the wrong type")
-        for index, within in records:
-            if (complete or index < len(item)) and item[index] != []:
-                item[index] = within.typed(item[index])
+        for index, codec in nested_fields:
+            if (is_complete or index < len(item)) and item[index] != []:
+                item[index] = codec.decode(item[index])
         messages += [cls(*item)]
     return messages

@@ -24,19 +24,23 @@ def record(cls: type[T]) -> type[T]:
     closures here, because a client would compile 300 methods when it is imported.
     """
     record_class: Any = dataclass(slots=True, eq=False, repr=False)(cls)
-    compared = [field.name for field in fields(record_class) if field.compare]
-    named = [field.name for field in fields(record_class) if field.repr]
-    values: Callable[[Any], Any] = attrgetter(*compared) if compared else type
+    compared_names = [field.name for field in fields(record_class) if field.compare]
+    shown_names = [field.name for field in fields(record_class) if field.repr]
+    compared_values: Callable[[Any], Any] = attrgetter(*compared_names) if compared_names else type
 
     def __eq__(self: Any, other: object) -> Any:
-        return values(self) == values(other) if type(other) is record_class else NotImplemented
+        return (
+            compared_values(self) == compared_values(other)
+            if type(other) is record_class
+            else NotImplemented
+        )
 
     def __hash__(self: Any) -> int:
-        return hash(values(self))
+        return hash(compared_values(self))
 
     def __repr__(self: Any) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in named)
-        return f"{type(self).__qualname__}({shown})"
+        field_texts = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown_names)
+        return f"{type(self).__qualname__}({field_texts})"
 
     record_class.__eq__, record_class.__hash__ = __eq__, __hash__
     if "__repr__" not in cls.__dict__:
@@ -76,40 +80,48 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
     if isinstance(kind, type) and issubclass(kind, Document):
         return kind.of
     if isinstance(kind, type) and is_dataclass(kind):
-        _fields(kind)
+        _field_decoders(kind)
         return partial(from_map, kind)
     if kind is Path:
         return Path
-    origin, of = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        (only,) = (each for each in of if each is not type(None))
-        return decoder(only)
-    if origin is tuple:
-        return partial(_tuple, decoder(of[0])) if of[-1] is Ellipsis else tuple
-    if origin is dict:
-        return partial(_dict, int if of[0] is int else _same, decoder(of[1]))
-    return _same
+    generic_type, type_arguments = typing.get_origin(kind), typing.get_args(kind)
+    if generic_type in (types.UnionType, typing.Union):
+        (member,) = (argument for argument in type_arguments if argument is not type(None))
+        return decoder(member)
+    if generic_type is tuple:
+        return (
+            partial(_decode_tuple, decoder(type_arguments[0]))
+            if type_arguments[-1] is Ellipsis
+            else tuple
+        )
+    if generic_type is dict:
+        return partial(
+            _decode_dict,
+            int if type_arguments[0] is int else _unchanged,
+            decoder(type_arguments[1]),
+        )
+    return _unchanged
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
-def _tuple(decode: Callable[[Any], Any], values: list[Any]) -> tuple[Any, ...]:
-    return tuple(values if decode is _same else map(decode, values))
+def _decode_tuple(decode: Callable[[Any], Any], values: list[Any]) -> tuple[Any, ...]:
+    return tuple(values if decode is _unchanged else map(decode, values))
 
 
-def _dict(
-    key: Callable[[Any], Any], decode: Callable[[Any], Any], values: dict[Any, Any]
+def _decode_dict(
+    decode_key: Callable[[Any], Any], decode: Callable[[Any], Any], values: dict[Any, Any]
 ) -> dict[Any, Any]:
-    return {key(name): decode(value) for name, value in values.items()}
+    return {decode_key(name): decode(value) for name, value in values.items()}
 
 
 def from_map(cls: type[T], values: Mapping[str, Any]) -> T:
     """Return the record of a map; see `decoder`."""
     decoded = {}
-    kind: Any = cls
-    for name, path, decode in _fields(kind):
+    record_class: Any = cls
+    for name, path, decode in _field_decoders(record_class):
         value: Any = values
         for key in path:
             value = None if value is None else value.get(key)
@@ -119,7 +131,7 @@ def from_map(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 @cache
-def _fields(cls: type[Any]) -> list[tuple[str, list[str], Callable[[Any], Any]]]:
+def _field_decoders(cls: type[Any]) -> list[tuple[str, list[str], Callable[[Any], Any]]]:
     hints = typing.get_type_hints(cls)
     return [
         (

@@ -31,29 +31,30 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.frames import pack, unpack
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.transport.zmtp import PREFIX, Connection, linger
+from shmserve.ipc.transport.zmtp import ENDPOINT_PREFIX, Connection, linger
 
 logger = logging.getLogger(__name__)
 
 
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _LISTEN_BACKLOG = 1024
-_OUT = select.EPOLLOUT
-_COMPLAINTS = 32  # malformed messages up to this number are logged; later ones at each power of two
-LARGEST_FRAME = 8 << 20  # limited, because other peers wait while a frame is read
-MOST_ELEMENTS = 1 << 16  # maximum number of elements of an array, such as the messages of a frame
-_MOST_STRANGERS = 64
+_WRITABLE = select.EPOLLOUT
+# Malformed messages up to this number are logged, and later ones at each power of two.
+_MAX_CONSECUTIVE_WARNINGS = 32
+MAX_FRAME_SIZE = 8 << 20  # limited, because other peers wait while a frame is read
+MAX_ARRAY_LEN = 1 << 16  # maximum number of elements of an array, such as the messages of a frame
+_MAX_UNREGISTERED = 64  # maximum number of connections without a registered identity
 # The reads of an only connection without a poll, after which other connections are accepted.
-_MOST_UNPOLLED = 8
-_MOST_UNSENT = 4 << 20
-_MOST_HELD = 64 << 20
-_MUCH = 1 << 20
-_MOST_MALFORMED = 16
-# linux/asm-generic/socket.h, since Linux 6.16; Python does not define it.
+_MAX_UNPOLLED_READS = 8
+_MAX_UNSENT_BYTES = 4 << 20  # a peer with more unread output is not read
+_MAX_BUFFERED_BYTES = 64 << 20  # maximum bytes of incomplete frames of all peers
+_MUCH_BUFFERED_BYTES = 1 << 20  # a peer with fewer buffered bytes is not disconnected for them
+_MAX_MALFORMED = 16  # malformed messages after which a peer is disconnected
+# The value in linux/asm-generic/socket.h since Linux 6.16, which Python does not define.
 _SO_PASSRIGHTS = 83
 
 
-def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket:
+def open_listening_socket(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket:
     """Return a socket of this kind that listens at `path`.
 
     Raises:
@@ -68,11 +69,11 @@ def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket
             sock.close()
             raise
     except OSError as error:
-        raise out_of_descriptors(error) from None
+        raise socket_error(error) from None
     return sock
 
 
-def out_of_descriptors(error: OSError) -> Unavailable:
+def socket_error(error: OSError) -> Unavailable:
     """Return the error for a socket that cannot be created in the run directory."""
     return Unavailable(f"cannot create a socket in the run directory: {error.strerror or error}")
 
@@ -83,7 +84,7 @@ class Listener:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         sock.setblocking(False)
-        self._spare = _spare()
+        self._spare_fd = _open_spare_descriptor()
 
     def fileno(self) -> int:
         """Return the listening socket's descriptor."""
@@ -98,28 +99,28 @@ class Listener:
         try:
             accepted, _ = self.sock.accept()
         except OSError as error:
-            if error.errno in _NO_DESCRIPTOR:
+            if error.errno in _OUT_OF_DESCRIPTORS:
                 self._reject()
             return None
         accepted.setblocking(False)
         return accepted
 
     def _reject(self) -> None:
-        if self._spare >= 0:
-            os.close(self._spare)
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
             with contextlib.suppress(OSError):
                 self.sock.accept()[0].close()
-        self._spare = _spare()
+        self._spare_fd = _open_spare_descriptor()
 
     def close(self) -> None:
         """Close the socket."""
         self.sock.close()
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+            self._spare_fd = -1
 
 
-def _spare() -> int:
+def _open_spare_descriptor() -> int:
     try:
         return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -132,7 +133,7 @@ class Router:
     A second connection with a connected identity is rejected.
     """
 
-    most = -1
+    max_array_len = -1
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -142,17 +143,19 @@ class Router:
         self.fd: int = self._poll.fileno()
         self._connections: dict[int, Connection] = {}
         self._peers: dict[bytes, Connection] = {}
-        self._anonymous = itertools.count(1)
-        self._only: Connection | None = None  # the connection of an only peer
+        self._anonymous_numbers = itertools.count(1)
+        self._only_connection: Connection | None = None  # the connection of an only peer
         self._unpolled = 0  # its reads since the last poll
-        self._path = endpoint.removeprefix(PREFIX)
+        self._path = endpoint.removeprefix(ENDPOINT_PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # the socket of a killed server
-        self._listener = Listener(listening(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG))
+        self._listener = Listener(
+            open_listening_socket(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG)
+        )
         try:
             self._socket_stat = os.stat(self._path)
         except OSError as error:  # the folder was removed at the same time
-            raise out_of_descriptors(error) from None
+            raise socket_error(error) from None
         self._poll.register(self._listener, select.EPOLLIN)
 
     def post(self, peer: bytes, message: Any) -> None:
@@ -184,10 +187,14 @@ class Router:
         """
         connections = self._connections
         received: list[tuple[bytes, Any]] = []
-        only = self._only
-        if only is not None and self._unpolled < _MOST_UNPOLLED and not only.unsent:
+        only_connection = self._only_connection
+        if (
+            only_connection is not None
+            and self._unpolled < _MAX_UNPOLLED_READS
+            and not only_connection.unsent
+        ):
             self._unpolled += 1
-            self._read(only, received)
+            self._read(only_connection, received)
             if received:
                 return received
         self._unpolled = 0
@@ -196,10 +203,10 @@ class Router:
                 self._accept()
                 continue
             connection = connections[fd]
-            if events & _OUT:
+            if events & _WRITABLE:
                 with contextlib.suppress(OSError):
                     connection.push()
-            if events & ~_OUT:
+            if events & ~_WRITABLE:
                 self._read(connection, received)
         return received
 
@@ -207,52 +214,54 @@ class Router:
         frames = connection.receive()
         decoder = connection.decoder
         if connection.identity is None and decoder.properties is not None:
-            self._name(connection, decoder.properties)
+            self._identify(connection, decoder.properties)
         peer = connection.identity or b""
         for frame in frames or ():
-            if decoder.broken and connection.identity is None:
+            if decoder.violation and connection.identity is None:
                 break
             try:
-                received += itertools.product((peer,), unpack(frame, self.most))
+                received += itertools.product((peer,), unpack(frame, self.max_array_len))
             except MalformedMessage as error:
                 connection.malformed += 1
-                self._complain("dropped a malformed frame: %s", error)
+                self._warn("dropped a malformed frame: %s", error)
         if decoder.dropped:
             connection.malformed += decoder.dropped
             self.malformed += decoder.dropped
             decoder.dropped = 0
-        if frames is None or decoder.broken:
-            if decoder.broken:
-                self._complain("a connection was ended: %s", decoder.broken)
+        if frames is None or decoder.violation:
+            if decoder.violation:
+                self._warn("a connection was ended: %s", decoder.violation)
             self._drop(connection)
 
-    def _complain(self, text: str, subject: object) -> None:
+    def _warn(self, format_string: str, subject: object) -> None:
         # A peer that sends malformed data may send a lot of it, which must not flood the log.
         self.malformed += 1
-        if self.malformed <= _COMPLAINTS or not self.malformed & (self.malformed - 1):
-            logger.warning(text, subject)
+        if self.malformed <= _MAX_CONSECUTIVE_WARNINGS or not self.malformed & (self.malformed - 1):
+            logger.warning(format_string, subject)
 
-    def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
-        identity = properties.get("identity") or b"\0%d" % next(self._anonymous)
+    def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
+        identity = properties.get("identity") or b"\0%d" % next(self._anonymous_numbers)
         if identity in self._peers:
-            connection.decoder.broken = "it claims the identity of another"
+            connection.decoder.violation = "it claims the identity of another"
             return
         connection.identity = identity
         self._peers[identity] = connection
-        self._find_only()
+        self._update_only_connection()
 
-    def _find_only(self) -> None:
-        """Update `_only` after a change of the connections."""
+    def _update_only_connection(self) -> None:
+        """Update `_only_connection` after a change of the connections."""
         peers = self._peers.values()
-        self._only = next(iter(peers)) if len(self._connections) == len(peers) == 1 else None
+        self._only_connection = (
+            next(iter(peers)) if len(self._connections) == len(peers) == 1 else None
+        )
 
     def _accept(self) -> Connection | None:
         sock = self._listener.accept()
         if sock is None:
             return None
-        greeting = bytearray(zmtp.GREETING + zmtp.ready("ROUTER"))
+        greeting = bytearray(zmtp.GREETING + zmtp.ready_command("ROUTER"))
         connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
-        self._find_only()
+        self._update_only_connection()
         with contextlib.suppress(OSError):
             connection.push()
         return connection
@@ -261,7 +270,7 @@ class Router:
         del self._connections[connection.sock.fileno()]
         if connection.identity is not None:
             del self._peers[connection.identity]
-        self._find_only()
+        self._update_only_connection()
         connection.close()
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -275,7 +284,7 @@ class Router:
             connection.close()
         self._connections.clear()
         self._peers.clear()
-        self._find_only()
+        self._update_only_connection()
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             # If the folder was removed, another server may have created it again.
@@ -295,26 +304,26 @@ class PeerCredRouter(Router):
         super().__init__(endpoint)
         self._pid_of = pid_of
 
-    def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
+    def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
         credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, _, _ = struct.unpack("iii", credentials)
         if self._pid_of(properties.get("identity", b"")) != pid:
-            connection.decoder.broken = "it claims to be another process"
+            connection.decoder.violation = "it claims to be another process"
             return
-        super()._name(connection, properties)
+        super()._identify(connection, properties)
 
 
-def first_number(identity: bytes) -> int:
+def leading_pid(identity: bytes) -> int:
     """Return the pid in "PID.anything", or 0 if the identity has no pid."""
-    return _number(identity.partition(b".")[0])
+    return _pid_or_zero(identity.partition(b".")[0])
 
 
-def last_number(identity: bytes) -> int:
+def trailing_pid(identity: bytes) -> int:
     """Return the pid in "anything.PID", or 0 if the identity has no pid."""
-    return _number(identity.rpartition(b".")[2])
+    return _pid_or_zero(identity.rpartition(b".")[2])
 
 
-def _number(digits: bytes) -> int:
+def _pid_or_zero(digits: bytes) -> int:
     return int(digits) if digits.isdigit() and len(digits) < 10 else 0
 
 
@@ -331,14 +340,14 @@ def refuse_descriptors(sock: socket.socket) -> None:
 class UntrustedRouter(Router):
     """A router for programs outside the server; `admits(identity)` decides who may connect."""
 
-    most = MOST_ELEMENTS
+    max_array_len = MAX_ARRAY_LEN
 
-    def __init__(self, endpoint: str, admits: Callable[[bytes], bool]) -> None:
+    def __init__(self, endpoint: str, is_admitted: Callable[[bytes], bool]) -> None:
         super().__init__(endpoint)
         refuse_descriptors(self._listener.sock)
-        self._admits = admits
+        self._is_admitted = is_admitted
         # Connections without a registered identity, in order of arrival.
-        self._strangers: dict[Connection, None] = {}
+        self._unregistered: dict[Connection, None] = {}
 
     def peers(self) -> list[bytes]:
         """Return the identities of connected peers."""
@@ -353,32 +362,35 @@ class UntrustedRouter(Router):
     def _accept(self) -> Connection | None:
         connection = super()._accept()
         if connection is not None:
-            connection.most_unsent = _MOST_UNSENT
-            connection.decoder.largest = LARGEST_FRAME
-            self._strangers[connection] = None
-            if len(self._strangers) > _MOST_STRANGERS:
-                self._drop(next(iter(self._strangers)))
+            connection.max_unsent = _MAX_UNSENT_BYTES
+            connection.decoder.largest = MAX_FRAME_SIZE
+            self._unregistered[connection] = None
+            if len(self._unregistered) > _MAX_UNREGISTERED:
+                self._drop(next(iter(self._unregistered)))
         return connection
 
-    def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
-        if not self._admits(properties.get("identity", b"")):
-            connection.decoder.broken = "its peer has not registered"
+    def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
+        if not self._is_admitted(properties.get("identity", b"")):
+            connection.decoder.violation = "its peer has not registered"
             return
-        super()._name(connection, properties)
+        super()._identify(connection, properties)
         if connection.identity is not None:
-            del self._strangers[connection]
+            del self._unregistered[connection]
 
     def _read(self, connection: Connection, received: list[tuple[bytes, Any]]) -> None:
         super()._read(connection, received)
-        if connection.malformed > _MOST_MALFORMED or self._holds_too_much(connection):
+        if connection.malformed > _MAX_MALFORMED or self._buffers_too_much(connection):
             self._drop(connection)
 
-    def _holds_too_much(self, connection: Connection) -> bool:
-        if connection.decoder.held < _MUCH:
+    def _buffers_too_much(self, connection: Connection) -> bool:
+        if connection.decoder.buffered_bytes < _MUCH_BUFFERED_BYTES:
             return False
-        return sum(each.decoder.held for each in self._connections.values()) > _MOST_HELD
+        return (
+            sum(other.decoder.buffered_bytes for other in self._connections.values())
+            > _MAX_BUFFERED_BYTES
+        )
 
     def _drop(self, connection: Connection) -> None:
         if connection.sock.fileno() >= 0:  # the connection was not dropped in the meantime
-            self._strangers.pop(connection, None)
+            self._unregistered.pop(connection, None)
             super()._drop(connection)

@@ -22,20 +22,20 @@ from dataclasses import dataclass, field
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
-_TELLING = 10
-_MORE, _LONG, _COMMAND = 1, 2, 4
+_SIGNATURE_SIZE = 10  # the first bytes of a greeting, which identify ZMTP
+_MORE_FLAG, _LONG_FLAG, _COMMAND_FLAG = 1, 2, 4
 _LONG_SIZE = struct.Struct(">Q")
 _VALUE_SIZE = struct.Struct(">I")
-_MAX_FRAME = 256 * 1024 * 1024
-_MAX_HANDSHAKE = 4096
+_MAX_FRAME_SIZE = 256 * 1024 * 1024
+_MAX_HANDSHAKE_FRAME_SIZE = 4096
 
 
-def ready(socket_type: str, identity: bytes = b"") -> bytes:
+def ready_command(socket_type: str, identity: bytes = b"") -> bytes:
     """Return the frame that completes the handshake."""
     body = bytearray(b"\x05READY")
     for name, value in ((b"Socket-Type", socket_type.encode()), (b"Identity", identity)):
         body += bytes((len(name),)) + name + _VALUE_SIZE.pack(len(value)) + value
-    return bytes((_COMMAND, len(body))) + body
+    return bytes((_COMMAND_FLAG, len(body))) + body
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +45,13 @@ class Decoder:
     Attributes:
         largest: The maximum size of a frame in bytes.
         properties: The peer's properties, after its READY.
-        broken: The protocol violation after which the connection is unusable, or "".
+        violation: The protocol violation after which the connection is unusable, or "".
         dropped: The number of dropped multipart messages, which no peer of this server sends.
     """
 
-    largest: int = _MAX_FRAME
+    largest: int = _MAX_FRAME_SIZE
     properties: dict[str, bytes] | None = None
-    broken: str = ""
+    violation: str = ""
     dropped: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
     _needed: int = 0  # minimum size of the buffer that contains a complete frame
@@ -59,114 +59,115 @@ class Decoder:
     _skipping: bool = False  # whether the current frame belongs to a multipart message
 
     @property
-    def held(self) -> int:
+    def buffered_bytes(self) -> int:
         """Return the number of bytes of incomplete frames."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the messages that are complete with `data`."""
-        buffered = self._buffer
-        ready = self.properties is not None and not (self._skipping or self.broken)
-        if ready and data and not buffered:
+        buffer = self._buffer
+        is_ready = self.properties is not None and not (self._skipping or self.violation)
+        if is_ready and data and not buffer:
             # Most reads return exactly one frame.
             size = len(data)
-            if data[0] == _LONG and 9 < size <= self.largest:
+            if data[0] == _LONG_FLAG and 9 < size <= self.largest:
                 if _LONG_SIZE.unpack_from(data, 1)[0] == size - 9:
                     return [data[9:]]
             elif data[0] == 0 and 2 <= size <= self.largest and data[1] == size - 2:
                 return [data[2:]]
-        if buffered:
-            buffered += data
-            if len(buffered) < self._needed:
+        if buffer:
+            buffer += data
+            if len(buffer) < self._needed:
                 return []
-            data = bytes(buffered)
-            buffered.clear()
+            data = bytes(buffer)
+            buffer.clear()
         messages: list[bytes] = []
-        at = 0
+        offset = 0
         if not self._greeted:
-            at = self._greet(data)
+            offset = self._decode_greeting(data)
         if self._greeted:
-            at = self._frames(data, at, messages)
-        if at < len(data):
-            buffered += data[at:]
+            offset = self._decode_frames(data, offset, messages)
+        if offset < len(data):
+            buffer += data[offset:]
         return messages
 
-    def _greet(self, data: bytes) -> int:
-        # The first ten bytes show whether this is a greeting.
-        if not GREETING.startswith(data[:1]) or (len(data) >= _TELLING and not data[9] & 1):
-            self.broken = "not ZMTP"
+    def _decode_greeting(self, data: bytes) -> int:
+        if not GREETING.startswith(data[:1]) or (len(data) >= _SIGNATURE_SIZE and not data[9] & 1):
+            self.violation = "not ZMTP"
         elif len(data) < len(GREETING):
-            self._needed = _TELLING if len(data) < _TELLING else len(GREETING)
+            self._needed = _SIGNATURE_SIZE if len(data) < _SIGNATURE_SIZE else len(GREETING)
         elif data[10] < 3 or data[12:32] != GREETING[12:32]:
-            self.broken = "an unsupported version or mechanism of ZMTP"
+            self.violation = "an unsupported version or mechanism of ZMTP"
         else:
             self._greeted = True
             return len(GREETING)
         return 0
 
-    def _frames(self, data: bytes, at: int, messages: list[bytes]) -> int:
-        """Take complete frames from `at`; return the offset of the first incomplete one."""
+    def _decode_frames(self, data: bytes, offset: int, messages: list[bytes]) -> int:
+        """Take complete frames from `offset`; return the offset of the first incomplete one."""
         size = len(data)
         self._needed = 0
-        while size - at >= 2 and not self.broken:
-            flags = data[at]
-            if flags & _LONG:
-                start = at + 9
+        while size - offset >= 2 and not self.violation:
+            flags = data[offset]
+            if flags & _LONG_FLAG:
+                start = offset + 9
                 if start > size:
                     break
-                end = start + int(_LONG_SIZE.unpack_from(data, at + 1)[0])
+                end = start + int(_LONG_SIZE.unpack_from(data, offset + 1)[0])
             else:
-                start = at + 2
-                end = start + data[at + 1]
-            if end - start > (self.largest if self.properties is not None else _MAX_HANDSHAKE):
-                self.broken = "a frame that is too large"
+                start = offset + 2
+                end = start + data[offset + 1]
+            if end - start > (
+                self.largest if self.properties is not None else _MAX_HANDSHAKE_FRAME_SIZE
+            ):
+                self.violation = "a frame that is too large"
             elif end > size:
-                self._needed = end - at
+                self._needed = end - offset
                 break
-            elif not flags & ~_LONG and not self._skipping:
+            elif not flags & ~_LONG_FLAG and not self._skipping:
                 if self.properties is None:
-                    self.broken = "a message before the handshake"
+                    self.violation = "a message before the handshake"
                 else:
                     messages.append(data[start:end])
             else:
-                self._unusual(flags, data[start:end])
-            at = end
-        return at
+                self._handle_unusual_frame(flags, data[start:end])
+            offset = end
+        return offset
 
-    def _unusual(self, flags: int, body: bytes) -> None:
-        if flags & ~(_MORE | _LONG | _COMMAND):
-            self.broken = "a frame with unknown flags"
-        elif flags & _COMMAND:
+    def _handle_unusual_frame(self, flags: int, body: bytes) -> None:
+        if flags & ~(_MORE_FLAG | _LONG_FLAG | _COMMAND_FLAG):
+            self.violation = "a frame with unknown flags"
+        elif flags & _COMMAND_FLAG:
             # Further commands, such as heartbeats, are ignored.
             if self.properties is None:
-                self._ready(body)
+                self._decode_ready_command(body)
         else:
-            self._skipping = bool(flags & _MORE)
+            self._skipping = bool(flags & _MORE_FLAG)
             self.dropped += not self._skipping
 
-    def _ready(self, body: bytes) -> None:
+    def _decode_ready_command(self, body: bytes) -> None:
         if not body.startswith(b"\x05READY"):
-            self.broken = "a handshake without READY"
+            self.violation = "a handshake without READY"
             return
         properties: dict[str, bytes] = {}
-        at = 6
-        while at < len(body):
-            name_end = at + 1 + body[at]
-            value = name_end + 4
-            end = value
-            if value <= len(body):
-                end += int(_VALUE_SIZE.unpack_from(body, name_end)[0])
-            if end > len(body) or value > len(body):
-                self.broken = "a property that is cut short"
+        offset = 6
+        while offset < len(body):
+            name_end = offset + 1 + body[offset]
+            value_start = name_end + 4
+            value_end = value_start
+            if value_start <= len(body):
+                value_end += int(_VALUE_SIZE.unpack_from(body, name_end)[0])
+            if value_end > len(body) or value_start > len(body):
+                self.violation = "a property that is cut short"
                 return
-            name = body[at + 1 : name_end].decode("ascii", "replace").lower()
-            properties[name] = body[value:end]
-            at = end
+            name = body[offset + 1 : name_end].decode("ascii", "replace").lower()
+            properties[name] = body[value_start:value_end]
+            offset = value_end
         self.properties = properties
 
 
-_CHUNK = 64 * 1024
-PREFIX = "ipc://"
+_READ_SIZE = 64 * 1024
+ENDPOINT_PREFIX = "ipc://"
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +183,7 @@ class Connection:
     decoder: Decoder = field(default_factory=Decoder)
     identity: bytes | None = None
     malformed: int = 0
-    most_unsent: int = sys.maxsize  # a peer with more unread output is not read
+    max_unsent: int = sys.maxsize  # a peer with more unread output is not read
     events: int = select.EPOLLIN
 
     def __post_init__(self) -> None:
@@ -210,19 +211,19 @@ class Connection:
             sent = 0
         if sent < size:
             self.unsent += data[sent:]
-            self._watch()
+            self._update_events()
 
     def push(self) -> None:
         """Send more of the buffered output."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 with memoryview(self.unsent) as view:
-                    sent = self.sock.send(view[:_CHUNK])
+                    sent = self.sock.send(view[:_READ_SIZE])
                 del self.unsent[:sent]
-        self._watch()
+        self._update_events()
 
-    def _watch(self) -> None:
-        events = select.EPOLLIN if len(self.unsent) <= self.most_unsent else 0
+    def _update_events(self) -> None:
+        events = select.EPOLLIN if len(self.unsent) <= self.max_unsent else 0
         if self.unsent:
             events |= select.EPOLLOUT
         if events != self.events:
@@ -235,7 +236,7 @@ class Connection:
         The result is None if the peer is gone or violates ZMTP.
         """
         try:
-            data = self.sock.recv(_CHUNK)
+            data = self.sock.recv(_READ_SIZE)
         except BlockingIOError:
             return []
         except OSError:
@@ -251,11 +252,11 @@ class Connection:
 
 def linger(connections: Iterable[Connection], linger_s: float) -> None:
     """Send the unsent bytes of connections, for at most `linger_s` seconds in all."""
-    end = time.monotonic() + linger_s
+    deadline = time.monotonic() + linger_s
     for connection in connections:
         with contextlib.suppress(OSError):
-            while connection.unsent and (remaining_s := end - time.monotonic()) > 0:
-                writable = select.poll()
-                writable.register(connection.sock, select.POLLOUT)
-                writable.poll(remaining_s * 1000)
+            while connection.unsent and (remaining_s := deadline - time.monotonic()) > 0:
+                poll = select.poll()
+                poll.register(connection.sock, select.POLLOUT)
+                poll.poll(remaining_s * 1000)
                 connection.push()

@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.inference import (
     unpack_inferred,
 )
 from shmserve.ipc.tensors.samples import warmup_samples
-from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.protocols.tensors import ModelTensor, encode, load_value, split_input
 from shmserve.supervisor.host.console import redirect_stderr
@@ -278,7 +278,7 @@ class _Model:
                 continue
             # A scalar is one element; configurations have no scalars.
             scalar = not tensor.shape and element_count([abs(dim) for dim in expected_shape]) == 1
-            fits = name in free or scalar or agree(expected_shape, tensor.shape)
+            fits = name in free or scalar or shapes_match(expected_shape, tensor.shape)
             if tensor.datatype != spec.datatype or not fits:
                 shape = shape_text(tensor.shape)
                 wrong.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))

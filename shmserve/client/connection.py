@@ -243,7 +243,7 @@ class ServerConnection(ServerState):
                 case m.SchedulerLost(endpoint, successor):
                     self.on_scheduler_lost(endpoint, successor)
                 case OwnerExited(pid):
-                    self.mappings.drop_process(pid)
+                    self.mappings.unmap_process(pid)
                 case ServerEnding():
                     self.draining = True
                 case HealthChanged(ready=ready):
@@ -392,7 +392,7 @@ class ServerConnection(ServerState):
 def _why_not(error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "this user may not connect to the server (see its flag --shm-group)"
-    if isinstance(error, frames.OtherVersion):
+    if isinstance(error, frames.VersionMismatch):
         return f"the server cannot be used: {error},"
     if isinstance(error, ConnectionResetError | BrokenPipeError | MalformedMessage):
         return (

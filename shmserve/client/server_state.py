@@ -54,7 +54,7 @@ class ClientModel:
 
     def remember(self, key: Any, prepared: ClientTemplate) -> ClientTemplate:
         """Store a template; return the one to use, which another thread may have stored before."""
-        used = self.prepared.share(key, prepared)
+        used = self.prepared.store_if_absent(key, prepared)
         if self.closed:
             self.close()
         return used
@@ -216,7 +216,7 @@ class ServerState(ABC):
             self._channels.discard(channel)
             last = not self._channels and not self.alive
         if last:
-            self.mappings.drop_all()
+            self.mappings.unmap_all()
 
     def wake(self, channel: Wakeable) -> None:
         """Wake a channel unless it is closed; safe in any thread."""

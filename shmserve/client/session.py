@@ -35,7 +35,7 @@ from shmserve.errors import (
     from_status,
     suggestion,
 )
-from shmserve.ipc.memory.cuda_ipc import Exporting
+from shmserve.ipc.memory.cuda_ipc import CudaExporter
 from shmserve.ipc.tensors.inference import runs_once
 
 Tensors = Mapping[str, Any]
@@ -172,7 +172,7 @@ class Session:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._closed = False
-        self._cuda: Exporting | None = None
+        self._cuda: CudaExporter | None = None
         self.memories = Memories(memory_limit, self._share, self._withdraw, self._nudge)
         self._connection = self._connect()
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from shmserve.common.tasks import settle
 from shmserve.errors import Unavailable, from_code
-from shmserve.ipc.memory.lent import releases
+from shmserve.ipc.memory.lent import release_messages
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.messages.inference import Response
@@ -157,7 +157,7 @@ class GatewayRequest(InflightRequest):
             return
         ranges = [tensor.data for tensor in inferred.outputs if isinstance(tensor.data, Range)]
         if ranges:
-            self.schedulers.release(self.endpoint, releases(ranges))
+            self.schedulers.release(self.endpoint, release_messages(ranges))
 
     def abandon(self) -> None:
         """Cancel the request and discard further responses.
@@ -246,7 +246,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         endpoint = link.endpoint
         inflight = (*self.pending.values(), *self.settling.values())
         if all(request.endpoint != endpoint for request in inflight):
-            self._table.drop(link)
+            self._table.remove(link)
 
     def fail_over(self, endpoint: str, successor: str) -> None:
         """Resubmit the requests of a scheduler that has exited to its successor.

@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links import GatewaySchedulers
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, LLM_BACKEND, EngineSettings
 from shmserve.ipc.messages.publications import ModelPublished
-from shmserve.ipc.tensors.descriptors import LARGEST
+from shmserve.ipc.tensors.descriptors import MAX_INT64
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
@@ -243,7 +243,7 @@ def canonical_version(version: str) -> str:
     Raises:
         InvalidArgument: The version exceeds 63 bits.
     """
-    if len(version) > 19 or int(version) > LARGEST:
+    if len(version) > 19 or int(version) > MAX_INT64:
         raise InvalidArgument(_INVALID_VERSION.format(text=version))
     return str(int(version))
 

@@ -237,7 +237,7 @@ class _Process:
             case ProcessExited(process=pid):
                 # Unread responses of the process may refer to its memory, so it is unmapped later.
                 asyncio.get_running_loop().call_later(
-                    _UNMAP_DELAY_S, gateway.mappings.drop_process, pid
+                    _UNMAP_DELAY_S, gateway.mappings.unmap_process, pid
                 )
             case m.SetLogging(settings):
                 logs.apply(LogSettings(**settings))

@@ -16,7 +16,7 @@ from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.ipc.messages.control_requests import RegionInUse, RegionReleased
 from shmserve.ipc.messages.publications import RegionPublished
-from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, Range, fits, unpack_range
+from shmserve.ipc.tensors.descriptors import MAX_UINT64, Range, is_within, unpack_range
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,12 @@ class GatewayRegion:
                 f"Invalid offset for shared memory region: '{self.name}' (offset {offset}; the "
                 f"region has {self.byte_size} bytes)"
             )
-        if size > LARGEST_UNSIGNED - offset:
+        if size > MAX_UINT64 - offset:
             raise InvalidArgument(
                 f"Integer overflow detected: byte_size ({size}) + offset ({offset}) exceeds "
-                f"maximum value ({LARGEST_UNSIGNED}) for region '{self.name}'"
+                f"maximum value ({MAX_UINT64}) for region '{self.name}'"
             )
-        if not fits(offset, size, self.byte_size):
+        if not is_within(offset, size, self.byte_size):
             raise InvalidArgument(
                 f"Invalid offset + byte size for shared memory region: '{self.name}' (byte_size "
                 f"{size} at offset {offset}; the region has {self.byte_size} bytes)"

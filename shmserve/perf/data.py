@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument, refused
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, TransportError
 from shmserve.protocols.tensors import ModelTensor, encode, find_input, load_value, split_input
@@ -160,7 +160,9 @@ class _Maker:
         """Return an input with generated content: zeros, or random numbers or letters."""
         tensor, shape = self.tensor(name), self.shape(name)
         zero = self.given.source == "zero"
-        kind = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
+        kind = NUMPY_DTYPES.get(
+            tensor.datatype, np.dtype(np.float32)
+        )  # BF16 is the upper half of FP32
         if tensor.datatype == "BYTES":
             length = 0 if zero else self.given.text_length
             letters = self.draw.integers(97, 123, (element_count(shape), length), np.uint8)

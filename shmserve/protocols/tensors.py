@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes, to_bf16
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, encode_bytes, to_bf16
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 _Array = np.ndarray[Any, Any]
@@ -117,7 +117,7 @@ def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
     if datatype == "BF16":
         bits = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
         return bits.view(np.float32).reshape(shape).tolist()
-    return np.frombuffer(raw, NUMPY[datatype]).reshape(shape).tolist()
+    return np.frombuffer(raw, NUMPY_DTYPES[datatype]).reshape(shape).tolist()
 
 
 def _decode_texts(raw: memoryview) -> Iterator[str]:
@@ -150,7 +150,9 @@ def _from_json(tensor: ModelTensor, value: Any) -> _Array:
 
 
 def _typed_array(tensor: ModelTensor, elements: list[Any]) -> _Array:
-    dtype = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the upper half of FP32
+    dtype = NUMPY_DTYPES.get(
+        tensor.datatype, np.dtype(np.float32)
+    )  # BF16 is the upper half of FP32
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         for element in elements:
@@ -230,7 +232,7 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
 
 
 def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
-    is_floating = tensor.datatype == "BF16" or NUMPY[tensor.datatype].kind == "f"
+    is_floating = tensor.datatype == "BF16" or NUMPY_DTYPES[tensor.datatype].kind == "f"
     if tensor.datatype == "BYTES":
         if array.dtype.kind in "SUO":
             return array
@@ -239,9 +241,11 @@ def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
         with np.errstate(over="ignore"):
             if tensor.datatype == "BF16":
                 return to_bf16(array.astype(np.float32))
-            return array.astype(NUMPY[tensor.datatype])
-    elif tensor.datatype != "BF16" and np.can_cast(array.dtype, NUMPY[tensor.datatype], "safe"):
-        return array.astype(NUMPY[tensor.datatype])
+            return array.astype(NUMPY_DTYPES[tensor.datatype])
+    elif tensor.datatype != "BF16" and np.can_cast(
+        array.dtype, NUMPY_DTYPES[tensor.datatype], "safe"
+    ):
+        return array.astype(NUMPY_DTYPES[tensor.datatype])
     raise InvalidArgument(
         f"input '{tensor.name}': expected {tensor.datatype}, got an array of {array.dtype}, whose "
         "values may not fit"

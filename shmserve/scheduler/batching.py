@@ -31,7 +31,7 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.messages.unions import SupervisorToBatching
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping
+from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping_text
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatch
@@ -277,7 +277,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if request.state is State.FAILED_EARLY:
             self._responses.close(request, now_ns)
         else:
-            text = stopping(request.submit.request_id)
+            text = stopping_text(request.submit.request_id)
             self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
 
     # --- supervisor -------------------------------------------------------------------

@@ -42,9 +42,9 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.messages.unions import ClientToScheduler
 from shmserve.ipc.processes import REMEMBERED_EXITS
-from shmserve.ipc.tensors.signature import stopping
+from shmserve.ipc.tensors.signature import stopping_text
 from shmserve.ipc.trace import TraceContext
-from shmserve.ipc.transport.router import last_number
+from shmserve.ipc.transport.router import trailing_pid
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
@@ -352,7 +352,7 @@ class Front(Generic[R]):
         try:
             if self._draining and not core.accepts_while_draining(submit):
                 of_sequence = bool(submit.correlation_id or submit.correlation_text)
-                raise Unavailable(stopping(submit.request_id, of_sequence=of_sequence))
+                raise Unavailable(stopping_text(submit.request_id, of_sequence=of_sequence))
             if self._cache is not None:
                 core.check(submit, now_ns)
                 lookup = self._cache.look_up(submit)
@@ -428,7 +428,7 @@ class Front(Generic[R]):
 
     def metrics_reported(self, peer: bytes, message: MetricsReported) -> None:
         """Record the metrics of the model at the instance with this address."""
-        pid = last_number(peer)  # the pid of the instance's InstanceReady
+        pid = trailing_pid(peer)  # the pid of the instance's InstanceReady
         if not (pid and peer.partition(b".")[0].isdigit()):
             self.count_unexpected()
         elif pid not in self._dead:

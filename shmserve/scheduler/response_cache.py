@@ -116,7 +116,7 @@ class ResponseCache:
     def _schema_key(self, schema: bytes) -> _SchemaKey:
         """Return the head of a schema's requests; it is empty if they bypass the cache."""
         request = RequestSchema(schema)
-        if request.count > len(request.inputs):
+        if request.data_count > len(request.inputs):
             return _SchemaKey(b"", [])
         return schema_key(self._model, self._version, request)
 
@@ -212,7 +212,7 @@ class ResponseCache:
 
     def process_exited(self, pid: int) -> None:
         """Release the memory of a process that has exited, and the copies that it was reading."""
-        self._mappings.drop_process(pid)
+        self._mappings.unmap_process(pid)
         self.lent.drop_reader(pid)
 
     def clear(self) -> None:

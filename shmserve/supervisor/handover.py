@@ -21,7 +21,7 @@ from shmserve.common.peers import credentials
 from shmserve.common.tasks import either, in_background
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc.transport.router import Listener, listening
+from shmserve.ipc.transport.router import Listener, open_listening_socket
 from shmserve.supervisor.host.handover_link import HandoverLink, Offer, refuse
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -66,7 +66,7 @@ class Handover:
                 socket.
         """
         path = os.fspath(endpoints.handover(self.run_dir.path))
-        self._listener = Listener(listening(socket.SOCK_SEQPACKET, path, 1))
+        self._listener = Listener(open_listening_socket(socket.SOCK_SEQPACKET, path, 1))
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._on_successor_connected)
         if self._listeners.offer is not None:
             self._predecessor = HandoverLink(self._listeners.offer.link, self._execute)

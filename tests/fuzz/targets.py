@@ -42,13 +42,13 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import (
-    LARGEST,
+    MAX_INT64,
     Memory,
     Range,
     TensorRef,
-    fits,
+    is_within,
     pack_range,
-    whole,
+    require_integer,
 )
 from shmserve.ipc.tensors.inference import (
     Packed,
@@ -230,9 +230,9 @@ def register(data: bytes) -> None:
         raw = loads(body)
         key, offset, size, *flags = handlers.decode_registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
-        assert 0 <= offset <= LARGEST
-        assert 0 <= size <= LARGEST
-        path = posix_shm.normal_key("r", key)
+        assert 0 <= offset <= MAX_INT64
+        assert 0 <= size <= MAX_INT64
+        path = posix_shm.normalize_key("r", key)
         assert posixpath.normpath(f"/dev/shm{path}") == f"/dev/shm{path}"
         assert path.count("/") == 1
         assert path.isascii() and path.isprintable()
@@ -256,15 +256,15 @@ def ranges(data: bytes) -> None:
     drawn_bytes = _Bytes(data)
     offset, size, start, extent, limit = (_edge(drawn_bytes) for _ in range(5))
     inside = offset >= 0 and size >= 0 and offset + size <= limit
-    assert fits(offset, size, limit) == inside
+    assert is_within(offset, size, limit) == inside
     for value in (offset, size, float(size), str(size), size > 0, None):
         try:
-            assert whole(value, "f") == value
+            assert require_integer(value, "f") == value
             assert type(value) is int
             assert 0 <= value < 2**63
         except InvalidArgument:
             assert type(value) is not int or not 0 <= value < 2**63
-    start, extent = (min(max(bound, 0), LARGEST) for bound in (start, extent))
+    start, extent = (min(max(bound, 0), MAX_INT64) for bound in (start, extent))
     memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
     where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
@@ -344,7 +344,7 @@ def _check_place(data: bytes | Range) -> None:
 
 _SEALS = Capabilities(b"k" * KEY_SIZE)
 _GUEST = FIRST_LOCAL_CLIENT + 7
-_HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"fuzz")
+_HANDSHAKE = zmtp.GREETING + zmtp.ready_command("DEALER", b"fuzz")
 
 
 def native(data: bytes) -> None:
@@ -373,12 +373,12 @@ def _decoded(given: _Bytes) -> None:
     taken = uncut.feed(stream)
     pieces = []
     for at in range(0, len(stream), step):
-        if not cut.broken:
+        if not cut.violation:
             pieces += cut.feed(stream[at : at + step])
-    assert uncut.held <= len(stream)
+    assert uncut.buffered_bytes <= len(stream)
     assert sum(map(len, taken)) <= len(stream)
     assert pieces == taken
-    assert (cut.broken, cut.dropped) == (uncut.broken, uncut.dropped)
+    assert (cut.violation, cut.dropped) == (uncut.violation, uncut.dropped)
     assert cut.properties == uncut.properties
     with contextlib.suppress(MalformedMessage):
         for frame in taken:

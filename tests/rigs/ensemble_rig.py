@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
+from shmserve.ipc.memory.cuda_ipc import CudaExporter, Driver
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ModelPublished
@@ -90,7 +90,7 @@ class EnsembleRig:
         max_queue_size: int = 0,
         dims: Sequence[int] = (-1,),
         conditions: Mapping[int, str] | None = None,
-        cuda: Callable[[], Exporting] = Driver,
+        cuda: Callable[[], CudaExporter] = Driver,
         cache_bytes: int = 0,
         arena_bytes: int = 1 << 27,
     ) -> None:

@@ -132,7 +132,7 @@ class FakeCuda:
 
 
 class FakeExporting:
-    """An implementation of `shmserve.ipc.memory.cuda_ipc.Exporting` whose memory `cuda` can
+    """An implementation of `shmserve.ipc.memory.cuda_ipc.CudaExporter` whose memory `cuda` can
     open.
     """
 

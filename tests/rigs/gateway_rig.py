@@ -20,7 +20,7 @@ from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.messages.publications import Acknowledged, HealthChanged, ModelPublished
 from shmserve.ipc.messages.supervision import encode_start
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
@@ -354,7 +354,7 @@ def echo(request: Inference) -> Inferred:
     for tensor in request.inputs:
         data = _inline(tensor)
         if tensor.datatype == "BOOL":
-            data = np.frombuffer(data, NUMPY["BOOL"]).astype(np.uint8).clip(0, 1).tobytes()
+            data = np.frombuffer(data, NUMPY_DTYPES["BOOL"]).astype(np.uint8).clip(0, 1).tobytes()
         outputs.append(
             TensorRef(tensor.name.replace("IN", "OUT"), tensor.datatype, tensor.shape, data)
         )

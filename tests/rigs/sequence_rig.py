@@ -5,7 +5,7 @@ from typing import Any
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.transport.router import last_number
+from shmserve.ipc.transport.router import trailing_pid
 from tests.rigs.scheduler_rig import GATEWAY, Rig
 
 START, END = SEQUENCE_START, SEQUENCE_END
@@ -75,7 +75,7 @@ class SequenceRig(Rig):
         """End the process of an instance."""
         self._take()
         self._running.pop(self.peers[index], None)
-        pid = last_number(self.peers[index])
+        pid = trailing_pid(self.peers[index])
         self.supervisor(ProcessExited(pid, "signal 9"))
 
     def outcomes(self) -> dict[int, Any]:

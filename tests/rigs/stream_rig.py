@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -70,7 +70,7 @@ class Streams:
                 yield "in its place"
             else:
                 raw = data if isinstance(data, bytes) else arena.view(data)
-                yield np.frombuffer(raw, NUMPY[output.datatype]).tolist()
+                yield np.frombuffer(raw, NUMPY_DTYPES[output.datatype]).tolist()
         if message.final:
             yield "end"
 

@@ -23,7 +23,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -102,7 +102,7 @@ def tensor(
     """Return an input in the message, or in a memory range that already contains its bytes."""
     array = np.asarray(array)
     if datatype is None:
-        kinds = {kind: name for name, kind in NUMPY.items()}
+        kinds = {kind: name for name, kind in NUMPY_DTYPES.items()}
         datatype = kinds.get(array.dtype, "BYTES")
     raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
     return TensorRef(name, datatype, array.shape, raw if memory_range is None else memory_range)
@@ -125,7 +125,7 @@ class Reply:
         else:
             assert rig is not None
             raw = rig.context.arena.view(ref.data)
-        kind = np.dtype(np.uint16) if ref.datatype == "BF16" else NUMPY[ref.datatype]
+        kind = np.dtype(np.uint16) if ref.datatype == "BF16" else NUMPY_DTYPES[ref.datatype]
         return np.frombuffer(raw, kind).reshape(ref.shape)
 
 

@@ -15,8 +15,8 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import generation
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.scheduler_client import NO_SCHEDULER
-from shmserve.ipc.tensors.signature import stopping
-from shmserve.ipc.transport.router import first_number
+from shmserve.ipc.tensors.signature import stopping_text
+from shmserve.ipc.transport.router import leading_pid
 from shmserve.scheduler.settings import Settings
 from tests.simulation import texts
 from tests.simulation.models import Model
@@ -150,7 +150,7 @@ class Ledger:
             names = {request.model.name, *(step.name for step in request.model.steps)}
             text = message.message
             # The state of a sequence ends with its scheduler, so its later requests are rejected.
-            refused = stopping("", of_sequence=True) in text and request.step <= 0
+            refused = stopping_text("", of_sequence=True) in text and request.step <= 0
             if (NO_SCHEDULER in text or refused) and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
@@ -243,11 +243,11 @@ class SchedulerTrace:
         """Record a client's message before the scheduler handles it."""
         key = (peer, getattr(message, "id", 0))
         if isinstance(message, m.Submit):
-            if first_number(peer) in self.dead:
+            if leading_pid(peer) in self.dead:
                 return
             level = self.settings.policies.level(message.priority)
             entry = self.entries[key] = Entry(peer, message, level)
-            self.by_uid[_uid(first_number(peer), message)] = entry
+            self.by_uid[_uid(leading_pid(peer), message)] = entry
             self.waiting.setdefault(level, OrderedDict())
         elif isinstance(message, m.Cancel) and key in self.entries:
             self.entries[key].cancelled = True
@@ -264,7 +264,7 @@ class SchedulerTrace:
         """Record that the scheduler has handled the notification of an exit."""
         self.dead.add(pid)
         for (peer, _), entry in list(self.entries.items()):
-            if first_number(peer) == pid:
+            if leading_pid(peer) == pid:
                 if not entry.ended:
                     self.counted["failed"] += 1
                 self._forget(entry)
@@ -403,7 +403,7 @@ class SchedulerTrace:
         ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
         if not ends or self.succeeded_by_another:
             return
-        if first_number(peer) in self.dead:
+        if leading_pid(peer) in self.dead:
             self._fail(f"a dead client is told {type(message).__name__}")
         entry = self.entries.get((peer, message.id))
         if entry is None:
@@ -424,7 +424,7 @@ class SchedulerTrace:
         else:
             if entry.at and not self.model.decoupled and not isinstance(message, m.Finished):
                 worker_has = any(
-                    _uid(work.client_pid, work) == _uid(first_number(peer), entry.submit)
+                    _uid(work.client_pid, work) == _uid(leading_pid(peer), entry.submit)
                     for (worker, _), execute in self.batches.items()
                     if worker == entry.at
                     for work in execute.requests
@@ -451,7 +451,7 @@ class SchedulerTrace:
 
     def _forget(self, entry: Entry) -> None:
         self.entries.pop((entry.peer, entry.submit.id), None)
-        self.by_uid.pop(_uid(first_number(entry.peer), entry.submit), None)
+        self.by_uid.pop(_uid(leading_pid(entry.peer), entry.submit), None)
         self.waiting[entry.level].pop(entry, None)
 
     @property

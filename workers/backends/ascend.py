@@ -35,7 +35,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.arrays import STORED
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG, element_count
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
@@ -279,7 +279,9 @@ class AscendBackend(Backend):
         self._batched = signature.max_batch_size > 0
         _check(signature, "input", signature.inputs, model.inputs)
         _check(signature, "output", signature.outputs, model.outputs)
-        self._results = [np.empty(tensor.dims, STORED[tensor.datatype]) for tensor in model.outputs]
+        self._results = [
+            np.empty(tensor.dims, STORAGE_DTYPES[tensor.datatype]) for tensor in model.outputs
+        ]
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the whole batch once, after copying each request's rows to the device."""

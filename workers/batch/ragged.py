@@ -27,7 +27,7 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.arrays import NUMPY, STORED, to_bf16
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES, to_bf16
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.padding import Pad, Padding, Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
@@ -57,7 +57,10 @@ class Ragged:
         self._batched = config.max_batch_size > 0
         self._generated = [
             _GeneratedTensor(
-                name, rule.source_input[0], _GENERATORS[rule.kind], np.dtype(NUMPY[rule.datatype])
+                name,
+                rule.source_input[0],
+                _GENERATORS[rule.kind],
+                np.dtype(NUMPY_DTYPES[rule.datatype]),
             )
             for rule in config.batch_input
             for name in rule.target_name
@@ -297,7 +300,7 @@ def _padded_batch(pad: Pad, inputs: Sequence[Input], target_shape: Shape) -> Any
     if any(item.on_device for item in inputs):
         return _padded_batch_on_device(pad, inputs, shape)
     datatype = inputs[0].datatype
-    batch: Array = np.empty(shape, STORED[datatype])
+    batch: Array = np.empty(shape, STORAGE_DTYPES[datatype])
     if any(item.shape[1:] != target_shape for item in inputs):
         batch[...] = to_bf16(np.array(pad.value)) if datatype == "BF16" else pad.value
     for item, slices in zip(inputs, _input_slices(inputs), strict=True):

@@ -17,7 +17,7 @@ import numpy as np
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema
@@ -32,7 +32,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.descriptors import unpack_range
-from shmserve.ipc.tensors.inference import TensorSchema, overlap
+from shmserve.ipc.tensors.inference import TensorSchema, has_overlap
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
@@ -120,7 +120,7 @@ class Input:
             if not ITEM_SIZE[self.datatype]:
                 self.array = decode_bytes(self.raw, self.shape, self.name, self.model)
                 return self.array
-            array: Array = np.ndarray(self.shape, STORED[self.datatype], self.raw)
+            array: Array = np.ndarray(self.shape, STORAGE_DTYPES[self.datatype], self.raw)
             if self.memory_range is not None:
                 # A client may choose any offset. Unaligned arrays are slow, and undefined behaviour
                 # in compiled code.
@@ -158,7 +158,7 @@ class Output(NamedTuple):
     @classmethod
     def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
         """Return an output with one dimension; the values are Python's (BYTES: bytes or str)."""
-        return cls(name, datatype, np.array(list(values), STORED[datatype]))
+        return cls(name, datatype, np.array(list(values), STORAGE_DTYPES[datatype]))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -221,7 +221,7 @@ class Request:
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_kinds: dict[Any, Any] = field(default_factory=dict)
-    aliased: bool = False
+    is_aliased: bool = False
     byte_size: int = 0
     shared: bool = False
     states: tuple[str, ...] = ()
@@ -232,7 +232,7 @@ class Request:
         Returns:
             The range, or None if the array is no input's or an output is written over an input.
         """
-        if self.aliased:
+        if self.is_aliased:
             return None
         return next(
             (item.memory_range for item in self.inputs.values() if item.array is array), None
@@ -334,7 +334,7 @@ class Unpacker:
             entries[schema] if schema in entries else self._properties_by_schema.learn(schema)
         )
         data = work.data
-        if len(data) != properties.schema.count:
+        if len(data) != properties.schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         inputs: dict[str, Input] = {}
         model = self._signature.name
@@ -363,7 +363,7 @@ class Unpacker:
         if properties.placed_outputs:
             outputs = map(unpack_range, data[properties.input_count :])
             memory_ranges = dict(zip(properties.placed_outputs, outputs, strict=True))
-            aliased = overlap(shared, memory_ranges.values())
+            aliased = has_overlap(shared, memory_ranges.values())
         return Request(
             work,
             properties.schema,

@@ -25,7 +25,7 @@ import numpy as np
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.arrays import NUMPY, STORED
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
@@ -314,7 +314,7 @@ class Runner:
         if not isinstance(raw, memoryview):
             self._copy_counter.inputs += len(raw)
             raw, is_view = _to_host(raw), False
-        array: np.ndarray[Any, Any] = np.ndarray(shape, STORED[datatype], raw)
+        array: np.ndarray[Any, Any] = np.ndarray(shape, STORAGE_DTYPES[datatype], raw)
         if not array.flags.aligned:
             return array.copy()
         # The executor passes copies to a model that fails because it writes into its inputs.
@@ -405,7 +405,9 @@ class Runner:
             if item.datatype == "BYTES" or (name in self._numpy_inputs and not item.on_device):
                 inputs[name] = item.numpy()
             elif name in self._numpy_inputs:
-                inputs[name] = np.ndarray(item.shape, STORED[item.datatype], _to_host(item.raw))
+                inputs[name] = np.ndarray(
+                    item.shape, STORAGE_DTYPES[item.datatype], _to_host(item.raw)
+                )
             else:
                 inputs[name] = item.torch().to(self._device.torch)
         self._add_ragged(inputs, [request])
@@ -525,9 +527,9 @@ def _weights_byte_size(model: Any) -> int:
 
 def _array_datatype(array: np.ndarray[Any, Any], expected: str) -> str:
     dtype = array.dtype.newbyteorder("=")
-    if dtype == STORED[expected]:
+    if dtype == STORAGE_DTYPES[expected]:
         return expected
-    for datatype, candidate in NUMPY.items():
+    for datatype, candidate in NUMPY_DTYPES.items():
         if candidate == dtype:
             return datatype
     raise Internal(f"an inference output has the datatype {dtype}, which no client can receive")

@@ -23,11 +23,11 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.arrays import STORED, as_text, encode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, elements_as_text, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
-from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.ipc.trace import TraceContext, TracedTensor
 from shmserve.workers.batch.request import Array, Input, Output, Request, Response, reshape
 from shmserve.workers.context import ModelContext
@@ -124,7 +124,7 @@ class Scatterer:
         """
         if request.work.trace:
             self.trace(request, response.outputs)
-        if response.parameters or request.aliased:
+        if response.parameters or request.is_aliased:
             return self._write_new(request, response, None)
         memory_ranges, inputs = request.memory_ranges, request.inputs
         key: Any = []
@@ -172,7 +172,9 @@ class Scatterer:
         for tensor in tensors:
             output = tensor if isinstance(tensor, Output) else _as_output(tensor)
             text = (
-                as_text(tensor.datatype, _host_array(output)) if output.data.nbytes < budget else ""
+                elements_as_text(tensor.datatype, _host_array(output))
+                if output.data.nbytes < budget
+                else ""
             )
             text = text if len(text) < budget else ""
             budget -= len(text)
@@ -196,7 +198,7 @@ class Scatterer:
         ]
         if len(ready) < len(request.requested):
             self._handle_missing(request, {item.name for item in ready})
-        if request.aliased and len(ready) > 1:
+        if request.is_aliased and len(ready) > 1:
             ready = [_detach(item, request) for item in ready]
         memory_ranges = request.memory_ranges
         message_bytes = sum([item.byte_size for item in ready if item.name not in memory_ranges])
@@ -268,7 +270,7 @@ class Scatterer:
             )
         dims = spec.model_dims
         expected = (request.batch_size, *dims) if self._batched else dims
-        if not agree(expected, shape):
+        if not shapes_match(expected, shape):
             text = (
                 f"unexpected shape for inference output '{output.name}' for model "
                 f"'{self._signature.name}'. Expected {shape_text(expected)}, got "
@@ -287,7 +289,7 @@ class Scatterer:
         batch_dim, item_shape = (shape[:1], shape[1:]) if self._batched else ((), shape)
         return (
             (*batch_dim, *reshape(item_shape, dims, spec.dims))
-            if agree(dims, item_shape)
+            if shapes_match(dims, item_shape)
             else shape
         )
 
@@ -469,7 +471,7 @@ def _host_array(output: Output) -> Array:
         data = host_array(data)
     if datatype == "BYTES":
         return data
-    dtype = STORED[datatype]
+    dtype = STORAGE_DTYPES[datatype]
     if data.dtype == dtype:
         return data
     if data.dtype.newbyteorder("=") != dtype:

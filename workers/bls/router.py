@@ -37,7 +37,7 @@ from shmserve.errors import (
     Unavailable,
     from_code,
 )
-from shmserve.ipc.memory.lent import LentMemory, releases
+from shmserve.ipc.memory.lent import LentMemory, release_messages
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.control_requests import FindModel
 from shmserve.ipc.messages.inference import (
@@ -51,7 +51,7 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
-from shmserve.ipc.tensors.inference import ResponseSchema, ranges_of
+from shmserve.ipc.tensors.inference import ResponseSchema, unpack_ranges
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import LinkTable
@@ -508,7 +508,7 @@ class CallRouter:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
         outcome = copy_response(response, self.mappings, call.request.model)
-        self.schedulers.release(call.endpoint, releases(ranges_of(data)))
+        self.schedulers.release(call.endpoint, release_messages(unpack_ranges(data)))
         return outcome
 
     # --- failover
@@ -526,7 +526,7 @@ class CallRouter:
         with self._lock:
             match message:
                 case ProcessExited(process=pid):
-                    self.mappings.drop_process(pid)
+                    self.mappings.unmap_process(pid)
                 case ModelWithdrawn(name=name):
                     self._remove_targets(name)
                 case SchedulerLost(endpoint=lost_endpoint, successor=successor):

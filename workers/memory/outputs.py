@@ -132,7 +132,7 @@ class OutputMemory:
     def drop_reader(self, reader: int) -> None:
         """Free every block of a process that has exited."""
         self._exited_readers.discard(reader)
-        self._readers.drop(reader)
+        self._readers.release_all(reader)
         self.free_unused(
             [offset for offset, output in self._unsent.items() if output.reader == reader]
         )

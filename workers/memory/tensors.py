@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.workers.memory.device_memory import is_device_lost
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Protocol datatype -> torch dtype, and the reverse.
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    **{name: getattr(torch, kind.name) for name, kind in NUMPY.items() if name != "BYTES"},
+    **{name: getattr(torch, kind.name) for name, kind in NUMPY_DTYPES.items() if name != "BYTES"},
     "BF16": torch.bfloat16,
 }
 PROTOCOL_DATATYPES: dict[torch.dtype, str] = {kind: name for name, kind in TORCH_DTYPES.items()}

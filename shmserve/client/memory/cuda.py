@@ -22,7 +22,7 @@ from shmserve.client.memory.views import MemoryLease, RegisteredMemory
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.errors import InvalidArgument, Released, Unavailable
 from shmserve.ipc.memory.arena import FreeList
-from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
+from shmserve.ipc.memory.cuda_ipc import CudaExporter, DeviceAllocation, Driver
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Range
@@ -134,7 +134,7 @@ class DeviceSegment(RegisteredMemory):
 
     counted = False
 
-    def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
+    def __init__(self, cuda: CudaExporter, device: int, byte_size: int) -> None:
         """Allocate the memory; see `DeviceAllocation` for errors."""
         allocation = DeviceAllocation(cuda, device, byte_size)
         self._allocation: DeviceAllocation | None = allocation
@@ -260,7 +260,7 @@ class DeviceView:
         return f"<{self.datatype} {self.shape} on {self.device}>"
 
 
-def exporting() -> Exporting:
+def exporting() -> CudaExporter:
     """Return the CUDA driver. Raises Unavailable without cuda-bindings or a GPU."""
     try:
         return Driver()

@@ -26,7 +26,7 @@ from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument, NotFound, PermissionDenied, Released, Unsupported
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import LARGEST, Range, TensorRef
+from shmserve.ipc.tensors.descriptors import MAX_INT64, Range, TensorRef
 from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.tensors.signature import Signature
 
@@ -317,6 +317,6 @@ def _template(name: str, shape: Sequence[int] | int, kind: Any) -> TensorTemplat
     if any(dim < 0 for dim in dims):
         raise InvalidArgument(f"'{name}': shape {shape} has a dimension that is not an integer")
     size = element_count(dims) * item
-    if size > LARGEST:
+    if size > MAX_INT64:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")
     return TensorTemplate(name, datatype, dims, size)

@@ -27,7 +27,7 @@ from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, nothing
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc.memory.arena import FIXED_SIZE, FreeList
+from shmserve.ipc.memory.arena import FIXED_SIZE_SEALS, FreeList
 from shmserve.ipc.messages import control_requests as m
 
 ALIGNMENT = 64
@@ -63,7 +63,7 @@ class Segment(RegisteredMemory):
         try:
             os.ftruncate(self.fd, self.size)
             os.posix_fallocate(self.fd, 0, self.size)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, FIXED_SIZE_SEALS)
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException as error:  # includes KeyboardInterrupt, since this may take long
             self.close()

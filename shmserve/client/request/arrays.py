@@ -12,17 +12,17 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.arrays import NUMPY, to_bf16
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, to_bf16
 
 Array = np.ndarray[Any, Any]
 
-_DATATYPES = {dtype: name for name, dtype in NUMPY.items() if name != "BYTES"}
+_DATATYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items() if name != "BYTES"}
 BF16 = np.dtype(np.uint16)  # numpy has no BF16; uint16 holds its bit patterns
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
     """Return the numpy type of a datatype; BF16 as uint16."""
-    return NUMPY.get(datatype, BF16)
+    return NUMPY_DTYPES.get(datatype, BF16)
 
 
 def datatype_of(array: Array, expected: str) -> str:

@@ -376,19 +376,19 @@ class RequestChannel:
         try:
             again = self._links.connect(link.endpoint)
         except Unavailable as error:
-            self._links.drop(link)
+            self._links.remove(link)
             for pending in self.schedulers.withdraw(link.endpoint):
                 pending.fail(error.message)
             return
         if not again.connected:
             again.close()
             return
-        self._links.drop(link)
+        self._links.remove(link)
         withdrawn = self.schedulers.withdraw(link.endpoint)
         if all(pending.again for pending in withdrawn):
             again.close()
         else:
-            self._links.keep(again)
+            self._links.add(again)
         for pending in withdrawn:
             if pending.again:
                 pending.free()

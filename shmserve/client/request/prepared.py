@@ -20,7 +20,7 @@ import numpy as np
 
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
-from shmserve.ipc.tensors.descriptors import LARGEST, Memory, Range, TensorRef, pack_range
+from shmserve.ipc.tensors.descriptors import MAX_INT64, Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 
-_NOWHERE = Memory(0, 0, 0, 0, LARGEST, True)
+_NOWHERE = Memory(0, 0, 0, 0, MAX_INT64, True)
 
 
 class TensorTemplate(NamedTuple):

@@ -13,11 +13,11 @@ from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Internal, Released, Unavailable, Unsupported
-from shmserve.ipc.memory.lent import releases
+from shmserve.ipc.memory.lent import release_messages
 from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
-from shmserve.ipc.tensors.inference import RequestSchema, TensorSchema, ranges_of
+from shmserve.ipc.tensors.inference import RequestSchema, TensorSchema, unpack_ranges
 from shmserve.ipc.transport.records import MalformedMessage
 
 
@@ -179,7 +179,7 @@ def _tensors_of(
             for ref, data in zip(outputs, contents, strict=True)
         }
     finally:
-        reader.release(releases(ranges_of(datas), own_memories(reader.built)))
+        reader.release(release_messages(unpack_ranges(datas), own_memories(reader.built)))
 
 
 def own_memories(built: PackedRequest) -> set[int]:

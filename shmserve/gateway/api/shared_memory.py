@@ -28,7 +28,7 @@ from shmserve.ipc.messages.control_requests import (
     RegisterRegion,
     UnregisterRegion,
 )
-from shmserve.ipc.tensors.descriptors import LARGEST, CudaHandle, whole
+from shmserve.ipc.tensors.descriptors import MAX_INT64, CudaHandle, require_integer
 
 _MAX_NAME_LENGTH = 255
 _INVALID_NAME = (
@@ -198,7 +198,11 @@ async def register_cuda(
         raise InvalidArgument(
             f"{CUDA_INVALID} (device_id {handle.device}; the server has {devices} CUDA devices)"
         )
-    if not 0 < whole(byte_size, "byte_size") <= LARGEST - whole(offset, "offset"):
+    if (
+        not 0
+        < require_integer(byte_size, "byte_size")
+        <= MAX_INT64 - require_integer(offset, "offset")
+    ):
         raise InvalidArgument(f"{CUDA_INVALID} (byte_size {byte_size}, offset {offset})")
     await gateway.supervisor.send_request(
         *(RegisterCudaRegion, name, handle.raw, handle.device, handle.uuid, offset, byte_size),

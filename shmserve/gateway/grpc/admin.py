@@ -22,7 +22,7 @@ from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.model_table import checked_version
-from shmserve.ipc.tensors.descriptors import CudaHandle, whole
+from shmserve.ipc.tensors.descriptors import CudaHandle, require_integer
 from shmserve.logs import FORMATS
 from shmserve.proto import grpc_service_pb2, health_pb2, reflection_pb2
 from shmserve.proto import grpc_service_pb2 as pb
@@ -174,8 +174,8 @@ class AdminCall:
         """Handle SystemSharedMemoryRegister."""
         peer = self.client.peer()
         memory_api.check_region_name(request.name)
-        size = whole(request.byte_size, "byte_size")
-        offset = whole(request.offset, "offset")
+        size = require_integer(request.byte_size, "byte_size")
+        offset = require_integer(request.offset, "offset")
         await memory_api.register_system(
             self.gateway, peer, request.name, request.key, offset, size
         )

@@ -63,7 +63,7 @@ from shmserve.gateway.inference.request import InferInput, InferRequest, select_
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
-from shmserve.ipc.tensors.descriptors import LARGEST
+from shmserve.ipc.tensors.descriptors import MAX_INT64
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 
 JSON_TOO_LARGE = (
@@ -153,7 +153,7 @@ class Body:
         Raises:
             BrokenBody: The size exceeds the range of the parser.
         """
-        if self.declared > LARGEST:
+        if self.declared > MAX_INT64:
             raise BrokenBody("malformed HTTP request body")
         return self._content.read_nowait() if self._content.is_eof() else None
 

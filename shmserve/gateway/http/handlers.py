@@ -22,7 +22,7 @@ from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value_error
 from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai.models import find_embedder
-from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED, CudaHandle, whole
+from shmserve.ipc.tensors.descriptors import MAX_UINT64, CudaHandle, require_integer
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
 _TEXT_HEADER = b"Content-Type: text/plain; charset=utf-8\r\n"
@@ -277,8 +277,8 @@ def decode_registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool
     byte_size = _require_member(body, "byte_size")
     if type(key) is not str:
         raise mistyped_value_error("string")
-    size = whole(byte_size, "byte_size")
-    offset = whole(body.get("offset", 0), "offset")
+    size = require_integer(byte_size, "byte_size")
+    offset = require_integer(body.get("offset", 0), "offset")
     lifetime = body.get("lifetime", "server")
     if lifetime not in ("server", "connection"):
         raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
@@ -354,7 +354,7 @@ def _typed_member(members: dict[str, Any], field: str, kind: type[str] | type[in
     else:
         type_name, is_valid = (
             "unsigned-integer",
-            type(value) is int and 0 <= value <= LARGEST_UNSIGNED,
+            type(value) is int and 0 <= value <= MAX_UINT64,
         )
     if not is_valid:
         raise mistyped_value_error(type_name)

@@ -46,12 +46,12 @@ from shmserve.gateway.region_table import authorise
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.inference import Response, make_submit
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, ResponseSchema
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
-from shmserve.ipc.tensors.signature import stopping
+from shmserve.ipc.tensors.signature import stopping_text
 from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def submit(
             model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
         )
         if gateway.refusing and not is_continuation:
-            raise Unavailable(model.prefix + stopping(request.id, of_sequence=model.stateful))
+            raise Unavailable(model.prefix + stopping_text(request.id, of_sequence=model.stateful))
         if built_request.regions:
             authorise(built_request.regions, client.peer())
         if not model.is_published:
@@ -481,7 +481,7 @@ def _classify_tensor(
     if len(data) != element_total * ITEM_SIZE[datatype]:
         return tensor  # `output_bytes` reports the wrong size later
     batch = tensor.shape[:1] if batched else ()
-    values = np.frombuffer(data, NUMPY[datatype])
+    values = np.frombuffer(data, NUMPY_DTYPES[datatype])
     rows = values.reshape(batch[0], -1) if element_total and batch else values.reshape(1, -1)
     class_count = min(count, rows.shape[1])
     texts = [text for row in rows for text in _class_texts(row, class_count, labels)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.tensors.signature import agree, shape_text
+from shmserve.ipc.tensors.signature import shape_text, shapes_match
 from shmserve.model_config.diagnostics import Key, Problem, member, repeats
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
@@ -313,7 +313,9 @@ def _disagreement(first: _Tensor, second: _Tensor) -> str:
             f"{first.model} while {DataType.Name(second.data_type)} is inferred from model "
             f"{second.model}"
         )
-    if not agree(first.dims, second.dims) and not agree(first.full_dims, second.full_dims):
+    if not shapes_match(first.dims, second.dims) and not shapes_match(
+        first.full_dims, second.full_dims
+    ):
         return (
             f"inconsistent shape: {shape_text(first.dims)} is inferred from model {first.model} "
             f"while {shape_text(second.dims)} is inferred from model {second.model}"

@@ -26,7 +26,7 @@ from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
-from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping
+from shmserve.ipc.tensors.signature import Signature, id_prefix, stopping_text
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Targets, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
@@ -175,7 +175,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         input_names = {name for name, _, _ in inputs}
         placed_outputs = tuple(output.name for output in schema.outputs if output.placed)
         return RequestProperties(
-            schema.count,
+            schema.data_count,
             inputs,
             tuple((name, ABSENT) for name in graph.inputs if name not in input_names),
             tuple(output.name for output in schema.outputs) or graph.outputs,
@@ -223,7 +223,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             self._steps.cancel(request)
 
     def stop(self, request: EnsembleRequest, now_ns: int) -> None:
-        self._requests.stop(request, stopping(request.submit.request_id), now_ns)
+        self._requests.stop(request, stopping_text(request.submit.request_id), now_ns)
 
     # --- steps and supervisor ---------------------------------------------------------------------
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory.arena import FreeList
-from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
+from shmserve.ipc.memory.cuda_ipc import CudaExporter, DeviceAllocation, Driver
 from shmserve.ipc.memory.lent import Block, LentMemory, Token
-from shmserve.ipc.memory.mappings import Mappings, opened
+from shmserve.ipc.memory.mappings import Mappings, open_memory
 from shmserve.ipc.tensors.descriptors import Memory, Range
 from shmserve.ipc.tensors.schemas import BoundedCache
-from shmserve.ipc.tensors.signature import agree
+from shmserve.ipc.tensors.signature import shapes_match
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class TensorKind:
     def shared(cls, datatype: str, shape: tuple[int, ...], batched: bool) -> TensorKind:
         """Return the one object for this datatype and shape."""
         key = (datatype, shape, batched)
-        return _KINDS.find(key) or _KINDS.share(key, cls(*key))
+        return _KINDS.find(key) or _KINDS.store_if_absent(key, cls(*key))
 
     def shape_for(self, dims: Sequence[int], batches: bool) -> tuple[int, ...]:
         """Return the shape as another model takes it: a batch dimension of 1 is added or removed.
@@ -64,10 +64,10 @@ class TensorKind:
             batches: Whether that model has a batch dimension.
         """
         shape, batched = self.shape, self.batched
-        if batches and not batched and agree(dims, shape):
+        if batches and not batched and shapes_match(dims, shape):
             return (1, *shape)
-        if batched and not batches and shape[:1] == (1,) and agree(dims, shape[1:]):
-            return shape if agree(dims, shape) else shape[1:]
+        if batched and not batches and shape[:1] == (1,) and shapes_match(dims, shape[1:]):
+            return shape if shapes_match(dims, shape) else shape[1:]
         return shape
 
 
@@ -155,7 +155,7 @@ class EnsembleMemory:
 
     lent: LentMemory
     _on_dropped: Callable[[int], None]  # called with the id of an arena that is no longer held
-    _cuda: Callable[[], Exporting] = Driver
+    _cuda: Callable[[], CudaExporter] = Driver
     _held_arenas: dict[int, _HeldArena] = field(default_factory=dict)
     _mappings: Mappings = field(default_factory=Mappings)
 
@@ -233,11 +233,11 @@ class EnsembleMemory:
                 arena.owner_exited = True
                 if not arena.users:
                     self._close(memory_id)
-        self._mappings.drop_process(pid)
+        self._mappings.unmap_process(pid)
 
     def _close(self, memory_id: int) -> None:
         self._held_arenas.pop(memory_id).close()
-        self._mappings.drop(memory_id)
+        self._mappings.unmap(memory_id)
         self._on_dropped(memory_id)
 
     def any_true(self, name: str, data: bytes | Range) -> bool:
@@ -260,7 +260,7 @@ class EnsembleMemory:
         """Close all arenas that are held."""
         for memory_id in list(self._held_arenas):
             self._close(memory_id)
-        self._mappings.drop_all()
+        self._mappings.unmap_all()
 
 
 class _HeldArena:
@@ -270,7 +270,7 @@ class _HeldArena:
         self.pid = memory.pid
         self.users = 0
         self.owner_exited = False  # whether the worker that owns the arena has exited
-        self._fd = opened(memory)
+        self._fd = open_memory(memory)
         self.memory = replace(memory, pid=os.getpid(), fd=self._fd)
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class DeviceBlocks:
     Allocations are kept for further requests until the process exits.
     """
 
-    def __init__(self, byte_size: int, cuda: Callable[[], Exporting]) -> None:
+    def __init__(self, byte_size: int, cuda: Callable[[], CudaExporter]) -> None:
         """Make an empty allocator.
 
         Args:
@@ -292,7 +292,7 @@ class DeviceBlocks:
         """
         self._byte_size = byte_size
         self._make_driver = cuda
-        self._cuda: Exporting | None = None
+        self._cuda: CudaExporter | None = None
         self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory
         self._full_devices: set[int] = set()  # devices on which an allocation has failed
 
@@ -342,7 +342,7 @@ class DeviceBlocks:
 class _Segment:
     """An allocation on a device and its free space."""
 
-    def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
+    def __init__(self, cuda: CudaExporter, device: int, byte_size: int) -> None:
         self._allocation = DeviceAllocation(cuda, device, byte_size)
         self.device = device
         self.free = FreeList(self._allocation.size)

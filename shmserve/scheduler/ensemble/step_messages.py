@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import ShmserveError, Unsupported
-from shmserve.ipc.memory.lent import Block, Holding, Token, releases
+from shmserve.ipc.memory.lent import Block, Holding, Token, release_messages
 from shmserve.ipc.messages.inference import (
     LONGEST_TIMEOUT_US,
     Finished,
@@ -379,7 +379,7 @@ class StepMessages:
             for output, content in zip(outputs, data, strict=True)
             if isinstance(content, Range) and output.name not in ensemble_outputs
         ]
-        self._schedulers.release(step.endpoint, releases(memory_ranges))
+        self._schedulers.release(step.endpoint, release_messages(memory_ranges))
 
 
 def _output_block(step: StepRequest, memory_range: Range, block: Block) -> Block:

@@ -71,8 +71,8 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import (
     PeerCredRouter,
     UntrustedRouter,
-    first_number,
-    last_number,
+    leading_pid,
+    trailing_pid,
 )
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
@@ -139,7 +139,7 @@ class HostedScheduler(ABC):
         self._neighbours = neighbours
         self._settings = Settings.read(start.config, start.version, start.limits)
         self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
-        self._client_router = PeerCredRouter(self.endpoint, first_number)
+        self._client_router = PeerCredRouter(self.endpoint, leading_pid)
         self._signature = Signature(start.config, start.version)
         self._local_clients = LocalClientListener.open(start, self._signature)
         self._traces = LocalTraces(self._settings.name, start.version, self._control)
@@ -242,7 +242,7 @@ class HostedScheduler(ABC):
 
         The client is a program on this host, a scheduler in this process, a gateway or a worker.
         """
-        if first_number(peer) >= FIRST_LOCAL_CLIENT:
+        if leading_pid(peer) >= FIRST_LOCAL_CLIENT:
             return partial(self._to_local_client, peer)
         if self._neighbours.is_registered(peer):
             return partial(self._neighbours.post, peer, self.endpoint)
@@ -279,7 +279,7 @@ class BatchingScheduler(HostedScheduler):
 
     def _create_parts(self) -> Parts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
-        workers = PeerCredRouter(endpoint, last_number)
+        workers = PeerCredRouter(endpoint, trailing_pid)
         fits = Schemas(self._signature.fit)
         core = BatchingCore(
             self._settings, fits, workers, self._control, time.perf_counter_ns, self._cache

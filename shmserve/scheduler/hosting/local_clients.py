@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_trace
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.transport.router import UntrustedRouter, first_number
+from shmserve.ipc.transport.router import UntrustedRouter, leading_pid
 from shmserve.scheduler.requests.request import ControlLink
 
 _REMEMBERED_EXITS = 4096
@@ -178,7 +178,7 @@ class LocalClientRules:
         data = submit.data
         schema_entry = self._schemas.find(submit.schema) or self._schemas.learn(submit.schema)
         schema, fits_model = schema_entry
-        if len(data) != schema.count:
+        if len(data) != schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         for tensor, tensor_data in zip(schema.inputs, data, strict=False):
             if type(tensor_data) is bytes:
@@ -289,5 +289,5 @@ class LocalTraces:
 
     def process_exited(self, number: int) -> None:
         """Report the measured requests of a local client that has exited."""
-        for key in [key for key in self.measured if first_number(key[0]) == number]:
+        for key in [key for key in self.measured if leading_pid(key[0]) == number]:
             self._report_trace(*self.measured.pop(key), b"", "the client has disconnected")

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import BatchFinished, Submit
 from shmserve.ipc.tensors.inference import Packed
-from shmserve.ipc.transport.router import first_number
+from shmserve.ipc.transport.router import leading_pid
 
 NEVER = 1 << 63  # later than any time
 NOTHING: Packed = (b"", [])  # a response without schema and data
@@ -60,7 +60,7 @@ class Client(Generic[R]):
 
     def __init__(self, peer: bytes, post: Callable[[Any], object]) -> None:
         self.peer = peer
-        self.pid = first_number(peer)
+        self.pid = leading_pid(peer)
         self.post = post
         self.requests: dict[int, R] = {}
 

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.ipc.memory.lent import unread
+from shmserve.ipc.memory.lent import unread_releases
 from shmserve.ipc.messages.inference import (
     ExecutionResponded,
     Failed,
@@ -223,7 +223,7 @@ class Responses:
     def drop_outputs(self, request: ScheduledRequest, data: list[Any]) -> None:
         """Release the outputs in a worker's memory that no client will read."""
         worker = request.worker
-        for release in unread(data):
+        for release in unread_releases(data):
             if worker is not None and release.pid == worker.pid:
                 outputs = ReleaseOutputs(request.client.pid, release.offsets, release.memory)
                 self._workers.post(worker.peer, outputs)

@@ -34,7 +34,7 @@ from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.messages.control_requests import Refused
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.transport.router import Listener, listening, out_of_descriptors
+from shmserve.ipc.transport.router import Listener, open_listening_socket, socket_error
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class LocalClientConnections:
         try:
             path.parent.mkdir(mode=0o700)
         except OSError as error:
-            raise out_of_descriptors(error) from None
+            raise socket_error(error) from None
         if group != NO_GROUP:
             admit_group(path.parent, group)
         self._client_listener = Listener(predecessor_listener or _open_listener(path, group))
@@ -341,7 +341,7 @@ class LocalClientConnections:
                 self._on_message(client, message, fds)
         except MalformedMessage as error:
             logger.warning("a client program sent an invalid message: %s", error)
-            if isinstance(error, frames.OtherVersion):
+            if isinstance(error, frames.VersionMismatch):
                 refused = Refused(0, Unsupported.code, str(error))
                 self.send(client, frames.pack([refused]))
             self.disconnect(client)
@@ -350,7 +350,7 @@ class LocalClientConnections:
 
 
 def _open_listener(path: Path, group: int) -> socket.socket:
-    listener = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
+    listener = open_listening_socket(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
     if group != NO_GROUP:
         admit_group(path, group)
     return listener

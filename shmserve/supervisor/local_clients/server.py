@@ -33,7 +33,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
-from shmserve.ipc.memory.posix_shm import SharedObject, described
+from shmserve.ipc.memory.posix_shm import SharedObject, describe_object
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import (
     Answered,
@@ -55,7 +55,7 @@ from shmserve.ipc.messages.publications import (
     ServerEnding,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, fits, whole
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, is_within, require_integer
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.local_clients.connections import (
@@ -125,7 +125,7 @@ class LocalMemory:
         handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
         if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
             raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
-        size = whole(asked.byte_size, "byte_size")
+        size = require_integer(asked.byte_size, "byte_size")
         if not size or handle.device < 0:
             raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
         number, uid = client.number, client.uid
@@ -188,7 +188,7 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
         raise InvalidArgument("shared memory must be a memfd or an object in /dev/shm")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
         raise InvalidArgument("a memfd that can be sealed must have the seal F_SEAL_SHRINK")
-    shared = described(fd)
+    shared = describe_object(fd)
     status = os.fstat(fd)
     page = os.fstatvfs(fd).f_bsize
     if page != mmap.PAGESIZE and (not trusted or byte_size % page):
@@ -198,7 +198,7 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
         )
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise InvalidArgument("shared memory must be open for reading and writing")
-    if not byte_size > 0 or not fits(0, byte_size, shared.size):
+    if not byte_size > 0 or not is_within(0, byte_size, shared.size):
         raise InvalidArgument(f"'byte_size' must be from 1 to {shared.size}, got {byte_size}")
     if status.st_blocks * 512 < byte_size:
         raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
@@ -312,7 +312,7 @@ class LocalClientServer:
                 for item in (welcome, *self._snapshot()):
                     self.connections.send(client, self._packet(item))
             case Hello(version=version) if version != frames.VERSION:
-                raise frames.OtherVersion(version)
+                raise frames.VersionMismatch(version)
             case Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.acknowledged(client.number, number)
             case ShareMemory(number, size, pin) if client.welcomed:

@@ -34,7 +34,7 @@ from shmserve.ipc.messages.unions import (
     WorkerToSupervisor,
     WorkspaceToSupervisor,
 )
-from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
+from shmserve.ipc.transport.router import PeerCredRouter, leading_pid, trailing_pid
 from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class ControlSocket:
     """
 
     def __init__(self, endpoint: str) -> None:
-        self._router = PeerCredRouter(endpoint, last_number)
+        self._router = PeerCredRouter(endpoint, trailing_pid)
         self._enrolled: dict[Address, _Peer] = {}
         self._callers: set[Address] = set()
         self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
@@ -289,7 +289,7 @@ class ControlSocket:
 
 def _address(identity: bytes) -> Address:
     role, _, rest = identity.partition(b".")
-    pid, number = last_number(identity), first_number(rest)
+    pid, number = trailing_pid(identity), leading_pid(rest)
     return SchedulerAddress(pid, number) if role in _HOSTED and number else pid
 
 

@@ -297,13 +297,13 @@ class RegionOpener:
         self._quota.release(region.owner.uid, region.byte_size, file)
 
     async def _reserve(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
-        missing = posix_shm.unallocated(shared, region.byte_size)
+        missing = posix_shm.unallocated_bytes(shared, region.byte_size)
         self._quota.charge(region.key, shared.file, missing)
         taken = 0
         try:
             # Reserving the pages of a large object takes long, and must not block the loop.
             taken = await asyncio.to_thread(
-                posix_shm.reserve, region.name, shared, region.offset, region.byte_size
+                posix_shm.allocate_pages, region.name, shared, region.offset, region.byte_size
             )
         finally:
             self._quota.refund(shared.file, missing - min(taken, missing))

@@ -215,7 +215,10 @@ def _reopened(fds: list[int], admit: Admission) -> OpenRegion:
     sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
     if sorted(sealed) != [False, True]:
         raise ValueError("not an object and its description")
-    description, shared = fds[sealed.index(True)], posix_shm.described(fds[sealed.index(False)])
+    description, shared = (
+        fds[sealed.index(True)],
+        posix_shm.describe_object(fds[sealed.index(False)]),
+    )
     fields = json.loads(os.pread(description, _LONGEST, 0))
     region = OpenRegion(
         memory_id=secrets.randbits(62),

@@ -42,7 +42,7 @@ from shmserve.ipc.messages.publications import (
     RegionUnregistered,
     RegionWithdrawn,
 )
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, whole
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, require_integer
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import DROP, KEEP, KeptRegions, OpenRegion
 
@@ -252,9 +252,9 @@ class RegionRegistry:
             raise InvalidArgument(
                 "'region name' is necessary to register system shared memory region"
             )
-        whole(offset, "offset")
-        whole(byte_size, "byte_size")
-        key = posix_shm.normal_key(name, key)
+        require_integer(offset, "offset")
+        require_integer(byte_size, "byte_size")
+        key = posix_shm.normalize_key(name, key)
         async with self._turn:
             existing = self._active.get(name)
             if existing is not None:

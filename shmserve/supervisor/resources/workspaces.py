@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from shmserve import logs
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.memory.arena import FIXED_SIZE, FreeList
-from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
+from shmserve.ipc.memory.arena import FIXED_SIZE_SEALS, FreeList
+from shmserve.ipc.memory.cuda_ipc import CudaExporter, DeviceAllocation, Driver
 from shmserve.ipc.messages.control_requests import (
     Answered,
     LeaseWorkspace,
@@ -151,7 +151,7 @@ def _host_memory(byte_size: int) -> Memory:
     fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, byte_size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FIXED_SIZE_SEALS)
     except OSError as error:
         os.close(fd)
         text = f"no memory for a workspace of {byte_size} bytes: {error.strerror}"
@@ -228,7 +228,7 @@ class Workspaces:
             self._send(owner, Answered(ticket, {"place": packed}))
 
 
-def run(data: bytes, cuda: Callable[[], Exporting] = Driver) -> None:
+def run(data: bytes, cuda: Callable[[], CudaExporter] = Driver) -> None:
     """Run a holder: export the memory of a CUDA device's pool, and hold it until `Stop`.
 
     Args:
@@ -249,7 +249,7 @@ def run(data: bytes, cuda: Callable[[], Exporting] = Driver) -> None:
     hold(start, cuda())
 
 
-def hold(start: WorkspaceStart, cuda: Exporting) -> None:
+def hold(start: WorkspaceStart, cuda: CudaExporter) -> None:
     """Allocate the memory, report it to the supervisor, and wait."""
     allocation = DeviceAllocation(cuda, start.device_id, start.byte_size)
     control = Dealer(endpoints.control(start.run_dir), f"workspace.{os.getpid()}")

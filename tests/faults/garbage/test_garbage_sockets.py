@@ -41,9 +41,11 @@ UNIONS = (
     unions.SupervisorToWorker,
     unions.WorkerToSupervisor,
 )
-TAGS = sorted({frames.tags()[kind] for union in UNIONS for kind in typing.get_args(union)})
+TAGS = sorted({frames.tags_by_class()[kind] for union in UNIONS for kind in typing.get_args(union)})
 FIELDS = {
-    frames.tags()[kind]: len(kind.__slots__) for union in UNIONS for kind in typing.get_args(union)
+    frames.tags_by_class()[kind]: len(kind.__slots__)
+    for union in UNIONS
+    for kind in typing.get_args(union)
 }
 
 

@@ -77,7 +77,7 @@ def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
 def no_zeromq(local_client: Guest, stage: Scene) -> None:
     """Send bytes that are no frames, and incomplete frames."""
     stream_bytes = (
-        zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % local_client.number) + framed(b"abc")
+        zmtp.GREETING + zmtp.ready_command("DEALER", b"%d.x" % local_client.number) + framed(b"abc")
     )
     with contextlib.ExitStack() as stack:
         for endpoint in local_client.models.values():
@@ -111,7 +111,7 @@ def never_read(local_client: Guest, stage: Scene) -> None:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(local_client.models["simple"].removeprefix("ipc://"))
     identity = f"{local_client.number}.{local_client.token}.deaf".encode()
-    connection.sendall(zmtp.GREETING + zmtp.ready("DEALER", identity))
+    connection.sendall(zmtp.GREETING + zmtp.ready_command("DEALER", identity))
     connection.settimeout(1.0)
     frame = framed(frames.pack([submit((small(),), number) for number in range(500)]))
     with contextlib.closing(connection), contextlib.suppress(TimeoutError):

@@ -266,7 +266,7 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
         router.flush()
     worker.execute(1, size=4 * size)
     assert worker.finished()[0].code == "UNAVAILABLE"
-    mappings.drop_process(worker.pid)
+    mappings.unmap_process(worker.pid)
 
 
 def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from shmserve.cli import client
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.protocols.tensors import ModelTensor, decode, encode, load_value
 
@@ -79,12 +79,14 @@ def test_texts_go_there_and_back() -> None:
 
 @given(
     st_numpy.arrays(
-        st.sampled_from([dtype for name, dtype in NUMPY.items() if name not in ("BYTES", "BF16")]),
+        st.sampled_from(
+            [dtype for name, dtype in NUMPY_DTYPES.items() if name not in ("BYTES", "BF16")]
+        ),
         st_numpy.array_shapes(min_dims=0, min_side=0),
     )
 )
 def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
-    datatype = next(name for name, dtype in NUMPY.items() if dtype == array.dtype)
+    datatype = next(name for name, dtype in NUMPY_DTYPES.items() if dtype == array.dtype)
     shape, raw = encode(ModelTensor("X", datatype, array.shape), array)
     decoded = np.array(back(datatype, shape, raw), dtype=array.dtype).reshape(array.shape)
     np.testing.assert_array_equal(decoded, array)

@@ -36,7 +36,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range
 from shmserve.ipc.tensors.inference import TensorSchema
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.router import MOST_ELEMENTS, UntrustedRouter
+from shmserve.ipc.transport.router import MAX_ARRAY_LEN, UntrustedRouter
 from tests.support.waiting import until
 
 
@@ -272,7 +272,7 @@ def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
 
 def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_path: Path) -> None:
     """However many are cancelled at once."""
-    count = 2 * MOST_ELEMENTS
+    count = 2 * MAX_ARRAY_LEN
     router = UntrustedRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)
     channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
     try:

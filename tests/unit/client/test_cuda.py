@@ -128,7 +128,7 @@ class SupervisorContext:
         """Take the news that a worker gets from the supervisor."""
         while self.processes.workers:
             dropped: MemoryDropped = self.processes.workers.pop(0)
-            self.worker.context.mappings.drop(dropped.memory_id)
+            self.worker.context.mappings.unmap(dropped.memory_id)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._over.set)

@@ -28,7 +28,7 @@ DIRECTIONS = {
 
 def test_the_table_has_every_message_and_field() -> None:
     rows = [
-        f"| `{frames.tags()[cls]}` | "
+        f"| `{frames.tags_by_class()[cls]}` | "
         f"{', '.join(f'{f.name}: {f.type}' for f in dataclasses.fields(cls))} | {title} |"
         for title, union in DIRECTIONS.items()
         for cls in typing.get_args(union)

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as st_numpy
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.inference.inference import classify_outputs, largest_indices
 from shmserve.gateway.inference.request import InferOutput, InferRequest
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -47,7 +47,7 @@ def classified(
 def classify(
     values: Any, datatype: str, count: int, labels: tuple[str, ...] = (), *, batched: bool = False
 ) -> TensorRef:
-    array = np.asarray(values, NUMPY[datatype])
+    array = np.asarray(values, NUMPY_DTYPES[datatype])
     other = TensorRef("OTHER", "INT32", (1,), bytes(4))
     tensor = TensorRef("OUT", datatype, array.shape, array.tobytes())
     answer = Inferred((other, tensor), {"k": 1})

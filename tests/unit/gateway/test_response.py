@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (
@@ -65,7 +65,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run")) as model_rig:
         model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
         echoes = model_rig.scheduler(echo)
-        for datatype in NUMPY:
+        for datatype in NUMPY_DTYPES:
             model_rig.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
         model_rig.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
         model_rig.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)

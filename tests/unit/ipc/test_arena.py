@@ -52,7 +52,7 @@ def test_another_mapping_reads_what_was_written() -> None:
     memory_range = arena.allocate(5)
     arena.view(memory_range)[:] = b"hello"
     assert bytes(reader.view(memory_range)) == b"hello"
-    reader.drop(memory_range.memory.id)
+    reader.unmap(memory_range.memory.id)
     assert len(reader) == 0
     arena.close()
 
@@ -97,7 +97,7 @@ def test_a_memory_range_outside_its_memory_is_refused() -> None:
         reader.view(Range(dataclasses.replace(good.memory, id=1, inode=1), 0, 1))
     with pytest.raises(Unavailable):
         reader.view(Range(dataclasses.replace(good.memory, id=2, fd=9999), 0, 1))
-    reader.drop(good.memory.id)
+    reader.unmap(good.memory.id)
     arena.close()
 
 

@@ -35,7 +35,7 @@ def test_views_keep_what_they_show(region: Region, offset: int, size: int) -> No
     kept[:] = 3  # a private copy: no other process sees the change
     assert set(region.read(0, SIZE)) == {2} and set(mappings.view(memory_range)) == {2}
     assert len(mappings) == 1
-    mappings.drop_all()
+    mappings.unmap_all()
 
 
 def test_several_views_of_one_memory(region: Region) -> None:
@@ -51,7 +51,7 @@ def test_several_views_of_one_memory(region: Region) -> None:
     region.write(0, np.full(SIZE, 2, np.uint8))
     assert all(set(view) == {1} for view in views)
     assert set(other) == {2}  # on a page that is not detached
-    mappings.drop_all()
+    mappings.unmap_all()
 
 
 def test_memory_that_was_truncated_is_not_touched(region: Region) -> None:
@@ -62,4 +62,4 @@ def test_memory_that_was_truncated_is_not_touched(region: Region) -> None:
     with pytest.raises(InvalidArgument, match="truncated"):
         mappings.detach([memory_range])
     del view
-    mappings.drop_all()
+    mappings.unmap_all()

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.memory.lent import Block, Holding, LentMemory, Readers, releases, unread
+from shmserve.ipc.memory.lent import (
+    Block,
+    Holding,
+    LentMemory,
+    Readers,
+    release_messages,
+    unread_releases,
+)
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
@@ -107,11 +114,11 @@ def test_releases_name_each_process_once_and_no_client() -> None:
     }
     outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in placed.items()]
     outputs.append(TensorRef("inline", "UINT8", (1,), b"x"))
-    assert releases(placed.values(), {5}) == [Release(10, [0, 128]), Release(11, [64])]
+    assert release_messages(placed.values(), {5}) == [Release(10, [0, 128]), Release(11, [64])]
     _, data = pack_inferred(Inferred(tuple(outputs)))
-    assert unread(data) == [Release(10, [0, 128]), Release(11, [64]), Release(13, [0])]
+    assert unread_releases(data) == [Release(10, [0, 128]), Release(11, [64]), Release(13, [0])]
 
 
 @pytest.mark.parametrize("data", [[], [b"x"], [None], [[b"", 0, 0]], [[b"\xc1", 0, 0]], [7]])
 def test_data_without_memory_ranges_release_nothing(data: list[Any]) -> None:
-    assert unread(data) == []
+    assert unread_releases(data) == []

@@ -34,7 +34,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 _CHANGES = 200_000
 
-ALL = list(frames.tags())
+ALL = list(frames.tags_by_class())
 EXAMPLES: dict[Any, Any] = {
     int: 7,
     str: "x",

@@ -29,7 +29,7 @@ def sparse() -> Iterator[str]:
 
 @pytest.mark.parametrize("key", ["x", "/x", "//x"])
 def test_one_leading_slash(key: str) -> None:
-    assert posix_shm.normal_key("r", key) == "/x"
+    assert posix_shm.normalize_key("r", key) == "/x"
 
 
 @pytest.mark.parametrize(
@@ -39,22 +39,22 @@ def test_one_leading_slash(key: str) -> None:
 def test_keys_of_other_objects_are_refused(key: str) -> None:
     """R6: a key names a plain shared memory object."""
     with pytest.raises(InvalidArgument, match="invalid shm key"):
-        posix_shm.normal_key("r", key)
+        posix_shm.normalize_key("r", key)
 
 
 @pytest.mark.parametrize("key", ["/sem.x", "/nccl-1", "/triton_python_backend_shm_region_1"])
 def test_reserved_keys(key: str) -> None:
     with pytest.raises(InvalidArgument, match="reserved prefix"):
-        posix_shm.normal_key("r", key)
+        posix_shm.normalize_key("r", key)
 
 
 def test_pages_are_taken_at_registration(sparse: str) -> None:
     shared = posix_shm.open_object(sparse)
     try:
         assert os.fstat(shared.fd).st_blocks == 0
-        assert posix_shm.unallocated(shared, 8192) == 8192
-        assert posix_shm.reserve("r", shared, 4096, 8192) == 8192
-        assert posix_shm.reserve("r", shared, 4096, 8192) == 0
+        assert posix_shm.unallocated_bytes(shared, 8192) == 8192
+        assert posix_shm.allocate_pages("r", shared, 4096, 8192) == 8192
+        assert posix_shm.allocate_pages("r", shared, 4096, 8192) == 0
         assert os.fstat(shared.fd).st_blocks * 512 == 8192
         assert os.fstat(shared.fd).st_size == 1 << 20
     finally:

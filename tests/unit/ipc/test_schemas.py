@@ -19,9 +19,9 @@ from shmserve.ipc.tensors.inference import (
     inline_size_of,
     pack_inference,
     pack_inferred,
-    ranges_of,
     unpack_inference,
     unpack_inferred,
+    unpack_ranges,
 )
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.transport.records import MalformedMessage
@@ -61,7 +61,7 @@ def test_requests_of_one_kind_have_one_schema(
     assert schema == equal, "neither bytes nor places are in the schema"
     request_schema = RequestSchema(schema)
     assert (request_schema.inference(one), request_schema.inference(two)) == (first, second)
-    assert request_schema.count == len(one) == len(sizes) + 1
+    assert request_schema.data_count == len(one) == len(sizes) + 1
 
 
 @given(SIZES, st.data())
@@ -121,7 +121,11 @@ def test_bytes_that_are_no_schema_are_malformed(packed: bytes) -> None:
 def test_sizes_count_inline_bytes_and_places() -> None:
     memory_range = Range(MEMORY, 4096, 100)
     _, data = pack_inferred(Inferred(tensors([b"abc", memory_range])))
-    assert (byte_size_of(data), inline_size_of(data), ranges_of(data)) == (103, 3, [memory_range])
+    assert (byte_size_of(data), inline_size_of(data), unpack_ranges(data)) == (
+        103,
+        3,
+        [memory_range],
+    )
 
 
 # --- Schemas
@@ -152,7 +156,7 @@ def test_a_schema_that_cannot_be_derived_is_not_kept() -> None:
 
 
 def test_the_number_of_schemas_is_bounded() -> None:
-    schemas = Schemas(len, most=4)
+    schemas = Schemas(len, capacity=4)
     for n in range(20):
         assert schemas.learn(bytes(n)) == n
         assert 0 < len(schemas) <= 4
@@ -193,8 +197,8 @@ def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:
     evicted: list[str] = []
     cache: BoundedCache[int, str] = BoundedCache(2, evicted.append)
     for key, value in enumerate("abc"):
-        assert cache.share(key, value) == value
-    assert cache.share(2, "later") == "c"
+        assert cache.store_if_absent(key, value) == value
+    assert cache.store_if_absent(2, "later") == "c"
     assert evicted == ["a"] and len(cache) == 2
     cache.clear()
     assert evicted == ["a", "b", "c"] and len(cache) == 0
@@ -218,9 +222,9 @@ def test_a_malformed_memory_range_is_refused_also_beside_a_known_one(wrong: Any)
 def test_a_memory_of_many_bytes_is_malformed_and_not_kept() -> None:
     longest = Memory.on_device(1, 100, CudaHandle(b"h" * 64, 2**31, b"u" * 16), 2**31)
     assert unpack_range([longest.packed, 0, 1]).memory == longest
-    kept = len(descriptors._RANGES), len(descriptors._MEMORIES)
+    kept = len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)
     for handle in (b"h" * 256, b"h" * 1_000_000):
         packed = Memory.on_device(1, 100, CudaHandle(handle, 0)).packed
         with pytest.raises(MalformedMessage):
             unpack_range([packed, 0, 1])
-    assert (len(descriptors._RANGES), len(descriptors._MEMORIES)) == kept
+    assert (len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)) == kept

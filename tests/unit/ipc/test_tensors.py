@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
-from shmserve.ipc.tensors.descriptors import TensorRef, fits, whole
+from shmserve.ipc.tensors.descriptors import TensorRef, is_within, require_integer
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
 
@@ -24,13 +24,13 @@ NEAR = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 2, edge + 
 @given(NEAR, NEAR, st.integers(0, 2**63 - 1))
 def test_a_range_fits_exactly_when_its_bytes_do(offset: int, size: int, limit: int) -> None:
     """R8: one function decides whether a range fits."""
-    assert fits(offset, size, limit) == (offset >= 0 and size >= 0 and offset + size <= limit)
+    assert is_within(offset, size, limit) == (offset >= 0 and size >= 0 and offset + size <= limit)
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 2**63, [1]])
 def test_a_wrong_size_is_refused_by_name(value: object) -> None:
     with pytest.raises(InvalidArgument, match="'offset'"):
-        whole(value, "offset")
+        require_integer(value, "offset")
 
 
 @given(st.lists(st.binary(max_size=20), max_size=20))

@@ -6,7 +6,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from shmserve.ipc.tensors.arrays import as_text
+from shmserve.ipc.tensors.arrays import elements_as_text
 from shmserve.ipc.trace import (
     Span,
     TraceContext,
@@ -157,4 +157,4 @@ def test_tensors_travel_beside_the_spans() -> None:
     ],
 )
 def test_elements_as_in_triton_s_traces(datatype: str, array: Any, text: str) -> None:
-    assert as_text(datatype, array) == text
+    assert elements_as_text(datatype, array) == text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shmserve.ipc.transport import zmtp
 from tests.rigs.arrivals import framed
 
-HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"me")
+HANDSHAKE = zmtp.GREETING + zmtp.ready_command("DEALER", b"me")
 
 
 def fed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
@@ -18,7 +18,7 @@ def fed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
     messages: list[bytes] = []
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     for start, end in itertools.pairwise(edges):
-        if not decoder.broken:
+        if not decoder.violation:
             messages += decoder.feed(data[start:end])
     return decoder, messages
 
@@ -31,7 +31,7 @@ CUTS = st.lists(st.integers(0, 100_000), max_size=12)
 def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]) -> None:
     data = HANDSHAKE + b"".join(map(framed, bodies))
     decoder, messages = fed(data, cuts)
-    assert not decoder.broken and messages == bodies
+    assert not decoder.violation and messages == bodies
     assert decoder.properties == {"socket-type": b"DEALER", "identity": b"me"}
 
 
@@ -39,14 +39,14 @@ def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]
 def test_any_bytes_are_a_broken_connection_or_nothing(data: bytes, cuts: list[int]) -> None:
     for start in (b"", zmtp.GREETING, HANDSHAKE):
         decoder, messages = fed(start + data, cuts)
-        assert decoder.broken or decoder.properties is not None or not messages
+        assert decoder.violation or decoder.properties is not None or not messages
 
 
 def test_messages_of_several_parts_and_commands_are_dropped() -> None:
     ping = b"\x04\x07\x04PING\x00\x00"
     data = HANDSHAKE + b"\x01\x01a\x01\x01b\x00\x01c" + ping + framed(b"one")
     decoder, messages = fed(data, [])
-    assert messages == [b"one"] and decoder.dropped == 1 and not decoder.broken
+    assert messages == [b"one"] and decoder.dropped == 1 and not decoder.violation
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_messages_of_several_parts_and_commands_are_dropped() -> None:
 )
 def test_unsupported_zmtp_is_refused(data: bytes, why: str) -> None:
     decoder, messages = fed(data, [])
-    assert why in decoder.broken and messages == []
+    assert why in decoder.violation and messages == []
 
 
 def test_a_large_message_is_announced_before_it_is_kept() -> None:

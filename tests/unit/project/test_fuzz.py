@@ -127,7 +127,7 @@ packed = st.recursive(
     | st.floats()
     | st.text(max_size=5)
     | st.binary(max_size=5)
-    | st.sampled_from(["FP32", "BYTES", *frames.tags().values()]),
+    | st.sampled_from(["FP32", "BYTES", *frames.tags_by_class().values()]),
     lambda inner: st.lists(inner, max_size=10) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=30,
 )

@@ -112,11 +112,11 @@ def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
     mappings.view(Range(first, 0, 1)).fill_(99)
     assert exported.content[0] == 99
     assert cuda.asked == [("open", 0)]
-    mappings.drop(first.id)
+    mappings.unmap(first.id)
     assert cuda.opened == 1
-    mappings.drop(second.id)
+    mappings.unmap(second.id)
     assert cuda.asked == [("open", 0), ("close", 0)]
-    mappings.drop(second.id)  # without effect: the memory is unknown by now
+    mappings.unmap(second.id)  # without effect: the memory is unknown by now
 
 
 def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
@@ -124,7 +124,7 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     mappings = Mappings(memory.open)
     region = cuda.export(64).memory()
     kept = mappings.view(Range(region, 8, 8)).view(torch.float32)
-    mappings.drop(region.id)
+    mappings.unmap(region.id)
     assert (cuda.opened, memory.handle_count) == (1, 1)
     # A thread of the model drops the last reference. The main thread closes the handle.
     held = [kept]
@@ -150,7 +150,7 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
         mappings = Mappings(memory.open)
         region = exported.memory()
         mappings.view(Range(region, 0, 8))
-        mappings.drop(region.id)
+        mappings.unmap(region.id)
     assert cuda.opened == 0
     assert memory.handle_count == 0
     assert len(cuda.asked) == 2000
@@ -394,7 +394,7 @@ def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeD
     for _ in range(2):
         (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
         assert reply.code == ""
-    worker.context.mappings.drop(memory.id)
+    worker.context.mappings.unmap(memory.id)
     assert cuda.opened == 1, "the model still has its input"
     again = cuda.export(64)
     for _ in range(2):
@@ -471,7 +471,7 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     twice(worker)
     gone = cuda.export(64)
     worker.batch(inference(at(gone.memory(), 0, ROW), outputs=out(gone.memory(), 32)))
-    worker.context.mappings.drop_all()
+    worker.context.mappings.unmap_all()
     cuda.revoke(gone)
     cuda.broken = True
     with pytest.raises(DeviceLost):
@@ -624,9 +624,9 @@ def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unma
     plain = Region(4096)
     mappings.view(Range(plain.memory, 0, 8))
     assert len(cuda.pinned) == 1, "nobody asked for it"
-    mappings.drop(memory.id)
+    mappings.unmap(memory.id)
     assert not cuda.pinned and bytes(kept) == bytes(8), "a view of it stays valid"
-    mappings.drop_all()
+    mappings.unmap_all()
     for made in (region, plain):
         made.close()
 
@@ -645,7 +645,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
         mappings = Mappings(None, partial(memory.pin, device=0))
         region = Region(4096)
         assert len(mappings.view(Range(pinned(region), 0, 8))) == 8
-        mappings.drop_all()
+        mappings.unmap_all()
         region.close()
     assert not cuda.asked
 
@@ -656,5 +656,5 @@ def test_memory_that_is_not_mapped_is_not_pinned(cuda: FakeCuda) -> None:
     copied = dataclasses.replace(region.memory, pinned=True, copied=True)
     assert len(mappings.read(Range(copied, 0, 8))) == 8
     assert not cuda.asked
-    mappings.drop_all()
+    mappings.unmap_all()
     region.close()

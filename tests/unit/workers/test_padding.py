@@ -151,9 +151,9 @@ def test_without_buckets_it_is_the_batchs_maximum() -> None:
     ("datatype", "value"), [("BF16", 1.5), ("INT8", -128), ("BOOL", 1), ("UINT64", 2**64 - 1)]
 )
 def test_the_value_is_of_the_inputs_datatype(datatype: str, value: float) -> None:
-    from shmserve.ipc.tensors.arrays import NUMPY
+    from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 
-    kind = NUMPY.get(datatype, np.dtype(np.uint16))
+    kind = NUMPY_DTYPES.get(datatype, np.dtype(np.uint16))
     requests = [request(np.zeros((1, n), kind), datatype) for n in (1, 2)]
     padder({"IMAGE": {"value": value}}, datatype).pad(requests)
     image = requests[0].inputs["IMAGE"].torch()

@@ -17,7 +17,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.arrays import NUMPY, decode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, decode_bytes
 from shmserve.ipc.tensors.inference import (
     Inference,
     RequestedOutput,
@@ -152,7 +152,9 @@ class Model(Streams):
                     array = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
                     files[output.name] = [text.decode() for text in array.ravel()]
                 else:
-                    files[output.name] = np.frombuffer(output.data, NUMPY[output.datatype]).tolist()
+                    files[output.name] = np.frombuffer(
+                        output.data, NUMPY_DTYPES[output.datatype]
+                    ).tolist()
             yield files
         if message.final:
             yield "end"

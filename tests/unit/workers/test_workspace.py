@@ -65,7 +65,7 @@ def worker(tmp_path: Path) -> Iterator[OnDevice]:
     yield on_device
     ended.set()
     thread.join()
-    mappings.drop_all()
+    mappings.unmap_all()
     control.close(0)
     router.close()
 

@@ -41,7 +41,7 @@ from shmserve.ipc.model_spec import (
     TensorSpec,
 )
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.model import IS_CANCELLED, Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.native import declaration
@@ -264,7 +264,7 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
             if (
                 tensor_type is None
                 or tensor_type.datatype != spec.datatype
-                or not agree(dims, tensor_type.dims)
+                or not shapes_match(dims, tensor_type.dims)
             ):
                 actual = "no"
                 if tensor_type is not None:

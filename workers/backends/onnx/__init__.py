@@ -36,9 +36,9 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable, missing_package
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.arrays import STORED
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.onnx.binding import DeviceBinding, HostBinding
 from shmserve.workers.batch.ragged import Ragged
@@ -194,7 +194,9 @@ _BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, 
 
 # onnxruntime's names of the datatypes where they differ from numpy's.
 _ONNX_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
-_DATATYPES = {f"tensor({_ONNX_NAMES.get(name, kind.name)})": name for name, kind in STORED.items()}
+_DATATYPES = {
+    f"tensor({_ONNX_NAMES.get(name, kind.name)})": name for name, kind in STORAGE_DTYPES.items()
+}
 _UNBOUNDED = 2**31
 
 
@@ -311,7 +313,7 @@ def _check_tensor(side: str, spec: TensorSpec, tensor: FileTensor, signature: Si
         return
     dims = spec.model_dims
     expected = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-    if side == "input" and not spec.ragged and not agree(dims, expected):
+    if side == "input" and not spec.ragged and not shapes_match(dims, expected):
         raise InvalidArgument(
             f"model '{signature.name}', tensor '{spec.name}': the model expects "
             f"{len(expected)} dimensions (shape {shape_text(expected)}) but the model "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.ipc.tensors.arrays import STORED
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import ModelContext, Request
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MIN_BOUND_BYTES = 64 * 1024
 # Memory that a client may change during the run must not be used as an index.
 _FLOAT_DATATYPES = {"FP16", "FP32", "FP64"}
-_DTYPES = {name: kind for name, kind in STORED.items() if name != "BYTES"}
+_DTYPES = {name: kind for name, kind in STORAGE_DTYPES.items() if name != "BYTES"}
 # ONNX's number of the datatype that numpy lacks.
 _BF16 = 16
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.tensors.arrays import NUMPY, STORED, encode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES, encode_bytes
 from shmserve.workers.backends.python.errors import TritonModelException, as_text
 from shmserve.workers.batch.request import Array, CopyCounter, Input, Output, Response
 from shmserve.workers.bls.request import CallInput
@@ -137,8 +137,8 @@ _MIN_REFERENCES = _count_minimum_references()
 
 
 # Triton's number of each datatype.
-TYPE_NUMBERS = {name: number for number, name in enumerate(STORED, start=1)}
-_DATATYPES = {dtype: name for name, dtype in NUMPY.items()}
+TYPE_NUMBERS = {name: number for number, name in enumerate(STORAGE_DTYPES, start=1)}
+_DATATYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 _CPU = (1, 0)  # DLPack's device type kDLCPU, and device 0
 
 

@@ -34,7 +34,7 @@ from torch.export.graph_signature import TensorArgument
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable, missing_package
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.workers.device import Device, preload_scripted
 from shmserve.workers.memory.tensors import PROTOCOL_DATATYPES
 from shmserve.workers.tensor_specs import FileDescription, FileTensor, fits_scalar
@@ -572,7 +572,7 @@ def check(
             continue
         dims = spec.model_dims
         expected = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-        if not agree(dims, expected):
+        if not shapes_match(dims, expected):
             raise InvalidArgument(
                 f"input '{name}' of model '{signature.name}' has the shape {shape_text(dims)}, but "
                 f"its program takes {shape_text(expected)}"

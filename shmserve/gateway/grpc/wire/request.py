@@ -29,9 +29,9 @@ from shmserve.gateway.inference.request import (
     check_correlation_id,
     check_member_count,
 )
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
+from shmserve.ipc.tensors.descriptors import MAX_UINT64
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.signature import shape_text
 from shmserve.proto.grpc_service_pb2 import (
@@ -166,7 +166,7 @@ def _decode_region(tensor: str, parameters: _Parameters) -> RegionRange | None:
         )
     size = _parameter_value(tensor, parameters, "shared_memory_byte_size", "int64_param")
     # Negative numbers become very large ones, as in Triton, which exceed every region.
-    return RegionRange(name, offset & LARGEST_UNSIGNED, size & LARGEST_UNSIGNED)
+    return RegionRange(name, offset & MAX_UINT64, size & MAX_UINT64)
 
 
 def _parameter_value(tensor: str, parameters: _Parameters, key: str, kind: str) -> Any:
@@ -202,8 +202,8 @@ def _decode_typed_contents(tensor: ModelInferRequest.InferInputTensor, model: st
         elif field_datatype in _SAME_LAYOUT_DATATYPES:
             data = _packed_values(tensor.contents)
         else:
-            array = np.fromiter(values, NUMPY[field_datatype], len(values))
-            data = array.astype(NUMPY[datatype], copy=False).tobytes()
+            array = np.fromiter(values, NUMPY_DTYPES[field_datatype], len(values))
+            data = array.astype(NUMPY_DTYPES[datatype], copy=False).tobytes()
     return data or b""
 
 

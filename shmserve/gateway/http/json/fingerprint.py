@@ -26,7 +26,7 @@ import orjson
 from shmserve.gateway.http.json.tensors import create_packer
 from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
-from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
+from shmserve.ipc.tensors.descriptors import MAX_UINT64
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.schemas import BoundedCache
 
@@ -93,7 +93,7 @@ def cut_identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
             return header, None
         sequence_id, start, end = sequence_match.groups()
         correlation_id = sequence_id[1:-1].decode() if sequence_id[:1] == b'"' else int(sequence_id)
-        if isinstance(correlation_id, int) and correlation_id > LARGEST_UNSIGNED:
+        if isinstance(correlation_id, int) and correlation_id > MAX_UINT64:
             return header, None
         flags = SEQUENCE_START * (start == b"true") | SEQUENCE_END * (end == b"true")
         kept_parts += (header[position : sequence_match.start()], _SEQUENCE_PLACEHOLDER)

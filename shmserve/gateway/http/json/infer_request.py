@@ -29,7 +29,7 @@ from shmserve.gateway.inference.request import (
     check_member_count,
 )
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import LARGEST, LARGEST_UNSIGNED
+from shmserve.ipc.tensors.descriptors import MAX_INT64, MAX_UINT64
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.signature import check_extent
 
@@ -170,7 +170,7 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
             f"input '{name}' may have at most {_MAX_DIMS} dimensions, got {len(shape)}"
         )
     for dim in shape:
-        if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
+        if type(dim) is not int or not 0 <= dim <= MAX_UINT64:
             raise mistyped_error("shape", "unsigned-integer", name)
     count = element_count(shape)
     if item_size is None:
@@ -178,7 +178,7 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
             f"invalid datatype for input {name} ('{clip(datatype)}'; allowed: "
             f"{', '.join(ITEM_SIZE)})"
         )
-    if count * (item_size or 1) > LARGEST or count == 0:
+    if count * (item_size or 1) > MAX_INT64 or count == 0:
         check_extent(name, shape, count, item_size)
     tensor = InferInput(name, datatype, tuple(shape), count)
     if is_binary:
@@ -247,7 +247,7 @@ def _read_output(member: Any) -> InferOutput:
 
 
 def _read_classes(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED:
+    if type(value) is not int or not 0 <= value <= MAX_UINT64:
         raise JsonFault(
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
@@ -263,7 +263,7 @@ def _read_parameters(request: InferRequest, members: Any) -> None:
         match key:
             case "sequence_id":
                 if type(value) is not str and (
-                    type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED
+                    type(value) is not int or not 0 <= value <= MAX_UINT64
                 ):
                     raise mistyped_error(key, "string")
                 request.correlation_id = check_correlation_id(value)
@@ -313,7 +313,7 @@ def parameter_value(key: str, value: Any) -> str | int | float | bool:
         raise InvalidArgument(
             f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
         )
-    if type(value) is int and value > LARGEST:
+    if type(value) is int and value > MAX_INT64:
         return float(value)  # integers beyond int64 become floats
     parameter: str | int | float | bool = value
     return parameter

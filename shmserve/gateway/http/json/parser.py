@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from shmserve.common.names import DoubledName, members
 from shmserve.errors import Internal, InvalidArgument, clip, nearest
-from shmserve.ipc.tensors.descriptors import LARGEST_UNSIGNED
+from shmserve.ipc.tensors.descriptors import MAX_UINT64
 
 MAX_DEPTH = 100
 # The limit of objects, and of members. An object takes the time of many numbers.
@@ -162,7 +162,7 @@ def _parse_finite(text: str) -> float:
 
 def _parse_integer(text: str) -> int | float:
     value = int(text) if len(text) < 32 else float(text)
-    return value if -(2**63) <= value <= LARGEST_UNSIGNED else float(value)
+    return value if -(2**63) <= value <= MAX_UINT64 else float(value)
 
 
 def _has_too_many(json_text: bytes, mark: bytes) -> bool:
@@ -237,7 +237,7 @@ def member_array(holder: Any, field: str) -> list[Any]:
 
 def check_unsigned(value: Any, field: str) -> int:
     """Return `value` if it is an integer in [0, 2**64)."""
-    if type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED:
+    if type(value) is not int or not 0 <= value <= MAX_UINT64:
         raise mistyped_error(field, "unsigned-integer")
     return value
 

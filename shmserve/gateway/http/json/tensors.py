@@ -21,7 +21,7 @@ import orjson
 from shmserve.errors import Internal, InvalidArgument, clip
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.inference.body_arrival import MallocTrim
-from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 
 # The number of values that are encoded at a time, which takes about a millisecond.
@@ -184,7 +184,7 @@ def _pack_wrapped(values: list[Any], datatype: str, name: str) -> bytes:
 
     if not all(map(fits, values)):
         raise _misfit_error(values, fits, f"{json_type}-integer", f"{json_type}-integer", name)
-    return np.array(values, wide_dtype).astype(NUMPY[datatype]).tobytes()
+    return np.array(values, wide_dtype).astype(NUMPY_DTYPES[datatype]).tobytes()
 
 
 def _pack_strings(values: list[str], name: str) -> bytes:

@@ -34,7 +34,7 @@ from shmserve.gateway.http.openai.bodies import (
 )
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
-from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
 _NO_STOP_REASON = (b"", b"null")
@@ -573,5 +573,5 @@ class _Generation:
         if tensor.datatype == "BYTES":
             array = decode_bytes(data, tensor.shape, tensor.name, self._text_request.model.name)
             return list(array.ravel())
-        values: list[Any] = np.frombuffer(data, STORED[tensor.datatype]).tolist()
+        values: list[Any] = np.frombuffer(data, STORAGE_DTYPES[tensor.datatype]).tolist()
         return values

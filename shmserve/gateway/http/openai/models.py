@@ -49,7 +49,7 @@ from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
-from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 
 _ENCODING_FORMATS = ("float", "base64")
 _FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
@@ -301,6 +301,6 @@ async def _arrays(
         if tensor.datatype == "BYTES":
             arrays[tensor.name] = decode_bytes(data, tensor.shape, tensor.name, model.name)
         else:
-            arrays[tensor.name] = np.frombuffer(bytes(data), STORED[tensor.datatype])
+            arrays[tensor.name] = np.frombuffer(bytes(data), STORAGE_DTYPES[tensor.datatype])
     queue.remove_first(inferred)
     return arrays

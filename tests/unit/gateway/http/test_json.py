@@ -38,7 +38,7 @@ from shmserve.gateway.http.json.parser import JsonFault, loads, loads_large
 from shmserve.gateway.inference.prepare import check_capacity, raw_request
 from shmserve.gateway.inference.request import InferOutput, InferRequest, RegionRange
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.arrays import NUMPY, decode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
@@ -46,7 +46,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.rigs.gateway_rig import SIMPLE, identity_config
 
-NUMERIC = [name for name in NUMPY if name not in ("BYTES", "FP16", "BOOL")]
+NUMERIC = [name for name in NUMPY_DTYPES if name not in ("BYTES", "FP16", "BOOL")]
 LIMIT = 1 << 20
 
 
@@ -370,7 +370,7 @@ def values_of(datatype: str) -> st.SearchStrategy[list[Any]]:
         return st.lists(st.text(), max_size=20)
     if datatype == "BOOL":
         return st.lists(st.booleans(), max_size=40)
-    dtype = NUMPY[datatype]
+    dtype = NUMPY_DTYPES[datatype]
     if datatype == "FP32":
         return st.lists(st.floats(width=32), max_size=40)
     if datatype == "FP64":
@@ -387,8 +387,8 @@ def test_json_data_round_trips(data: st.DataObject, datatype: str) -> None:
         assert [item.decode() for item in decode_bytes(raw, (len(values),), "A", "m")] == values
     else:
         assert np.array_equal(
-            np.frombuffer(raw, NUMPY[datatype]),
-            np.array(values, NUMPY[datatype]),
+            np.frombuffer(raw, NUMPY_DTYPES[datatype]),
+            np.array(values, NUMPY_DTYPES[datatype]),
             equal_nan=datatype in ("FP32", "FP64"),
         )
     text = tensors.encode(raw, datatype, (len(values),), "A")
@@ -403,7 +403,8 @@ def test_json_data_round_trips(data: st.DataObject, datatype: str) -> None:
 def test_wide_integers_wrap(values: list[int], datatype: str) -> None:
     raw = tensors.decode(values, datatype, len(values), "A")
     assert np.array_equal(
-        np.frombuffer(raw, NUMPY[datatype]), np.array(values, np.int64).astype(NUMPY[datatype])
+        np.frombuffer(raw, NUMPY_DTYPES[datatype]),
+        np.array(values, np.int64).astype(NUMPY_DTYPES[datatype]),
     )
 
 
@@ -466,7 +467,7 @@ def test_bytes_that_are_not_utf8_have_no_json_representation() -> None:
 
 @pytest.mark.parametrize("datatype", [*NUMERIC, "BOOL"])
 def test_long_tensors_are_encoded_in_parts(datatype: str) -> None:
-    values = (np.arange(100_000) % 2).astype(NUMPY[datatype])
+    values = (np.arange(100_000) % 2).astype(NUMPY_DTYPES[datatype])
     raw = values.tobytes()
     parts = list(tensors.encode_parts(memoryview(raw), datatype, values.shape, "A"))
     assert len(parts) > 3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.memory.cuda_ipc import Exporting
+from shmserve.ipc.memory.cuda_ipc import CudaExporter
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
@@ -49,7 +49,7 @@ def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, memory_range: Rang
     rig.from_step(endpoint, m.Finished(submit.id, *pack_inferred(Inferred((tensor_ref,)))))
 
 
-def rig_of(*models: dict[str, Any], exporting: Exporting | None = None) -> EnsembleRig:
+def rig_of(*models: dict[str, Any], exporting: CudaExporter | None = None) -> EnsembleRig:
     cuda = exporting or FakeCuda().exporting()
     return EnsembleRig(CHAIN, models, dims=(SIZE,), cuda=lambda: cuda)
 
@@ -92,7 +92,7 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
     worker = Mappings(cuda.device_memory().open)
     worker.view(memory_range)
     assert len(worker) == cuda.opened == 1
-    worker.drop_process(memory_range.memory.pid)
+    worker.unmap_process(memory_range.memory.pid)
     assert len(worker) == cuda.opened == 0
 
 
@@ -120,7 +120,7 @@ def test_a_python_model_that_takes_tensors_on_its_device() -> None:
 def test_tensors_pass_through_the_host_without_cuda_or_space(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def none() -> Exporting:
+    def none() -> CudaExporter:
         raise Unavailable("there is no driver")
 
     full = FakeCuda().exporting()

@@ -162,7 +162,7 @@ def test_clients_read_memory_of_the_ensemble() -> None:
     assert output.data.memory.id != elsewhere.memory_range.memory.id
     mappings = Mappings()
     assert bytes(mappings.view(output.data)) == b"abcd" * 5000
-    mappings.drop_all()
+    mappings.unmap_all()
     rig.from_client(m.Release(os.getpid(), [output.data.offset], output.data.memory.id))
     assert rig.memory.used == 0
 
