@@ -67,13 +67,13 @@ class SimulatedMemory:
     def view(self, memory_range: Range) -> memoryview:
         return memoryview(self.read(memory_range, "a scheduler"))
 
-    def drop_process(self, pid: int) -> None:
+    def unmap_process(self, pid: int) -> None:
         """Do nothing, because nothing is mapped."""
 
-    def drop(self, memory_id: int) -> None:
+    def unmap(self, memory_id: int) -> None:
         """Do nothing, because nothing is mapped."""
 
-    def drop_all(self) -> None:
+    def unmap_all(self) -> None:
         """Do nothing, because nothing is mapped."""
 
 
