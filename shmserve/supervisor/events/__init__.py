@@ -91,7 +91,7 @@ class Xpub:
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from None
         self._fd = self._socket.fileno()
-        self._loop.add_reader(self._fd, self._take)
+        self._loop.add_reader(self._fd, self._receive_all)
 
     def send(self, topic: bytes, frame: bytes) -> None:
         """Send a message to each subscriber of the topic whose queue is not full."""
@@ -99,9 +99,9 @@ class Xpub:
             self._socket.send_multipart([topic, frame], zmq.NOBLOCK)
         # The descriptor is edge-triggered, and sending may have consumed the edge.
         if self._readable():
-            self._loop.call_soon(self._take)
+            self._loop.call_soon(self._receive_all)
 
-    def _take(self) -> None:
+    def _receive_all(self) -> None:
         while not self._socket.closed and self._readable():
             self._on_message(self._socket.recv(zmq.NOBLOCK))
 
@@ -188,7 +188,7 @@ class EventPublisher:
             self._socket = None
 
 
-_COUNTERS_EVERY_S = 1.0
+_COUNTERS_INTERVAL_S = 1.0
 
 # (state, reason) by (name, version)
 States = Mapping[tuple[str, str], tuple[str, str]]
@@ -241,7 +241,7 @@ class EventFeed:
         if self._publisher.is_followed(COUNTERS):
             self._count()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_COUNTERS_EVERY_S, self._tick)
+            self._timer = loop.call_later(_COUNTERS_INTERVAL_S, self._tick)
 
 
 def changes(before: States, after: States) -> Iterator[ModelChanged]:
@@ -253,15 +253,15 @@ def changes(before: States, after: States) -> Iterator[ModelChanged]:
             yield ModelChanged(name, version, *state)
 
 
-_COUNTED = ("success", "fail", "inference_count", "execution_count", "pending", "executing")
-_DURATIONS = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns")
+_COUNTER_NAMES = ("success", "fail", "inference_count", "execution_count", "pending", "executing")
+_DURATION_NAMES = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns")
 
 
 def counted(name: str, version: str, statistics: dict[str, Any]) -> ModelCounted:
     """Return the event for a scheduler's snapshot. Durations are sums over all requests in ns."""
     counters = {
-        **{name: statistics[name] for name in _COUNTED},
+        **{name: statistics[name] for name in _COUNTER_NAMES},
         "request_ns": statistics["success_ns"],
-        **{name: statistics[name] for name in _DURATIONS},
+        **{name: statistics[name] for name in _DURATION_NAMES},
     }
     return ModelCounted(name, version, counters)
