@@ -84,7 +84,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
         link = Link(looks)
         worker = object.__new__(WorkerInstance)
         worker._context = SimpleNamespace(control=link)  # type: ignore[assignment]
-        worker.link = SimpleNamespace(has_open=threads)  # type: ignore[assignment]
+        worker.link = SimpleNamespace(has_open_requests=threads)  # type: ignore[assignment]
         worker._busy_poll, worker._in_flight = after([waited] * 20, live), live
         assert worker._wait(None)
         return link.waits
