@@ -130,7 +130,7 @@ _SHM_FIELDS = {
         "sparse-byte-size",
     )
 }
-RELOADABLE_FLAGS = frozenset({_TOKENS_FLAG, *_SERVER_FIELDS, *_LOG_FIELDS, *_SHM_FIELDS})
+RELOADABLE = frozenset({_TOKENS_FLAG, *_SERVER_FIELDS, *_LOG_FIELDS, *_SHM_FIELDS})
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +190,7 @@ class Reload:
         changed = {name for name, value in config.flags.items() if value != old_config.flags[name]}
         if config.tokens != old_config.tokens:
             changed.add(_TOKENS_FLAG)
-        applied = changed & RELOADABLE_FLAGS
+        applied = changed & RELOADABLE
         # With tokens, listeners may have other addresses.
         if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS_FLAG)
