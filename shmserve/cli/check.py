@@ -111,7 +111,7 @@ def _checked(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> 
 async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool = False) -> int:
     supervisor.open()
     work = asyncio.ensure_future(_report(supervisor, values, as_json))
-    stop = asyncio.ensure_future(supervisor.signalled())
+    stop = asyncio.ensure_future(supervisor.next_end_signal())
     await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
     interrupted = not work.done()
     for task in (work, stop):

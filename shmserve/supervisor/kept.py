@@ -168,8 +168,8 @@ class Gateways(PermanentProcesses):
                 # The tokens may have changed since the start of the server.
                 tokens = dict(self._context.config.tokens)
                 self._context.control.send(child.pid, m.SetTokens(tokens))
-                for item in self._snapshot():
-                    self._context.control.send(child.pid, item)
+                for published in self._snapshot():
+                    self._context.control.send(child.pid, published)
                 if not self._waits_for_models:
                     self._context.control.send(child.pid, m.Accept())
             case m.Drained():

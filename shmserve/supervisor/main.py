@@ -100,7 +100,7 @@ def _serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None)
     offer = Offer.of(configured_run_directory(config)) if config.take_over else None
     listeners = Listeners(offer)
     try:
-        _listen(config, listeners)
+        _open_listeners(config, listeners)
         signals = defer_signals()
         run_dir = _run_directory(config)
         return run_composed(config, run_dir, listeners, signals, Supervisor.run, read_config)
@@ -158,7 +158,7 @@ def defer_signals() -> list[int]:
     return pending
 
 
-def _listen(config: ServerConfig, listeners: Listeners) -> None:
+def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     """Open the listeners. Inherited sockets of a protocol replace the configured ones."""
     guarded = config.guarded
     http, grpc = config.http, config.grpc
@@ -216,7 +216,7 @@ def compose(
     async def load_on_demand(name: str, patience_s: float) -> None:
         await models.on_demand.load(name, patience_s)
 
-    context = _context(
+    context = _compose_context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
         load_on_demand=load_on_demand,
         listeners=listeners,
@@ -277,7 +277,7 @@ def compose(
     )
 
 
-def _context(
+def _compose_context(
     config: ServerConfig,
     run_dir: RunDirectory,
     control: ControlSocket,
@@ -290,13 +290,13 @@ def _context(
     listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
-    front_zygote = _front_zygote(processes, run_dir)
+    front_zygote = _create_front_zygote(processes, run_dir)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
         control=control,
         front_zygote=front_zygote,
-        worker_zygote=_worker_zygote(processes, run_dir, config),
+        worker_zygote=_create_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
         logging=logging,
         tracing=TraceControl(control, config.trace, config.slow_request_ms),
@@ -314,7 +314,7 @@ def _context(
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
-        tickets=_tickets(config, control),
+        tickets=_create_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
         hosts=SchedulerHosts(control, front_zygote, run_dir.path, logging),
     )
@@ -332,13 +332,15 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
     control.broadcast(exited, "worker")
 
 
-def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
+def _create_front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
     # numpy's BLAS starts threads on import, which these processes do not need.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment)
 
 
-def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
+def _create_worker_zygote(
+    processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
+) -> Zygote:
     # The front zygote has no mark, and kills the remaining processes that models have started.
     environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
@@ -363,7 +365,7 @@ def _worker_environment(environment: Mapping[str, str], run_dir: Path) -> dict[s
     return {**defaults, **environment}
 
 
-def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
+def _create_tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
     tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
     control.serve((AskTicket, CheckHolders, TicketReturned), tickets.handle)

@@ -102,17 +102,17 @@ class Supervisor:
         """Start, serve, drain and stop; return the exit status."""
         started_at = time.monotonic()
         self.open()
-        work = asyncio.ensure_future(self._start(started_at))
-        stop = asyncio.ensure_future(self.signalled())
-        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        start = asyncio.ensure_future(self._start(started_at))
+        end_signal = asyncio.ensure_future(self.next_end_signal())
+        await asyncio.wait({start, end_signal}, return_when=asyncio.FIRST_COMPLETED)
         status = 0
-        if work.done():
-            status = self._outcome(work)
+        if start.done():
+            status = self._exit_status(start)
             if status == 0:
-                await stop
+                await end_signal
         else:
-            await end_all(work)
-        stop.cancel()
+            await end_all(start)
+        end_signal.cancel()
         await self.end(status)
         return status
 
@@ -127,15 +127,15 @@ class Supervisor:
             self._signalled_at = now
             self.end_signals.put_nowait(number)
 
-    async def signalled(self) -> int:
+    async def next_end_signal(self) -> int:
         """Wait for a signal that ends the server, and return its number."""
         return await self.end_signals.get()
 
     @staticmethod
-    def _outcome(work: asyncio.Future[int]) -> int:
-        error = work.exception()
+    def _exit_status(start: asyncio.Future[int]) -> int:
+        error = start.exception()
         if error is None:
-            return work.result()
+            return start.result()
         if isinstance(error, ShmserveError):
             logger.error("the server cannot start: %s", error.message)
         else:
@@ -316,7 +316,7 @@ class Supervisor:
         limit_s = self.context.config.exit_timeout_s
         rejection_s = min(1.0, limit_s / 10)  # time for the rejection of unfinished requests
         drained = asyncio.ensure_future(self._drain(limit_s - 2 * rejection_s))
-        second_signal = asyncio.ensure_future(self.signalled())
+        second_signal = asyncio.ensure_future(self.next_end_signal())
         await asyncio.wait(
             {drained, second_signal},
             timeout=limit_s - rejection_s,

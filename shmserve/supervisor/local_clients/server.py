@@ -309,8 +309,8 @@ class LocalClientServer:
             case Hello(version=frames.VERSION) if not client.welcomed:
                 client.welcomed = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
-                for item in (welcome, *self._snapshot()):
-                    self.connections.send(client, self._packet(item))
+                for greeting in (welcome, *self._snapshot()):
+                    self.connections.send(client, self._packet(greeting))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.OtherVersion(version)
             case Acknowledged(number=number) if client.welcomed:

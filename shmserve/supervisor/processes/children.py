@@ -338,7 +338,7 @@ class Zygote:
         """Use this process for further requests."""
         self._serving = process
         process.child.exited.add_done_callback(self._on_exit)
-        self._loop.add_reader(process.link.fileno(), self._read)
+        self._loop.add_reader(process.link.fileno(), self._read_responses)
 
     def _spawn_process(self, child_end: socket.socket) -> int:
         root = str(Path(shmserve.__file__).resolve().parent.parent)
@@ -366,7 +366,7 @@ class Zygote:
         finally:
             os.set_inheritable(self._run_dir.lock_fd, False)
 
-    def _read(self) -> None:
+    def _read_responses(self) -> None:
         assert self._serving is not None
         while True:
             try:
@@ -392,7 +392,7 @@ class Zygote:
 
     def _on_exit(self, exited: asyncio.Future[str]) -> None:
         assert self._serving is not None
-        self._read()
+        self._read_responses()
         self._loop.remove_reader(self._serving.link.fileno())
         self._serving.link.close()
         if self._stopping:
@@ -414,7 +414,7 @@ class Zygote:
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
             self._ready.exception()  # avoids asyncio's warning if nothing waits
         elif spare is None:
-            self._loop.call_later(_RESTART_PAUSE_S, self._start_again)
+            self._loop.call_later(_RESTART_PAUSE_S, self._restart)
 
     # --- the spare
 
@@ -456,14 +456,14 @@ class Zygote:
 
     # --- requests
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         if self._stopping:
             return
         try:
             self.start()
         except Unavailable as error:
             logger.error("%s: %s", self._title, error.message)
-            self._loop.call_later(_RETRY_PAUSE_S, self._start_again)
+            self._loop.call_later(_RETRY_PAUSE_S, self._restart)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
         """Fork a process that calls `entry` with `start` and its numbers of `fds`.
@@ -502,7 +502,7 @@ class Zygote:
             waiter: asyncio.Future[int] = self._loop.create_future()
             self._pending_forks[number] = waiter
             try:
-                self._request(encode_request(number, entry, start), fds)
+                self._send_request(encode_request(number, entry, start), fds)
             except ConnectionError:
                 del self._pending_forks[number]
                 return 0
@@ -511,7 +511,7 @@ class Zygote:
                 raise _start_failure(error.errno) from None
             return await waiter
 
-    def _request(self, memory: int, fds: Sequence[int]) -> None:
+    def _send_request(self, memory: int, fds: Sequence[int]) -> None:
         assert self._serving is not None
         try:
             socket.send_fds(self._serving.link, [b"fork"], [memory, *fds])
@@ -551,7 +551,7 @@ def worker_preloads(
     models = [model for root in repositories for model in root.glob("*/")]
     patterns = (*_TORCH_FILES, "*/*.onnx") if devices else _TORCH_FILES
     unknown = (may_add_models and bool(repositories) and not models) or any(
-        f.is_dir() for f in files
+        file.is_dir() for file in files
     )
     sources = {source for file in files for source in _imported_files(file)}
     if not (unknown or any(map(_imports_torch, sources))) and not any(

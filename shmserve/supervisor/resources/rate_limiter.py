@@ -301,9 +301,11 @@ class RateLimiter:
         self._used.update(needs)
         request.instance.executions += 1
         self._members[request.member].instance_by_ticket[request.ticket] = request.instance
-        for other in self._pending:
-            if other.number < request.number or other.rank < request.rank:
-                other.overtaken += not needs.keys().isdisjoint(other.instance.needs.resources)
+        for other_request in self._pending:
+            if other_request.number < request.number or other_request.rank < request.rank:
+                other_request.overtaken += not needs.keys().isdisjoint(
+                    other_request.instance.needs.resources
+                )
 
 
 class Tickets:
@@ -344,9 +346,9 @@ class Tickets:
 
     def bind(self, scheduler: Address, member: int) -> None:
         """Bind a member to a new scheduler, and release the tickets of its predecessor."""
-        before = self._schedulers.get(member)
-        if before is not None:
-            self._release(before)
+        predecessor = self._schedulers.get(member)
+        if predecessor is not None:
+            self._release(predecessor)
         self._members[scheduler] = member
         self._schedulers[member] = scheduler
 

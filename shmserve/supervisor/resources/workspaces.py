@@ -143,11 +143,11 @@ class WorkspacePool:
         assert self._free.offsets() == self._owners.keys()
 
 
-def _in_pages(byte_size: int) -> int:
+def _round_to_pages(byte_size: int) -> int:
     return -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _host_memory(byte_size: int) -> Memory:
+def _allocate_host_memory(byte_size: int) -> Memory:
     fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, byte_size)
@@ -169,11 +169,11 @@ class Workspaces:
 
     def __init__(self, byte_sizes: Mapping[str, int], send: Callable[[int, Any], None]) -> None:
         self._pools = {
-            device: WorkspacePool(_in_pages(size)) for device, size in byte_sizes.items()
+            device: WorkspacePool(_round_to_pages(size)) for device, size in byte_sizes.items()
         }
         self._send = send
         if "cpu" in self._pools:
-            self.allocated("cpu", _host_memory(self._pools["cpu"].capacity))
+            self.allocated("cpu", _allocate_host_memory(self._pools["cpu"].capacity))
 
     def allocated(self, device: str, memory: Memory) -> None:
         """Open a device's pool, and grant the waiting requests."""
