@@ -41,7 +41,7 @@ from shmserve.protocols.tensors import ModelTensor, encode, load_value, split_in
 from shmserve.supervisor.host.console import redirect_stderr
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.main import hold_signals, run_composed
+from shmserve.supervisor.main import defer_signals, run_composed
 from shmserve.supervisor.supervisor import Supervisor
 
 _PATIENCE_S = 60.0
@@ -103,7 +103,7 @@ def _checked(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> 
     alone = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )
-    signals = hold_signals()
+    signals = defer_signals()
     task = partial(_check, values=values, as_json=as_json)
     return run_composed(alone, RunDirectory(alone.run_dir), Listeners(), signals, task)
 
@@ -111,7 +111,7 @@ def _checked(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> 
 async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool = False) -> int:
     supervisor.open()
     work = asyncio.ensure_future(_report(supervisor, values, as_json))
-    stop = asyncio.ensure_future(supervisor.signalled())
+    stop = asyncio.ensure_future(supervisor.next_end_signal())
     await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
     interrupted = not work.done()
     for task in (work, stop):

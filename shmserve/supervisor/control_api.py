@@ -50,12 +50,12 @@ class ControlApi:
 
     def __post_init__(self) -> None:
         serve = self._context.control.serve
-        serve(typing.get_args(_Notifications), self._notified)
+        serve(typing.get_args(_Notifications), self._on_notification)
         serve(typing.get_args(m.WorkspaceRequest), self._context.workspaces.handle)
         serve([RequestTraced], self._context.tracing.on_traced)
-        serve(typing.get_args(_Requests), self._requested)
+        serve(typing.get_args(_Requests), self._on_request)
 
-    def _notified(self, pid: int, message: Any) -> None:
+    def _on_notification(self, pid: int, message: Any) -> None:
         match message:
             case RegionInUse(memory_id, used):
                 self._regions.draining.in_use(pid, memory_id, used)
@@ -68,7 +68,7 @@ class ControlApi:
             case ReadyChecked():
                 self._readiness.checked(pid, message)
 
-    def _requested(self, pid: int, message: Any) -> None:
+    def _on_request(self, pid: int, message: Any) -> None:
         self._context.background(self._respond(pid, message))
 
     async def _respond(self, pid: int, request: Any) -> None:

@@ -52,8 +52,8 @@ class Health:
 
     def update(self) -> bool:
         """Compute the health, and return whether it has changed."""
-        models = not self._strict or self._registry.all_ready()
-        ready = self.started and not (self.exiting or self.failed) and models
+        models_ready = not self._strict or self._registry.all_ready()
+        ready = self.started and not (self.exiting or self.failed) and models_ready
         before = self._current
         self._current = HealthChanged(live=not self.failed, ready=ready, exiting=self.exiting)
         return self._current != before

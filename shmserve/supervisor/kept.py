@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 GRPC = "grpc"
 _HTTP_ENTRY = "shmserve.gateway.http.main:run"
 _GRPC_ENTRY = "shmserve.gateway.grpc.main:run"
-_ENTRY = "shmserve.supervisor.resources.workspaces:run"
+_WORKSPACE_ENTRY = "shmserve.supervisor.resources.workspaces:run"
 
 
 @dataclass(slots=True, eq=False)
-class KeptProcess:
+class PermanentProcess:
     """A permanent process with a name.
 
     `contact` resolves when the first process with this name has connected.
@@ -50,11 +50,11 @@ class KeptProcess:
     name: str
     contact: asyncio.Future[None]
     child: Child | None = None
-    started: float = 0.0
+    started_at: float = 0.0
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
 
 
-class KeptProcesses(ABC):
+class PermanentProcesses(ABC):
     """The permanent processes of one role, which are restarted when they exit."""
 
     role: ClassVar[str]
@@ -62,7 +62,7 @@ class KeptProcesses(ABC):
     def __init__(self, context: SupervisorContext, names: Iterable[str]) -> None:
         loop = asyncio.get_running_loop()
         self._context = context
-        self._kept = [KeptProcess(name, loop.create_future()) for name in names]
+        self._processes = [PermanentProcess(name, loop.create_future()) for name in names]
         self._stopping = False
 
     @abstractmethod
@@ -70,7 +70,7 @@ class KeptProcesses(ABC):
         """Start a process with this name and title."""
 
     @abstractmethod
-    def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
+    def _received(self, process: PermanentProcess, child: Child, message: Any) -> None:
         """Handle a message from a process."""
 
     def _would_fail_again(self, child: Child) -> bool:
@@ -83,43 +83,43 @@ class KeptProcesses(ABC):
         Raises:
             Unavailable: A process cannot run on this host; its log contains the reason.
         """
-        await asyncio.gather(*map(self._start, self._kept))
-        await asyncio.gather(*(kept.contact for kept in self._kept))
+        await asyncio.gather(*map(self._start, self._processes))
+        await asyncio.gather(*(process.contact for process in self._processes))
 
-    async def _start(self, kept: KeptProcess) -> None:
-        kept.started = time.monotonic()
-        child = kept.child = await self._spawn(kept.name, f"{self.role} {kept.name}")
-        self._context.enrol(child.pid, self.role, partial(self._received, kept, child))
-        child.exited.add_done_callback(partial(self._exited, kept, child))
+    async def _start(self, process: PermanentProcess) -> None:
+        process.started_at = time.monotonic()
+        child = process.child = await self._spawn(process.name, f"{self.role} {process.name}")
+        self._context.enrol(child.pid, self.role, partial(self._received, process, child))
+        child.exited.add_done_callback(partial(self._exited, process, child))
 
-    def _exited(self, kept: KeptProcess, child: Child, _: object) -> None:
+    def _exited(self, process: PermanentProcess, child: Child, _: object) -> None:
         """Restart a process that has exited."""
         if self._stopping:
             return
-        if not kept.contact.done() and self._would_fail_again(child):
-            kept.contact.set_exception(Unavailable(f"{child.title} ended during its start"))
+        if not process.contact.done() and self._would_fail_again(child):
+            process.contact.set_exception(Unavailable(f"{child.title} ended during its start"))
             # Reading the exception avoids asyncio's warning if nothing waits for it.
-            kept.contact.exception()
+            process.contact.exception()
         else:
             logger.error("%s ended (%s); restarting it", child.title, child.reason)
-            self._context.background(self._restart(kept))
+            self._context.background(self._restart(process))
 
-    async def _restart(self, kept: KeptProcess) -> None:
-        await asyncio.sleep(kept.backoff.pause_s(time.monotonic() - kept.started))
+    async def _restart(self, process: PermanentProcess) -> None:
+        await asyncio.sleep(process.backoff.pause_s(time.monotonic() - process.started_at))
         if self._stopping:
             return
         try:
-            await self._start(kept)
+            await self._start(process)
         except (ShmserveError, OSError) as error:  # OSError: no descriptor or memory is free
-            logger.error("%s %s could not be started: %s", self.role, kept.name, error)
-            self._context.background(self._restart(kept))
+            logger.error("%s %s could not be started: %s", self.role, process.name, error)
+            self._context.background(self._restart(process))
 
     def retire(self) -> None:
         """Stop restarting processes, because the server exits."""
         self._stopping = True
 
 
-class Gateways(KeptProcesses):
+class Gateways(PermanentProcesses):
     """The gateways: "0", "1", ... for HTTP, "grpc", "grpc1", ... for gRPC.
 
     `snapshot()` yields the messages that a new gateway receives.
@@ -160,16 +160,16 @@ class Gateways(KeptProcesses):
         fds = [sock.fileno() for sock in sockets]
         return await self._context.front_zygote.spawn(title, entry, encode_start(start), fds)
 
-    def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
+    def _received(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
-                settle(kept.contact, None)
+                settle(process.contact, None)
             case m.Started():
                 # The tokens may have changed since the start of the server.
                 tokens = dict(self._context.config.tokens)
                 self._context.control.send(child.pid, m.SetTokens(tokens))
-                for item in self._snapshot():
-                    self._context.control.send(child.pid, item)
+                for published in self._snapshot():
+                    self._context.control.send(child.pid, published)
                 if not self._waits_for_models:
                     self._context.control.send(child.pid, m.Accept())
             case m.Drained():
@@ -182,7 +182,7 @@ class Gateways(KeptProcesses):
         return child.exited.result() == f"exit status {BOOT_FAILED}"
 
     def _children(self) -> list[Child]:
-        return [kept.child for kept in self._kept if kept.child is not None]
+        return [process.child for process in self._processes if process.child is not None]
 
     def accept(self) -> None:
         """Let the gateways accept the clients that wait at shared sockets.
@@ -202,9 +202,9 @@ class Gateways(KeptProcesses):
         self._stopping = True
         # Each gateway closes its own copies of the sockets.
         self._listeners.close(grpc_only=names == GRPC)
-        for kept in self._kept:
-            child = kept.child
-            if child is None or not child.alive or not kept.name.startswith(names):
+        for process in self._processes:
+            child = process.child
+            if child is None or not child.alive or not process.name.startswith(names):
                 continue
             if child.pid not in self._drained and self._context.control.connected(child.pid):
                 self._drained[child.pid] = asyncio.get_running_loop().create_future()
@@ -258,7 +258,7 @@ def _settings(config: ServerConfig, metrics_port: int) -> GatewaySettings:
     )
 
 
-class WorkspaceHolders(KeptProcesses):
+class WorkspaceHolders(PermanentProcesses):
     """The workspace holders, one for each CUDA device with a pool, by the device's name."""
 
     role = "workspace"
@@ -269,23 +269,23 @@ class WorkspaceHolders(KeptProcesses):
 
     async def _spawn(self, name: str, title: str) -> Child:
         context = self._context
-        start = WorkspaceStart(_number(name), self._sizes[name], context.run_dir, context.log)
-        return await context.front_zygote.spawn(title, _ENTRY, encode_start(start))
+        start = WorkspaceStart(_device_index(name), self._sizes[name], context.run_dir, context.log)
+        return await context.front_zygote.spawn(title, _WORKSPACE_ENTRY, encode_start(start))
 
-    def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
+    def _received(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
             case WorkspaceAllocated(raw, uuid):
-                handle = CudaHandle(raw, _number(kept.name), uuid)
-                size = self._sizes[kept.name]
+                handle = CudaHandle(raw, _device_index(process.name), uuid)
+                size = self._sizes[process.name]
                 memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
-                self._context.workspaces.allocated(kept.name, memory)
-                settle(kept.contact, None)
+                self._context.workspaces.allocated(process.name, memory)
+                settle(process.contact, None)
 
-    def _exited(self, kept: KeptProcess, child: Child, _: object) -> None:
+    def _exited(self, process: PermanentProcess, child: Child, _: object) -> None:
         if not self._stopping:
-            self._context.workspaces.holder_exited(kept.name)
-        super()._exited(kept, child, _)
+            self._context.workspaces.holder_exited(process.name)
+        super()._exited(process, child, _)
 
 
-def _number(device: str) -> int:
+def _device_index(device: str) -> int:
     return int(device.partition(":")[2])

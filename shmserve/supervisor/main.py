@@ -66,7 +66,7 @@ from shmserve.supervisor.reload import Reload, RepositoryPoller
 from shmserve.supervisor.resources.call_waits import CallWaits
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
-from shmserve.supervisor.supervisor import Supervisor, taken_signals
+from shmserve.supervisor.supervisor import Supervisor, handled_signals
 
 _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),
@@ -74,12 +74,12 @@ _FRONT_PRELOADS = (
 )
 
 
-def serve(config: ServerConfig, read: Callable[[], ServerConfig] | None = None) -> int:
+def serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None = None) -> int:
     """Run a server until SIGTERM or SIGINT.
 
     Args:
         config: The settings.
-        read: Reads the settings again, for SIGHUP.
+        read_config: Reads the settings again, for SIGHUP.
 
     Returns:
         The exit status: 0 after a drain, 1 if the server could not start.
@@ -88,10 +88,10 @@ def serve(config: ServerConfig, read: Callable[[], ServerConfig] | None = None) 
         InvalidArgument: An address or the run directory cannot be used.
     """
     with redirect_stderr(config.log.log_file):
-        return _serve(config, read)
+        return _serve(config, read_config)
 
 
-def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int:
+def _serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None) -> int:
     logs.configure("supervisor", config.log)
     set_process_title("supervisor")
     fd_limits.raise_limit()
@@ -100,10 +100,10 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     offer = Offer.of(configured_run_directory(config)) if config.take_over else None
     listeners = Listeners(offer)
     try:
-        _listen(config, listeners)
-        signals = hold_signals()
+        _open_listeners(config, listeners)
+        signals = defer_signals()
         run_dir = _run_directory(config)
-        return run_composed(config, run_dir, listeners, signals, Supervisor.run, read)
+        return run_composed(config, run_dir, listeners, signals, Supervisor.run, read_config)
     finally:
         listeners.close()
 
@@ -121,7 +121,7 @@ def run_composed(
     listeners: Listeners,
     signals: list[int],
     main: Callable[[Supervisor], Coroutine[Any, Any, int]],
-    read: Callable[[], ServerConfig] | None = None,
+    read_config: Callable[[], ServerConfig] | None = None,
 ) -> int:
     """Compose a server in a new event loop, run `main(supervisor)`, and remove the run directory.
 
@@ -130,7 +130,7 @@ def run_composed(
     """
 
     async def run() -> int:
-        return await main(compose(config, run_dir, listeners, signals, read))
+        return await main(compose(config, run_dir, listeners, signals, read_config))
 
     with asyncio.Runner() as runner:  # the runner handles signals until the folder is removed
         try:
@@ -139,8 +139,8 @@ def run_composed(
             run_dir.remove()
 
 
-def hold_signals() -> list[int]:
-    """Hold the signals that end the server back until `Supervisor.open`.
+def defer_signals() -> list[int]:
+    """Defer the signals that end the server until `Supervisor.open`.
 
     From now on the server has files to remove at its end.
 
@@ -149,16 +149,16 @@ def hold_signals() -> list[int]:
     """
     pending: list[int] = []
 
-    def hold_signal(number: int, _: object) -> None:
+    def defer_signal(number: int, _: object) -> None:
         pending.append(number)
 
     # If these signals were blocked here, they would end the server in another thread.
-    for number in taken_signals():
-        signal.signal(number, hold_signal)
+    for number in handled_signals():
+        signal.signal(number, defer_signal)
     return pending
 
 
-def _listen(config: ServerConfig, listeners: Listeners) -> None:
+def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     """Open the listeners. Inherited sockets of a protocol replace the configured ones."""
     guarded = config.guarded
     http, grpc = config.http, config.grpc
@@ -185,11 +185,11 @@ def compose(
     run_dir: RunDirectory,
     listeners: Listeners,
     signals: list[int],
-    read: Callable[[], ServerConfig] | None,
+    read_config: Callable[[], ServerConfig] | None,
 ) -> Supervisor:
     """Compose the parts of a server in the running event loop. No process is started yet.
 
-    `signals` is the list of `hold_signals`.
+    `signals` is the list of `defer_signals`.
 
     Raises:
         ShmserveError: InvalidArgument or Unavailable, with a message for the operator.
@@ -205,8 +205,8 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(accelerators.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
-    kept = KeptRegions(manager)
-    regions = RegionRegistry(control, opener, events.publish, kept)
+    kept_regions = KeptRegions(manager)
+    regions = RegionRegistry(control, opener, events.publish, kept_regions)
     regions.restore(listeners.stored_fds)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
@@ -216,7 +216,7 @@ def compose(
     async def load_on_demand(name: str, patience_s: float) -> None:
         await models.on_demand.load(name, patience_s)
 
-    context = _context(
+    context = _compose_context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
         load_on_demand=load_on_demand,
         listeners=listeners,
@@ -239,23 +239,23 @@ def compose(
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
-    ControlApi(context, regions, kept, handles, models, registry, readiness)
+    ControlApi(context, regions, kept_regions, handles, models, registry, readiness)
 
     def objection() -> str:
         if manager.is_present:
             return "a service manager started the server and must restart it (systemctl restart)"
         return "" if health.started and not health.exiting else "the server is starting or stopping"
 
-    endings: asyncio.Queue[int] = asyncio.Queue()
+    end_signals: asyncio.Queue[int] = asyncio.Queue()
     handover = Handover(
-        *(run_dir, listeners, regions, kept, context.local_clients, objection),
-        partial(endings.put_nowait, signal.SIGTERM),
+        *(run_dir, listeners, regions, kept_regions, context.local_clients, objection),
+        partial(end_signals.put_nowait, signal.SIGTERM),
     )
 
     return Supervisor(
         listeners=listeners,
         signals=signals,
-        endings=endings,
+        end_signals=end_signals,
         context=context,
         processes=processes,
         regions=regions,
@@ -273,11 +273,11 @@ def compose(
         manager=manager,
         handover=handover,
         watchdog=Watchdog(control, processes, manager),
-        reload=read and Reload(context, opener, poller, manager, read, state),
+        reload=read_config and Reload(context, opener, poller, manager, read_config, state),
     )
 
 
-def _context(
+def _compose_context(
     config: ServerConfig,
     run_dir: RunDirectory,
     control: ControlSocket,
@@ -290,13 +290,13 @@ def _context(
     listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
-    front_zygote = _front_zygote(processes, run_dir)
+    front_zygote = _create_front_zygote(processes, run_dir)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
         control=control,
         front_zygote=front_zygote,
-        worker_zygote=_worker_zygote(processes, run_dir, config),
+        worker_zygote=_create_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
         logging=logging,
         tracing=TraceControl(control, config.trace, config.slow_request_ms),
@@ -314,7 +314,7 @@ def _context(
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
-        tickets=_tickets(config, control),
+        tickets=_create_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
         hosts=SchedulerHosts(control, front_zygote, run_dir.path, logging),
     )
@@ -332,20 +332,22 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
     control.broadcast(exited, "worker")
 
 
-def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
+def _create_front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
     # numpy's BLAS starts threads on import, which these processes do not need.
-    single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, single)
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment)
 
 
-def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
+def _create_worker_zygote(
+    processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
+) -> Zygote:
     # The front zygote has no mark, and kills the remaining processes that models have started.
     environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
     devices = host.accelerators(visible=config.visible_devices).count > 0
-    files = [Path(each.rpartition(":")[0] or each) for each in config.model_files]
-    later = config.model_control_mode != "none"
-    preloads = worker_preloads(config.model_repositories, files, devices, later)
+    files = [Path(file.rpartition(":")[0] or file) for file in config.model_files]
+    may_add_models = config.model_control_mode != "none"
+    preloads = worker_preloads(config.model_repositories, files, devices, may_add_models)
     return Zygote(processes, run_dir, "worker zygote", preloads, environment)
 
 
@@ -363,7 +365,7 @@ def _worker_environment(environment: Mapping[str, str], run_dir: Path) -> dict[s
     return {**defaults, **environment}
 
 
-def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
+def _create_tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
     tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
     control.serve((AskTicket, CheckHolders, TicketReturned), tickets.handle)

@@ -116,36 +116,36 @@ class RepositoryPoller:
         self._retries.pop(name, None)
 
 
-# The flags that may change while the server runs, with their fields.
-_TOKENS = "auth-token-file"
-_OWN = {"exit-timeout-secs": "exit_timeout_s", "load-timeout-secs": "load_timeout_s"}
-_LOG = {
+# The flags that may change while the server runs, with the fields of the settings that they set.
+_TOKENS_FLAG = "auth-token-file"
+_SERVER_FIELDS = {"exit-timeout-secs": "exit_timeout_s", "load-timeout-secs": "load_timeout_s"}
+_LOG_FIELDS = {
     **{f"log-{name}": f"log_{name}" for name in ("info", "warning", "error", "format")},
     "log-verbose": "log_verbose_level",
 }
-_SHM = {
+_SHM_FIELDS = {
     f"shm-{name}": name.replace("-", "_")
     for name in (
         *("max-regions", "max-regions-per-uid", "max-byte-size", "max-byte-size-per-uid"),
         "sparse-byte-size",
     )
 }
-LIVE = frozenset({_TOKENS, *_OWN, *_LOG, *_SHM})
+RELOADABLE = frozenset({_TOKENS_FLAG, *_SERVER_FIELDS, *_LOG_FIELDS, *_SHM_FIELDS})
 
 
 @dataclass(slots=True, eq=False)
 class Reload:
     """The task that reloads the settings.
 
-    `_read()` returns the current settings as at a start. `_state()` returns the status for the
-    service manager.
+    `_read_config()` returns the current settings as at a start. `_state()` returns the status for
+    the service manager.
     """
 
     _context: SupervisorContext
     _opener: RegionOpener
     _poller: RepositoryPoller
     _manager: ServiceManager
-    _read: Callable[[], ServerConfig]
+    _read_config: Callable[[], ServerConfig]
     _state: Callable[[], str]
     _requested: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
@@ -169,7 +169,7 @@ class Reload:
     async def _reload(self) -> None:
         logger.info("reloading")
         try:
-            config = await asyncio.to_thread(self._read)
+            config = await asyncio.to_thread(self._read_config)
         except ShmserveError as error:
             for problem in getattr(error, "problems", [error.message]):
                 logger.error("nothing is reloaded: %s", problem)
@@ -189,11 +189,11 @@ class Reload:
         old_config = context.config
         changed = {name for name, value in config.flags.items() if value != old_config.flags[name]}
         if config.tokens != old_config.tokens:
-            changed.add(_TOKENS)
-        applied = changed & LIVE
+            changed.add(_TOKENS_FLAG)
+        applied = changed & RELOADABLE
         # With tokens, listeners may have other addresses.
         if bool(config.tokens) != bool(old_config.tokens):
-            applied.discard(_TOKENS)
+            applied.discard(_TOKENS_FLAG)
         for name in sorted(changed):
             change = f"{_format_value(config, name)}, was {_format_value(old_config, name)}"
             if name in applied:
@@ -210,21 +210,21 @@ class Reload:
                 name: (config if name in applied else old_config).flags[name]
                 for name in old_config.flags
             },
-            shm=replace(old_config.shm, **_selected(config.shm, _SHM, applied)),
-            **_selected(config, {**_OWN, _TOKENS: "tokens"}, applied),
+            shm=replace(old_config.shm, **_select_applied(config.shm, _SHM_FIELDS, applied)),
+            **_select_applied(config, {**_SERVER_FIELDS, _TOKENS_FLAG: "tokens"}, applied),
         )
-        context.logging.change(_selected(config.log, _LOG, applied))
+        context.logging.change(_select_applied(config.log, _LOG_FIELDS, applied))
         self._opener.limit(context.config.shm)
-        if _TOKENS in applied:
+        if _TOKENS_FLAG in applied:
             context.control.broadcast(SetTokens(dict(config.tokens)), "gateway")
 
 
-def _selected(settings: Any, fields: Mapping[str, str], applied: set[str]) -> dict[str, Any]:
+def _select_applied(settings: Any, fields: Mapping[str, str], applied: set[str]) -> dict[str, Any]:
     return {name: getattr(settings, name) for flag, name in fields.items() if flag in applied}
 
 
 def _format_value(config: ServerConfig, name: str) -> str:
-    if name == _TOKENS:
+    if name == _TOKENS_FLAG:
         return f"{len(config.tokens)} tokens"
     value = config.flags[name]
     # A repeated flag may contain a secret.

@@ -46,15 +46,15 @@ logger = logging.getLogger(__name__)
 _CLIENT_ROLES = ("gateway", LOCAL_CLIENT)
 # As many processes as models: exits of stopped processes are reported to them in groups.
 _MODEL_ROLES = ("scheduler", "ensemble", "worker")
-_REPORT_AFTER_S = 0.5
+_EXIT_REPORT_DELAY_S = 0.5
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def taken_signals() -> tuple[int, ...]:
+def handled_signals() -> tuple[int, ...]:
     """Return the signals that the supervisor handles; under `nohup`, SIGHUP is not one of them."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return ENDING if nohup else (*ENDING, signal.SIGHUP)
+    return END_SIGNALS if nohup else (*END_SIGNALS, signal.SIGHUP)
 
 
 # Signals within this time are one request to end: timeout(1), for example, signals the process, and
@@ -66,13 +66,13 @@ _SAME_SIGNAL_S = 1.0
 class Supervisor:
     """The owner of the process tree.
 
-    `signals` are the signals that were received before `run`. `endings` queues the numbers of
+    `signals` are the signals that were received before `run`. `end_signals` queues the numbers of
     signals that end the server.
     """
 
     listeners: Listeners
     signals: list[int]
-    endings: asyncio.Queue[int]
+    end_signals: asyncio.Queue[int]
     context: SupervisorContext
     processes: ProcessTable
     regions: RegionRegistry
@@ -91,9 +91,9 @@ class Supervisor:
     handover: Handover
     watchdog: Watchdog
     reload: Reload | None
-    _terminal: bool = field(init=False, default_factory=has_terminal)
+    _had_terminal: bool = field(init=False, default_factory=has_terminal)
     _signalled_at: float = field(init=False, default=-math.inf)
-    _stopped: list[ProcessExited] = field(init=False, default_factory=list)
+    _stopped_exits: list[ProcessExited] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.processes.watch(self._process_exited)
@@ -102,40 +102,40 @@ class Supervisor:
         """Start, serve, drain and stop; return the exit status."""
         started_at = time.monotonic()
         self.open()
-        work = asyncio.ensure_future(self._start(started_at))
-        stop = asyncio.ensure_future(self.signalled())
-        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        start = asyncio.ensure_future(self._start(started_at))
+        end_signal = asyncio.ensure_future(self.next_end_signal())
+        await asyncio.wait({start, end_signal}, return_when=asyncio.FIRST_COMPLETED)
         status = 0
-        if work.done():
-            status = self._outcome(work)
+        if start.done():
+            status = self._exit_status(start)
             if status == 0:
-                await stop
+                await end_signal
         else:
-            await end_all(work)
-        stop.cancel()
+            await end_all(start)
+        end_signal.cancel()
         await self.end(status)
         return status
 
     def _signal(self, number: int) -> None:
         # A closed terminal sends SIGHUP, too.
-        closed = self._terminal and not has_terminal()
-        if number == signal.SIGHUP and self.reload is not None and not closed:
+        terminal_closed = self._had_terminal and not has_terminal()
+        if number == signal.SIGHUP and self.reload is not None and not terminal_closed:
             self.reload.request()
             return
         now = time.monotonic()
         if now - self._signalled_at >= _SAME_SIGNAL_S:
             self._signalled_at = now
-            self.endings.put_nowait(number)
+            self.end_signals.put_nowait(number)
 
-    async def signalled(self) -> int:
+    async def next_end_signal(self) -> int:
         """Wait for a signal that ends the server, and return its number."""
-        return await self.endings.get()
+        return await self.end_signals.get()
 
     @staticmethod
-    def _outcome(work: asyncio.Future[int]) -> int:
-        error = work.exception()
+    def _exit_status(start: asyncio.Future[int]) -> int:
+        error = start.exception()
         if error is None:
-            return work.result()
+            return start.result()
         if isinstance(error, ShmserveError):
             logger.error("the server cannot start: %s", error.message)
         else:
@@ -148,7 +148,7 @@ class Supervisor:
         """Handle signals, start the zygotes and publish events; no model is loaded yet."""
         context = self.context
         loop = asyncio.get_running_loop()
-        for number in taken_signals():
+        for number in handled_signals():
             loop.add_signal_handler(number, self._signal, number)
         for number in self.signals:
             self._signal(number)
@@ -200,8 +200,8 @@ class Supervisor:
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
-        ready = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
-        logger.info("the server %s after %.2f s", ready, time.monotonic() - started_at)
+        state = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
+        logger.info("the server %s after %.2f s", state, time.monotonic() - started_at)
         self._log_first_steps()
         self.manager.ready(progress_line(self.registry.progress()))
         _trim_heap()
@@ -222,8 +222,8 @@ class Supervisor:
             logger.info("dashboard: %s/", metrics)
         if http.startswith("http"):
             logger.info("API: %s/docs", http)
-        ready = [version.config for version in self.registry.live if version.loaded]
-        if http and (command := example_command(ready, http)):
+        ready_models = [version.config for version in self.registry.live if version.loaded]
+        if http and (command := example_command(ready_models, http)):
             logger.info("try: %s", command)
 
     async def _load(self) -> bool:
@@ -262,18 +262,18 @@ class Supervisor:
         exited = ProcessExited(pid, reason)
         context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
         if child.stops:
-            self._stopped.append(exited)
-            if len(self._stopped) == 1:
-                asyncio.get_running_loop().call_later(_REPORT_AFTER_S, self._report_stopped)
+            self._stopped_exits.append(exited)
+            if len(self._stopped_exits) == 1:
+                asyncio.get_running_loop().call_later(_EXIT_REPORT_DELAY_S, self._report_stopped)
 
     def _report_stopped(self) -> None:
         """Broadcast the exits of stopped processes together.
 
         Waking all processes for each exit would dominate the time of unloading many models.
         """
-        for exited in self._stopped:
+        for exited in self._stopped_exits:
             self.context.broadcast(exited, *_MODEL_ROLES)
-        self._stopped.clear()
+        self._stopped_exits.clear()
 
     # --- end
 
@@ -314,18 +314,20 @@ class Supervisor:
 
     async def _finish(self) -> None:
         limit_s = self.context.config.exit_timeout_s
-        last_s = min(1.0, limit_s / 10)  # time for the rejection of unfinished requests
-        drained = asyncio.ensure_future(self._drain(limit_s - 2 * last_s))
-        second_signal = asyncio.ensure_future(self.signalled())
+        rejection_s = min(1.0, limit_s / 10)  # time for the rejection of unfinished requests
+        drained = asyncio.ensure_future(self._drain(limit_s - 2 * rejection_s))
+        second_signal = asyncio.ensure_future(self.next_end_signal())
         await asyncio.wait(
-            {drained, second_signal}, timeout=limit_s - last_s, return_when=asyncio.FIRST_COMPLETED
+            {drained, second_signal},
+            timeout=limit_s - rejection_s,
+            return_when=asyncio.FIRST_COMPLETED,
         )
         is_unfinished = not drained.done()
         await end_all(drained, second_signal)
         if is_unfinished:
             logger.warning("not all requests in flight were finished")
             refused = asyncio.ensure_future(self._reject_unfinished())
-            await asyncio.wait({refused}, timeout=last_s)
+            await asyncio.wait({refused}, timeout=rejection_s)
             await end_all(refused)
 
     async def _reject_unfinished(self) -> None:

@@ -115,7 +115,9 @@ def gather_ports(config: ServerConfig) -> PortFacts:
 def judge_ports(ports: PortFacts) -> Verdict:
     """Return WRONG if a port is unavailable, since a server does not start without one of them."""
     problems = [
-        text for text, pids in ports.refused if not ports.server_pid or ports.server_pid not in pids
+        error
+        for error, pids in ports.refused
+        if not ports.server_pid or ports.server_pid not in pids
     ]
     if problems:
         return wrong(
@@ -190,27 +192,28 @@ def gather_peer(config: ServerConfig, pid: int) -> tuple[ServerFacts, PeerFacts]
     run_dir = configured_run_directory(config)
     server = server_pid(run_dir)
     devices = cuda_devices(config.visible_devices)
-    server_process = _process(server or os.getpid(), run_dir)
-    return ServerFacts(server_process, bool(server), config.shm.group, devices), _process(
+    server_process = _gather_process(server or os.getpid(), run_dir)
+    return ServerFacts(server_process, bool(server), config.shm.group, devices), _gather_process(
         pid, run_dir
     )
 
 
-def _process(pid: int, run_dir: Path) -> PeerFacts:
+def _gather_process(pid: int, run_dir: Path) -> PeerFacts:
     folder = Path(f"/proc/{pid}")
     try:
-        lines = (folder / "status").read_text().splitlines()
+        status_lines = (folder / "status").read_text().splitlines()
         status = {
-            name: values.split() for name, _, values in (line.partition(":") for line in lines)
+            name: values.split()
+            for name, _, values in (line.partition(":") for line in status_lines)
         }
-        words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-        environment = dict(word.split("=", 1) for word in words if "=" in word)
+        variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        environment = dict(text.split("=", 1) for text in variables if "=" in text)
         paths = {"/dev/shm": "root/dev/shm", "run directory": f"root{run_dir}"}
         paths |= {name: f"ns/{name}" for name in ("user", "net", "ipc", "pid")}
         return PeerFacts(
             int(status["Uid"][1]),
             frozenset(map(int, (status["Gid"][1], *status["Groups"]))),
-            {name: _identity(folder / path) for name, path in paths.items()},
+            {name: _file_identity(folder / path) for name, path in paths.items()},
             environment.get("CUDA_VISIBLE_DEVICES"),
         )
     except PermissionError:
@@ -223,7 +226,7 @@ def _process(pid: int, run_dir: Path) -> PeerFacts:
         raise InvalidArgument(f"--peer: there is no process {pid}") from None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _file_identity(path: Path) -> tuple[int, int] | None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         status = path.stat()
         return status.st_dev, status.st_ino
@@ -238,14 +241,14 @@ def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verd
         for name, identity in peer.identities.items()
         if identity != server_process.identities[name]
     }
-    yield "peer's /dev/shm", _shm(differing)
-    yield "peer's user", _user(server, peer, differing)
-    yield "peer's run dir", _run_directory(server, differing)
-    yield "peer's network", _network(differing)
-    yield "peer's devices", _devices(server, peer, differing)
+    yield "peer's /dev/shm", _judge_peer_shm(differing)
+    yield "peer's user", _judge_peer_user(server, peer, differing)
+    yield "peer's run dir", _judge_peer_run_directory(server, differing)
+    yield "peer's network", _judge_peer_network(differing)
+    yield "peer's devices", _judge_peer_devices(server, peer, differing)
 
 
-def _shm(differing: set[str]) -> Verdict:
+def _judge_peer_shm(differing: set[str]) -> Verdict:
     if "/dev/shm" not in differing:
         return ok("same as the server's: the server finds regions by their keys")
     return wrong(
@@ -255,7 +258,7 @@ def _shm(differing: set[str]) -> Verdict:
     )
 
 
-def _user(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
+def _judge_peer_user(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
     if "user" in differing:
         return warning("different user namespace: uids differ", "docker run --userns=host")
     if peer.uid == server.process.uid:
@@ -272,7 +275,7 @@ def _user(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
     )
 
 
-def _run_directory(server: ServerFacts, differing: set[str]) -> Verdict:
+def _judge_peer_run_directory(server: ServerFacts, differing: set[str]) -> Verdict:
     if not server.runs:
         return ok("no server is running; a server of this user is assumed")
     if "run directory" not in differing:
@@ -281,7 +284,7 @@ def _run_directory(server: ServerFacts, differing: set[str]) -> Verdict:
     return warning("the server's run directory is not visible: shmserve.client cannot find it", fix)
 
 
-def _network(differing: set[str]) -> Verdict:
+def _judge_peer_network(differing: set[str]) -> Verdict:
     if "net" not in differing:
         return ok("same as the server's: 127.0.0.1 reaches it")
     fix = "use docker run --network=host, or --http-unix-socket and --grpc-unix-socket"
@@ -292,7 +295,7 @@ def _network(differing: set[str]) -> Verdict:
     )
 
 
-def _devices(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
+def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
     if not server.devices:
         return ok("the server has no CUDA device")
     if spaces := " and ".join(sorted(differing & {"ipc", "pid"})):

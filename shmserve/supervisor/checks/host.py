@@ -43,14 +43,16 @@ Versions = dict[str, tuple[str, str]]
 def gather_packages(_: ServerConfig) -> Versions:
     """Return the versions of the required packages; empty if shmserve itself is not installed."""
     try:
-        lines = "\n".join(metadata.requires("shmserve") or [])
+        requirement_lines = "\n".join(metadata.requires("shmserve") or [])
     except metadata.PackageNotFoundError:
         return {}
-    requirements = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", lines, re.MULTILINE)
-    return {name: (_installed(name), minimum) for name, minimum in requirements}
+    requirements = re.findall(
+        r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", requirement_lines, re.MULTILINE
+    )
+    return {name: (_installed_version(name), minimum) for name, minimum in requirements}
 
 
-def _installed(package: str) -> str:
+def _installed_version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -107,8 +109,8 @@ def gather_units(_: ServerConfig) -> tuple[int, str]:
         report = _analyze("verify", "--man=no", *units)[1]
         for unit in units:
             options = ("--offline=true", f"--threshold={_MAX_EXPOSURE}")
-            status, text = _analyze("security", "--no-pager", *options, unit)
-            report += text.strip().splitlines()[-1] if status else ""
+            status, output = _analyze("security", "--no-pager", *options, unit)
+            report += output.strip().splitlines()[-1] if status else ""
     return len(units), report.strip()
 
 

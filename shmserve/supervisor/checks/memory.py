@@ -132,11 +132,12 @@ def _used_files() -> set[str]:
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
     """Warn about objects of killed programs, which use memory until someone deletes them."""
-    unused = [item for item in objects if not item.in_use]
-    total = megabytes(sum(item.byte_size for item in unused or objects))
+    unused = [shm_object for shm_object in objects if not shm_object.in_use]
+    total = megabytes(sum(shm_object.byte_size for shm_object in unused or objects))
     if unused:
         examples = (
-            f"{item.name} ({megabytes(item.byte_size)}, uid {item.uid})" for item in unused[:3]
+            f"{shm_object.name} ({megabytes(shm_object.byte_size)}, uid {shm_object.uid})"
+            for shm_object in unused[:3]
         )
         ellipsis = ", ..." if unused[3:] else ""
         found = f"{len(unused)} objects ({total}) that no visible process uses: "

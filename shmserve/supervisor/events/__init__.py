@@ -91,7 +91,7 @@ class Xpub:
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from None
         self._fd = self._socket.fileno()
-        self._loop.add_reader(self._fd, self._take)
+        self._loop.add_reader(self._fd, self._receive_all)
 
     def send(self, topic: bytes, frame: bytes) -> None:
         """Send a message to each subscriber of the topic whose queue is not full."""
@@ -99,9 +99,9 @@ class Xpub:
             self._socket.send_multipart([topic, frame], zmq.NOBLOCK)
         # The descriptor is edge-triggered, and sending may have consumed the edge.
         if self._readable():
-            self._loop.call_soon(self._take)
+            self._loop.call_soon(self._receive_all)
 
-    def _take(self) -> None:
+    def _receive_all(self) -> None:
         while not self._socket.closed and self._readable():
             self._on_message(self._socket.recv(zmq.NOBLOCK))
 
@@ -156,19 +156,19 @@ class EventPublisher:
             self._sequences[topic] += 1
             self._send(topic, self._sequences[topic], (event,))
 
-    def respond(self, topic: str, events: Iterable[Any]) -> None:
+    def send_snapshot(self, topic: str, events: Iterable[Any]) -> None:
         """Send a snapshot on the topic of the subscriber that requested it."""
         assert topic.startswith(SNAPSHOT)
         self._send(topic, 0, events)
 
-    def repeat(self, topic: str) -> None:
+    def send_recent(self, topic: str) -> None:
         """Send the latest events again, in order, on the topic of the subscriber."""
         assert topic.startswith(RECENT)
         recent = sorted(chain(*self._recent.values()), key=itemgetter(0))
         for time_ns, event in recent:
             self._send(topic, 0, (event,), time_ns)
 
-    def number(self, topic: str) -> None:
+    def send_sequence_numbers(self, topic: str) -> None:
         """Send the current sequence number of each topic, on the topic of the subscriber."""
         assert topic.startswith(SEQUENCES)
         topics = sorted(set(TOPICS.values()))
@@ -188,7 +188,7 @@ class EventPublisher:
             self._socket = None
 
 
-_COUNTERS_EVERY_S = 1.0
+_COUNTERS_INTERVAL_S = 1.0
 
 # (state, reason) by (name, version)
 States = Mapping[tuple[str, str], tuple[str, str]]
@@ -198,7 +198,7 @@ States = Mapping[tuple[str, str], tuple[str, str]]
 class EventFeed:
     """The source of derived events, which reads the server's state by callbacks.
 
-    `_count()` requests the publication of every model's counters.
+    `_request_counters()` requests the publication of every model's counters.
     """
 
     _publisher: EventPublisher
@@ -206,18 +206,18 @@ class EventFeed:
     _processes: Callable[[], list[Child]]
     _regions: Callable[[], list[OpenRegion]]
     _health: Callable[[], Any]
-    _count: Callable[[], None]
+    _request_counters: Callable[[], None]
     _published: States = field(init=False, default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
 
     def subscribed(self, prefix: str, is_subscribed: bool) -> None:
         """Respond to a new subscription to `prefix`, or process its end (not `is_subscribed`)."""
         if is_subscribed and prefix.startswith(SNAPSHOT):
-            self._publisher.respond(prefix, self.snapshot())
+            self._publisher.send_snapshot(prefix, self.snapshot())
         if is_subscribed and prefix.startswith(SEQUENCES):
-            self._publisher.number(prefix)
+            self._publisher.send_sequence_numbers(prefix)
         if is_subscribed and prefix.startswith(RECENT):
-            self._publisher.repeat(prefix)
+            self._publisher.send_recent(prefix)
         if self._timer is None:
             self._tick()
 
@@ -239,9 +239,9 @@ class EventFeed:
     def _tick(self) -> None:
         self._timer = None
         if self._publisher.is_followed(COUNTERS):
-            self._count()
+            self._request_counters()
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_COUNTERS_EVERY_S, self._tick)
+            self._timer = loop.call_later(_COUNTERS_INTERVAL_S, self._tick)
 
 
 def changes(before: States, after: States) -> Iterator[ModelChanged]:
@@ -253,15 +253,15 @@ def changes(before: States, after: States) -> Iterator[ModelChanged]:
             yield ModelChanged(name, version, *state)
 
 
-_COUNTED = ("success", "fail", "inference_count", "execution_count", "pending", "executing")
-_DURATIONS = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns")
+_COUNTER_NAMES = ("success", "fail", "inference_count", "execution_count", "pending", "executing")
+_DURATION_NAMES = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns")
 
 
-def counted(name: str, version: str, statistics: dict[str, Any]) -> ModelCounted:
+def counters_event(name: str, version: str, statistics: dict[str, Any]) -> ModelCounted:
     """Return the event for a scheduler's snapshot. Durations are sums over all requests in ns."""
     counters = {
-        **{name: statistics[name] for name in _COUNTED},
+        **{name: statistics[name] for name in _COUNTER_NAMES},
         "request_ns": statistics["success_ns"],
-        **{name: statistics[name] for name in _DURATIONS},
+        **{name: statistics[name] for name in _DURATION_NAMES},
     }
     return ModelCounted(name, version, counters)

@@ -110,10 +110,10 @@ class StartupReport:
 def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
     """Format a table of models and states as Triton prints it, with long states in several rows."""
     rows = [("Model", "Version", "Status")]
-    for item in index:
-        status = ": ".join(filter(None, (item.get("state", ""), item.get("reason", ""))))
+    for model in index:
+        status = ": ".join(filter(None, (model.get("state", ""), model.get("reason", ""))))
         first_line, *other_lines = textwrap.wrap(status, _STATUS_WIDTH) or ["-"]
-        rows.append((item["name"], item.get("version", "-"), first_line))
+        rows.append((model["name"], model.get("version", "-"), first_line))
         rows += [("", "", line) for line in other_lines]
     flat = [[" ".join(cell.split()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in flat) for i in range(3)]
@@ -131,12 +131,14 @@ def example_command(models: Iterable[ModelSpec], url: str) -> str:
     for spec in candidates:
         required = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
         if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MOST_ELEMENTS:
-            inputs = " ".join(f"--input {shlex.quote(_example(tensor))}" for tensor in required)
+            inputs = " ".join(
+                f"--input {shlex.quote(_example_input(tensor))}" for tensor in required
+            )
             return f"shmserve client infer {shlex.quote(spec.name)} --url {url} {inputs}"
     return f"shmserve perf {shlex.quote(candidates[0].name)} --url {url}" if candidates else ""
 
 
-def _example(tensor: TensorSpec) -> str:
+def _example_input(tensor: TensorSpec) -> str:
     value: Any = {"BYTES": "text", "BOOL": True}.get(tensor.datatype, 1)
     for size in reversed(tensor.dims):
         value = [value] * abs(size)  # a dimension of any size (-1) becomes 1

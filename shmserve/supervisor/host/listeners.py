@@ -223,7 +223,9 @@ class Listeners:
     @property
     def metrics_port(self) -> int:
         """Return the TCP port of metrics, or 0."""
-        return next((s.getsockname()[1] for s in self.metrics if s.family != socket.AF_UNIX), 0)
+        return next(
+            (sock.getsockname()[1] for sock in self.metrics if sock.family != socket.AF_UNIX), 0
+        )
 
     def urls(self) -> tuple[str, str]:
         """Return the URLs of HTTP and of metrics; "" without a listener."""

@@ -64,9 +64,9 @@ class ServiceManager:
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
         """Return the service manager that the environment names, and remove its variables."""
-        text = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
-        required = text["USEC"].isdecimal() and text["PID"] in ("", str(os.getpid()))
-        watchdog_s = int(text["USEC"]) / 1e6 if required else 0.0
+        variables = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
+        required = variables["USEC"].isdecimal() and variables["PID"] in ("", str(os.getpid()))
+        watchdog_s = int(variables["USEC"]) / 1e6 if required else 0.0
         return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
     def ready(self, state: str) -> None:
@@ -120,20 +120,20 @@ class ServiceManager:
             self._notify(line)
 
     def _notify(self, *lines: str, fds: Sequence[int] = ()) -> None:
-        text = "\n".join(lines).encode()
-        if self._socket is None or (not self._unsent and self._send(text, fds)):
+        message = "\n".join(lines).encode()
+        if self._socket is None or (not self._unsent and self._send(message, fds)):
             return
         if not self._unsent:
             asyncio.get_running_loop().add_writer(self._socket, self._send_queued)
             self._all_sent.clear()
-        self._unsent.append((text, [os.dup(fd) for fd in fds]))
+        self._unsent.append((message, [os.dup(fd) for fd in fds]))
 
-    def _send(self, text: bytes, fds: Sequence[int]) -> bool:
+    def _send(self, message: bytes, fds: Sequence[int]) -> bool:
         """Send a message; return False if the socket is full."""
         assert self._socket is not None
         try:
             # `socket.send_fds` ignores its argument `flags`, so none are passed.
-            socket.send_fds(self._socket, [text], fds)
+            socket.send_fds(self._socket, [message], fds)
         except BlockingIOError:
             return False
         except OSError:

@@ -270,8 +270,9 @@ class LocalClientConnections:
     def _has_capacity(self, uid: int) -> bool:
         """Return whether a user may open another connection; one user cannot use all."""
         user_clients = sum(client.uid == uid for client in self._clients.values())
-        most, count = self._max_clients, len(self._clients)
-        return count < most and user_clients < fd_limits.share_of(most)
+        if len(self._clients) >= self._max_clients:
+            return False
+        return user_clients < fd_limits.share_of(self._max_clients)
 
     def disconnect(self, client: LocalClient) -> None:
         """Close a connection, unless it is closed."""

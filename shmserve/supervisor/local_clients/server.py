@@ -111,34 +111,34 @@ class LocalMemory:
         region = self._opener.adopt_memory(
             *(self._name(client), shared, byte_size, Peer(uid), number), pin=pin, sealed=sealed
         )
-        rest = (os.getpid(), fd, shared.inode, byte_size, sealed, region.owner.copied, pin)
-        region.memory_id = self._capabilities.memory_id(number, *rest)
-        self._enter(region)
+        fields = (os.getpid(), fd, shared.inode, byte_size, sealed, region.owner.copied, pin)
+        region.memory_id = self._capabilities.memory_id(number, *fields)
+        self._add_region(region)
         fds.clear()
-        return Memory(region.memory_id, *rest).packed
+        return Memory(region.memory_id, *fields).packed
 
-    async def share_device(self, client: LocalClient, asked: ShareDeviceMemory) -> bytes:
+    async def share_device(self, client: LocalClient, request: ShareDeviceMemory) -> bytes:
         """Share device memory by its handle, which a worker checks.
 
         The caller must handle a disconnection of the client during this call.
         """
-        handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
+        handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
         if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
             raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
-        size = require_integer(asked.byte_size, "byte_size")
+        size = require_integer(request.byte_size, "byte_size")
         if not size or handle.device < 0:
             raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
         number, uid = client.number, client.uid
         memory_id = self._capabilities.device_memory_id(number, next(self._serials), size, handle)
         memory = Memory.on_device(memory_id, size, handle)
         name = self._name(client)
-        self._enter(await self._opener.adopt_cuda(name, memory, Peer(uid), number))
+        self._add_region(await self._opener.adopt_cuda(name, memory, Peer(uid), number))
         return memory.packed
 
     def _name(self, client: LocalClient) -> str:
         return f"shmserve.client {client.pid}.{next(self._names)}"
 
-    def _enter(self, region: OpenRegion) -> None:
+    def _add_region(self, region: OpenRegion) -> None:
         self._regions[region.memory_id] = region
         self._publish_event(region.registered())
         self._processes.broadcast(region.listed_only(0), "gateway")
@@ -211,7 +211,7 @@ _PATIENCE_S = 1.0  # the longest time for which a stopped local client delays a 
 # The fields of a model's configuration and of its tensors that local clients need.
 _MODEL_FIELDS = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
 _TENSOR_FIELDS = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
-_LARGEST_PACKET = 4 * 1024 * 1024  # maximum bytes of a packet
+_MAX_PACKET_BYTES = 4 * 1024 * 1024  # maximum bytes of a packet
 
 
 class LocalClientServer:
@@ -244,9 +244,9 @@ class LocalClientServer:
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
-            run_dir, group, self._take, self._disconnected, shared, predecessor_listener
+            run_dir, group, self._on_message, self._disconnected, shared, predecessor_listener
         )
-        self._largest = min(self.connections.largest_packet, _LARGEST_PACKET)
+        self._max_packet_bytes = min(self.connections.largest_packet, _MAX_PACKET_BYTES)
 
     async def redirect(self) -> None:
         """Redirect clients to the successor that serves at the shared listeners, if there are any.
@@ -291,26 +291,26 @@ class LocalClientServer:
         with `level`.
         """
         data = frames.pack([_for_local_clients(message)])
-        if len(data) <= self._largest or not isinstance(message, m.ModelPublished):
+        if len(data) <= self._max_packet_bytes or not isinstance(message, m.ModelPublished):
             return data
         logger.log(
             level,
             "model '%s' version %s is not available to shmserve.client: the description of its "
             "inputs and outputs has %d bytes, but a message may have at most %d "
             "(net.core.wmem_default)",
-            *(message.name, message.version, len(data), self._largest),
+            *(message.name, message.version, len(data), self._max_packet_bytes),
         )
         return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])
 
     # --- requests of a client
 
-    def _take(self, client: LocalClient, message: Any, fds: list[int]) -> None:
+    def _on_message(self, client: LocalClient, message: Any, fds: list[int]) -> None:
         match message:
             case Hello(version=frames.VERSION) if not client.welcomed:
                 client.welcomed = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
-                for item in (welcome, *self._snapshot()):
-                    self.connections.send(client, self._packet(item))
+                for greeting in (welcome, *self._snapshot()):
+                    self.connections.send(client, self._packet(greeting))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
             case Acknowledged(number=number) if client.welcomed:
@@ -327,7 +327,7 @@ class LocalClientServer:
             case ShareDeviceMemory() if client.welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
             case WantModel(number, name, patience_s) if client.welcomed:
-                self._respond(client, number, self._want(name, patience_s))
+                self._respond(client, number, self._load_model(name, patience_s))
             case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
@@ -357,7 +357,7 @@ class LocalClientServer:
             self._memory.release(client.number)
         return {"memory": memory}
 
-    async def _want(self, name: str, patience_s: float) -> dict[str, Any]:
+    async def _load_model(self, name: str, patience_s: float) -> dict[str, Any]:
         await self._load_on_demand(name, patience_s)
         return {}
 
@@ -367,8 +367,8 @@ def _for_local_clients(message: Any) -> Any:
         case m.ModelPublished(config=config, endpoint=endpoint):
             source = config.source
             fields = {key: source[key] for key in _MODEL_FIELDS if key in source}
-            for which in ("input", "output"):
-                fields[which] = [_brief(tensor) for tensor in source.get(which, ())]
+            for key in ("input", "output"):
+                fields[key] = [_tensor_fields(tensor) for tensor in source.get(key, ())]
             brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)
             return replace(message, config=brief, metadata={}, endpoint=local_clients)
         case m.SchedulerLost(endpoint, successor):
@@ -381,6 +381,6 @@ def _for_local_clients(message: Any) -> Any:
             return message
 
 
-def _brief(tensor: dict[str, Any]) -> dict[str, Any]:
+def _tensor_fields(tensor: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an input or output that are set."""
     return {key: tensor[key] for key in _TENSOR_FIELDS if tensor.get(key, False) is not False}

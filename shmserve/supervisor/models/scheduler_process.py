@@ -21,7 +21,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import CacheStart, SchedulerStart, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events import counted
+from shmserve.supervisor.events import counters_event
 from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
 from shmserve.supervisor.resources.rate_limiter import Needs
@@ -223,7 +223,7 @@ class VersionScheduler:
                 settle(self._snapshot, statistics)
                 if self._publish_counters:
                     self._publish_counters = False
-                    event = counted(self._spec.name, self._spec.version, statistics)
+                    event = counters_event(self._spec.name, self._spec.version, statistics)
                     self._context.events.publish(event)
             case _:
                 self._on_message(message)

@@ -211,8 +211,8 @@ class ProcessTable:
 
 # Pauses before a start after the n-th death in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
-_HEALTHY_S = 30.0
-_MOST_OF_THE_USEFUL = 4  # number of consecutive deaths that remain counted after useful work
+_HEALTHY_S = 30.0  # a process that lives longer resets the number of deaths
+_MAX_DEATHS_AFTER_WORK = 4  # number of consecutive deaths that remain counted after useful work
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ class RestartBackoff:
 
     def worked(self) -> None:
         """Record that the process has done useful work, which shortens the next pause."""
-        self.deaths = min(self.deaths, _MOST_OF_THE_USEFUL)
+        self.deaths = min(self.deaths, _MAX_DEATHS_AFTER_WORK)
 
     def pause_s(self, lived_s: float) -> float:
         """Record a death, and return the seconds to wait before the next start.
@@ -239,16 +239,16 @@ class RestartBackoff:
 
 
 _MOST_FAILED_STARTS = 3
-_PAUSE_S = 0.2  # seconds before a restart
-_RETRY_S = 1.0
+_RESTART_PAUSE_S = 0.2  # seconds before a restart
+_RETRY_PAUSE_S = 1.0  # seconds before another attempt, if the host has no resources
 # Maximum requests in flight at a zygote, because the socket's buffer is bounded.
 _MOST_REQUESTS = 64
 
-_WORKER = "shmserve.workers.main"
-_TORCH = ("torch", "shmserve.workers.device:preload_operations")
+_WORKER_MODULE = "shmserve.workers.main"
+_TORCH_PRELOADS = ("torch", "shmserve.workers.device:preload_operations")
 # Modules that workers of such files need. Exported programs need torch's compiler (1 s and 95 MB),
 # scripted programs a tenth of that, text models 0.2 s and 7 MB.
-_PRELOADS_FOR = {
+_PRELOADS_BY_PATTERN = {
     "*/*/*.pt": "shmserve.workers.device:preload_scripted",
     "*/*/*.pt2": "shmserve.workers.device:preload_exported",
     "*/*/config.json": "shmserve.workers.device:preload_text",
@@ -264,7 +264,7 @@ _TORCH_PACKAGES = {
 }
 
 
-def _no_process(number: int | None) -> Unavailable:
+def _start_failure(number: int | None) -> Unavailable:
     return Unavailable(f"no process can be started: {os.strerror(number or 0)}")
 
 
@@ -274,15 +274,15 @@ def _kill(pid: int) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Process:
+class _ZygoteProcess:
     """A zygote's process, and the supervisor's end of its link."""
 
     child: Child
     link: socket.socket
-    since: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
 
 
-def _link() -> tuple[socket.socket, socket.socket]:
+def _create_link() -> tuple[socket.socket, socket.socket]:
     own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own_end.setblocking(False)
     return own_end, child_end
@@ -305,10 +305,10 @@ class Zygote:
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[int]] = {}
+        self._pending_forks: dict[int, asyncio.Future[int]] = {}
         self._slots = asyncio.Semaphore(_MOST_REQUESTS)
-        self._serving: _Process | None = None
-        self._spare: _Process | None = None
+        self._serving: _ZygoteProcess | None = None
+        self._spare: _ZygoteProcess | None = None
         self._backoff = RestartBackoff()  # the backoff of spares
         self._forking_spare: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -323,24 +323,24 @@ class Zygote:
             Unavailable: The host has no resources for another process.
         """
         try:
-            own_end, child_end = _link()
+            own_end, child_end = _create_link()
             with child_end:
                 try:
-                    pid = self._process(child_end)
+                    pid = self._spawn_process(child_end)
                 except OSError:
                     own_end.close()
                     raise
         except OSError as error:
-            raise _no_process(error.errno) from None
-        self._serve(_Process(self._table.adopt(pid, self._title), own_end))
+            raise _start_failure(error.errno) from None
+        self._serve(_ZygoteProcess(self._table.adopt(pid, self._title), own_end))
 
-    def _serve(self, process: _Process) -> None:
+    def _serve(self, process: _ZygoteProcess) -> None:
         """Use this process for further requests."""
         self._serving = process
         process.child.exited.add_done_callback(self._on_exit)
-        self._loop.add_reader(process.link.fileno(), self._read)
+        self._loop.add_reader(process.link.fileno(), self._read_responses)
 
-    def _process(self, child_end: socket.socket) -> int:
+    def _spawn_process(self, child_end: socket.socket) -> int:
         root = str(Path(shmserve.__file__).resolve().parent.parent)
         boot = (
             f"import sys; sys.path.append({root!r}); "
@@ -366,7 +366,7 @@ class Zygote:
         finally:
             os.set_inheritable(self._run_dir.lock_fd, False)
 
-    def _read(self) -> None:
+    def _read_responses(self) -> None:
         assert self._serving is not None
         while True:
             try:
@@ -381,18 +381,18 @@ class Zygote:
                     self._ready.set_result(None)
                     self._fork_spare()
                 continue
-            waiter = self._waiting.pop(number, None)
+            waiter = self._pending_forks.pop(number, None)
             if waiter is None or waiter.done():
                 if pid > 0:  # the caller was cancelled, so nothing else refers to this process
                     _kill(pid)
             elif pid > 0:
                 waiter.set_result(pid)
             else:
-                waiter.set_exception(_no_process(-pid))
+                waiter.set_exception(_start_failure(-pid))
 
     def _on_exit(self, exited: asyncio.Future[str]) -> None:
         assert self._serving is not None
-        self._read()
+        self._read_responses()
         self._loop.remove_reader(self._serving.link.fileno())
         self._serving.link.close()
         if self._stopping:
@@ -406,19 +406,19 @@ class Zygote:
             self._failed_starts = 0
         else:
             self._failed_starts += 1
-        for waiter in self._waiting.values():
+        for waiter in self._pending_forks.values():
             if not waiter.done():
                 waiter.set_result(0)
-        self._waiting.clear()
+        self._pending_forks.clear()
         if self._failed_starts == _MOST_FAILED_STARTS:  # the installation is probably broken
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
             self._ready.exception()  # avoids asyncio's warning if nothing waits
         elif spare is None:
-            self._loop.call_later(_PAUSE_S, self._start_again)
+            self._loop.call_later(_RESTART_PAUSE_S, self._restart)
 
     # --- the spare
 
-    def _take_over(self, spare: _Process) -> None:
+    def _take_over(self, spare: _ZygoteProcess) -> None:
         spare.child.title = self._title
         with contextlib.suppress(OSError):  # the spare has exited, too, which is reported next
             spare.link.send(TAKE_OVER)
@@ -429,41 +429,41 @@ class Zygote:
         is_forking = self._forking_spare is not None and not self._forking_spare.done()
         broken = self._ready.done() and self._ready.exception() is not None
         if not (self._stopping or self._spare or is_forking or broken):
-            self._forking_spare = self._loop.create_task(self._forked_spare())
+            self._forking_spare = self._loop.create_task(self._start_spare())
 
-    async def _forked_spare(self) -> None:
+    async def _start_spare(self) -> None:
         with contextlib.ExitStack() as stack:
             try:
-                own_end, child_end = map(stack.enter_context, _link())
+                own_end, child_end = map(stack.enter_context, _create_link())
                 child = await self.spawn(f"spare {self._title}", SPARE, b"", [child_end.fileno()])
             except (OSError, Unavailable) as error:
                 logger.warning("the %s has no spare: %s", self._title, error)
-                self._loop.call_later(_RETRY_S, self._fork_spare)
+                self._loop.call_later(_RETRY_PAUSE_S, self._fork_spare)
                 return
             child_end.close()
             stack.pop_all()
-        spare = self._spare = _Process(child, own_end)
+        spare = self._spare = _ZygoteProcess(child, own_end)
         child.exited.add_done_callback(partial(self._on_spare_exit, spare))
 
-    def _on_spare_exit(self, spare: _Process, exited: asyncio.Future[str]) -> None:
+    def _on_spare_exit(self, spare: _ZygoteProcess, exited: asyncio.Future[str]) -> None:
         if self._spare is spare:
             self._spare = None
             spare.link.close()
             if not self._stopping:
                 logger.error("%s ended (%s)", spare.child.title, exited.result())
-                pause_s = self._backoff.pause_s(time.monotonic() - spare.since)
+                pause_s = self._backoff.pause_s(time.monotonic() - spare.started_at)
                 self._loop.call_later(pause_s, self._fork_spare)
 
     # --- requests
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         if self._stopping:
             return
         try:
             self.start()
         except Unavailable as error:
             logger.error("%s: %s", self._title, error.message)
-            self._loop.call_later(_RETRY_S, self._start_again)
+            self._loop.call_later(_RETRY_PAUSE_S, self._restart)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
         """Fork a process that calls `entry` with `start` and its numbers of `fds`.
@@ -485,7 +485,7 @@ class Zygote:
             assert self._serving is not None
             zygote = self._serving.child
             with self._table.spawning():
-                pid = await self._forked(entry, start, fds)
+                pid = await self._fork(entry, start, fds)
                 if pid and not self._table.remembers(pid):
                     return self._table.adopt(pid, title)
             if pid:
@@ -495,23 +495,23 @@ class Zygote:
             await asyncio.sleep(0)  # yields to the loop, so that `_on_exit` runs first
         raise Unavailable("the server is stopping")
 
-    async def _forked(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
+    async def _fork(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
         """Fork a process; return its pid, or 0 if the zygote has exited."""
         async with self._slots:
             number = next(self._numbers)
             waiter: asyncio.Future[int] = self._loop.create_future()
-            self._waiting[number] = waiter
+            self._pending_forks[number] = waiter
             try:
-                self._request(encode_request(number, entry, start), fds)
+                self._send_request(encode_request(number, entry, start), fds)
             except ConnectionError:
-                del self._waiting[number]
+                del self._pending_forks[number]
                 return 0
             except OSError as error:
-                del self._waiting[number]
-                raise _no_process(error.errno) from None
+                del self._pending_forks[number]
+                raise _start_failure(error.errno) from None
             return await waiter
 
-    def _request(self, memory: int, fds: Sequence[int]) -> None:
+    def _send_request(self, memory: int, fds: Sequence[int]) -> None:
         assert self._serving is not None
         try:
             socket.send_fds(self._serving.link, [b"fork"], [memory, *fds])
@@ -533,7 +533,7 @@ def worker_preloads(
     repositories: Sequence[Path],
     files: Sequence[Path] = (),
     devices: bool = False,
-    later: bool = False,
+    may_add_models: bool = False,
 ) -> list[str]:
     """Return the modules to import and functions to call, in order, before the zygote forks.
 
@@ -544,24 +544,26 @@ def worker_preloads(
         repositories: The model repositories.
         files: The files of classes, and the folders of checkpoints.
         devices: Whether the host has accelerators, which ONNX files use by torch.
-        later: Whether models may be added later: torch is imported for an empty repository.
+        may_add_models: Whether models may be added later; then an empty repository imports torch.
     """
     if importlib.util.find_spec("torch") is None:
-        return [_WORKER]
+        return [_WORKER_MODULE]
     models = [model for root in repositories for model in root.glob("*/")]
     patterns = (*_TORCH_FILES, "*/*.onnx") if devices else _TORCH_FILES
-    unknown = (later and bool(repositories) and not models) or any(f.is_dir() for f in files)
-    sources = {each for file in files for each in _with_imported(file)}
+    unknown = (may_add_models and bool(repositories) and not models) or any(
+        file.is_dir() for file in files
+    )
+    sources = {source for file in files for source in _imported_files(file)}
     if not (unknown or any(map(_imports_torch, sources))) and not any(
         _uses_torch(model, patterns) for model in models
     ):
-        return [_WORKER]
+        return [_WORKER_MODULE]
     modules = [
         module
-        for pattern, module in _PRELOADS_FOR.items()
+        for pattern, module in _PRELOADS_BY_PATTERN.items()
         if any(any(root.glob(pattern)) for root in repositories)
     ]
-    return [*_TORCH, _WORKER, *modules]
+    return [*_TORCH_PRELOADS, _WORKER_MODULE, *modules]
 
 
 def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
@@ -569,18 +571,18 @@ def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
     return files or any(map(_imports_torch, model.rglob("*.py")))
 
 
-def _with_imported(file: Path) -> set[Path]:
+def _imported_files(file: Path) -> set[Path]:
     """Return a Python file and the files in its folder that it imports, directly or not."""
-    imported, waiting = set[Path](), [file]
-    while waiting:
-        source = waiting.pop()
+    imported, remaining = set[Path](), [file]
+    while remaining:
+        source = remaining.pop()
         if source in imported or not source.is_file():
             continue
         imported.add(source)
         with contextlib.suppress(OSError, SyntaxError, ValueError):
-            for name in _imported(source):
+            for name in _imported_packages(source):
                 package = file.parent / name
-                waiting += [package.with_suffix(".py"), *package.glob("*.py")]
+                remaining += [package.with_suffix(".py"), *package.glob("*.py")]
     return imported
 
 
@@ -588,12 +590,12 @@ def _imports_torch(source: Path) -> bool:
     """Return whether a Python file names a package that imports torch, in any import."""
     try:
         with warnings.catch_warnings(action="ignore"):  # loading the file repeats the warnings
-            return not _TORCH_PACKAGES.isdisjoint(_imported(source))
+            return not _TORCH_PACKAGES.isdisjoint(_imported_packages(source))
     except (OSError, SyntaxError, ValueError):  # loading the model reports the error
         return False
 
 
-def _imported(source: Path) -> Iterator[str]:
+def _imported_packages(source: Path) -> Iterator[str]:
     """Yield the packages that a Python file imports anywhere, except relative imports."""
     for node in ast.walk(ast.parse(source.read_bytes())):
         if isinstance(node, ast.Import):

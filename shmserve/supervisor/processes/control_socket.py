@@ -48,10 +48,10 @@ _MAY_SEND = {
     "worker": frozenset(get_args(WorkerToSupervisor)),
     "workspace": frozenset({WorkspaceToSupervisor}),
 }
-_HOSTED = (b"scheduler", b"ensemble")
-_MOST_UNKNOWN = 64
-_MOST_EARLY = 4  # maximum early messages queued for each address
-_MOST_READS = 64  # maximum messages read at once, since a peer may never stop sending
+_HOSTED_ROLES = (b"scheduler", b"ensemble")
+_MAX_EARLY_MESSAGES = 64  # maximum messages queued for addresses that are not enrolled yet
+_MAX_EARLY_PER_ADDRESS = 4  # maximum early messages queued for each address
+_MAX_READS = 64  # maximum messages read at once, since a peer may never stop sending
 
 
 class SchedulerAddress(NamedTuple):
@@ -136,7 +136,7 @@ class ControlSocket:
         self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
         self.acknowledgements = Acknowledgements()
         self._identities: dict[Address, bytes] = {}
-        self._unknown: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MOST_UNKNOWN)
+        self._early_messages: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MAX_EARLY_MESSAGES)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._router.fd, self._receive)
         self._flushing = False
@@ -152,9 +152,9 @@ class ControlSocket:
             handler: The callback for messages that have no service.
         """
         self._enrolled[address] = _Peer(role, handler)
-        until_acknowledged = [item for item in self._unknown if item[0] == address]
-        for item in until_acknowledged:
-            self._unknown.remove(item)
+        early = [item for item in self._early_messages if item[0] == address]
+        for item in early:
+            self._early_messages.remove(item)
             self._take(*item)
 
     def calls(self, address: Address) -> None:
@@ -162,9 +162,9 @@ class ControlSocket:
         if address in self._enrolled:
             self._callers.add(address)
 
-    def serve(self, kinds: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
+    def serve(self, types: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
         """Route messages of these types to `handler(address, message)`, whatever their sender."""
-        self._services.update(dict.fromkeys(kinds, handler))
+        self._services.update(dict.fromkeys(types, handler))
 
     def dismiss(self, pid: int) -> str:
         """Withdraw all addresses of a process that has exited, after handling its last messages.
@@ -174,7 +174,7 @@ class ControlSocket:
         """
         self.receive_all()
         peer = self._enrolled.get(pid)
-        for address in [each for each in self._enrolled if pid_of(each) == pid]:
+        for address in [enrolled for enrolled in self._enrolled if pid_of(enrolled) == pid]:
             self.withdraw(address)
         return "" if peer is None else peer.role
 
@@ -205,7 +205,7 @@ class ControlSocket:
 
     def receive_all(self) -> None:
         """Handle all received messages."""
-        for _ in range(_MOST_READS):
+        for _ in range(_MAX_READS):
             if not self._router.wait(0):
                 return
             self._receive()
@@ -215,8 +215,8 @@ class ControlSocket:
             address = _address(identity)
             if address in self._enrolled:
                 self._take(address, identity, message)
-            elif sum(item[0] == address for item in self._unknown) < _MOST_EARLY:
-                self._unknown.append((address, identity, message))
+            elif sum(item[0] == address for item in self._early_messages) < _MAX_EARLY_PER_ADDRESS:
+                self._early_messages.append((address, identity, message))
 
     def _take(self, address: Address, identity: bytes, message: Any) -> None:
         peer = self._enrolled.get(address)
@@ -256,19 +256,19 @@ class ControlSocket:
             self.send(address, message)
 
     def announce(
-        self, make: Callable[[int], Any], *roles: str, beside: Iterable[Hashable] = ()
+        self, make_message: Callable[[int], Any], *roles: str, beside: Iterable[Hashable] = ()
     ) -> int:
-        """Send `make(number)` to all peers with one of these roles, and return the number.
+        """Send `make_message(number)` to all peers with one of these roles, and return the number.
 
         The peers, and those in `beside`, which the caller sends it, acknowledge the number.
         """
         number = self.acknowledgements.begin([*self._addresses(*roles), *beside])
-        self.broadcast(make(number), *roles)
+        self.broadcast(make_message(number), *roles)
         return number
 
-    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+    async def publish(self, make_message: Callable[[int], Any], *roles: str) -> None:
         """Announce a change, and wait until every live peer has acknowledged it."""
-        await self.until_acknowledged(self.announce(make, *roles))
+        await self.until_acknowledged(self.announce(make_message, *roles))
 
     async def until_acknowledged(self, number: int) -> None:
         """Wait until every live peer has acknowledged a change."""
@@ -288,9 +288,9 @@ class ControlSocket:
 
 
 def _address(identity: bytes) -> Address:
-    role, _, rest = identity.partition(b".")
-    pid, number = trailing_pid(identity), leading_pid(rest)
-    return SchedulerAddress(pid, number) if role in _HOSTED and number else pid
+    role, _, remainder = identity.partition(b".")
+    pid, number = trailing_pid(identity), leading_pid(remainder)
+    return SchedulerAddress(pid, number) if role in _HOSTED_ROLES and number else pid
 
 
 _FIRST_MESSAGES = Started | WorkerStarted
@@ -351,19 +351,19 @@ class TraceControl:
             self._changes[model] = {
                 key: value for key, value in merged.items() if value is not None
             }
-            if problem := self._of(model).problem:
+            if problem := self._settings_of(model).problem:
                 self._changes[model] = before or {}
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
             logger.info("trace settings of %s: %s", model or "all models", changes)
             self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")
-        return self._of(model).shown()
+        return self._settings_of(model).shown()
 
-    def _of(self, model: str) -> TraceSettings:
+    def _settings_of(self, model: str) -> TraceSettings:
         common = self._start.changed(self._changes.get("", {}))
         return common.changed(self._changes.get(model, {})) if model else common
 
     def _message(self) -> SetTracing:
-        settings = {name: asdict(self._of(name)) for name in ("", *self._changes)}
+        settings = {name: asdict(self._settings_of(name)) for name in ("", *self._changes)}
         return SetTracing(settings, self._slow_request_ms)
 
     def on_message(self, address: Address, message: Any) -> None:

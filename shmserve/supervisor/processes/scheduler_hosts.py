@@ -99,7 +99,7 @@ class SchedulerHosts:
         """Return whether a scheduler of this group would be opened in a different process now."""
         host = hosted._host
         if len(group.names) == 1:
-            return any(each.name not in group.names for each in host.hosted.values())
+            return any(hosted.name not in group.names for hosted in host.hosted.values())
         return self._running_host(group) not in (None, host)
 
     def _running_host(self, group: Group) -> _Host | None:

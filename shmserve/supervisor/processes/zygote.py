@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
             clear(run_dir, lock_fd)
         os._exit(0)
 
-    def hung_up(*_: object) -> None:
+    def on_hangup(*_: object) -> None:
         # A closed terminal also sends SIGHUP, and with `nohup` the supervisor continues. Forked
         # processes inherit this handler, and their first parent is not the supervisor.
         if os.getpid() == zygote_pid and os.getppid() != supervisor_pid:
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # The closed link also reports the supervisor's exit, but is not read during the imports.
-    signal.signal(signal.SIGHUP, hung_up)
+    signal.signal(signal.SIGHUP, on_hangup)
     signal_at_parents_death(signal.SIGHUP)
     renounce_privileges()
     raise_oom_score(OOM_SCORE_ADJ)
@@ -139,16 +139,16 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
         file.seek(0)
         number, entry, start = msgpack.unpackb(file.read())
     try:
-        between = os.fork()
+        intermediate_pid = os.fork()
     except OSError as error:
         failure = error.errno or errno.EAGAIN
     else:
-        if not between:
+        if not intermediate_pid:
             _fork_child(link, number, supervisor_pid)
             if entry == SPARE:
                 return socket.socket(fileno=fds[1])
             os._exit(_run(entry, start, fds[1:]))
-        status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
+        status = os.waitstatus_to_exitcode(os.waitpid(intermediate_pid, 0)[1])
         # The intermediate process may have been killed before its report.
         failure = status if status >= 0 else errno.EAGAIN
     for fd in fds[1:]:
@@ -161,7 +161,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
 
 def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
     """Fork again and exit; return only in the new process, whose parent is the supervisor."""
-    between = os.getpid()
+    intermediate_pid = os.getpid()
     read_end, write_end = os.pipe()
     try:
         child = os.fork()
@@ -181,13 +181,13 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
     os.write(write_end, b"1")
     os.close(read_end)
     os.close(write_end)
-    _become_child_of(supervisor_pid, between)
+    _become_child_of(supervisor_pid, intermediate_pid)
 
 
-def _become_child_of(supervisor_pid: int, between: int) -> None:
+def _become_child_of(supervisor_pid: int, intermediate_pid: int) -> None:
     # A pidfd is readable once its process has exited. Its children have their new parent then.
     try:
-        pidfd = os.pidfd_open(between)
+        pidfd = os.pidfd_open(intermediate_pid)
     except ProcessLookupError:
         pass
     else:

@@ -46,7 +46,7 @@ class _Wait:
 
     def callers(self) -> set[_Execution]:
         """Return the executions that wait for one of the calls."""
-        return {(each.pid, each.key) for callers in self.calls.values() for each in callers}
+        return {(caller.pid, caller.key) for callers in self.calls.values() for caller in callers}
 
 
 @dataclass(slots=True)
@@ -98,30 +98,30 @@ class CallWaits:
         for suspicion in self._suspicions.values():
             suspicion.unconfirmed.discard(scheduler)
         stuck = self._stuck()
-        found = self._deadlock(scheduler, stuck)
+        deadlocked = self._deadlock(scheduler, stuck)
         suspicion_before = self._suspicions.pop(scheduler, None)
-        if found is None:
+        if deadlocked is None:
             return None
-        unconfirmed = {each.scheduler for each in stuck} - {scheduler}
-        if suspicion_before is not None and suspicion_before.key == found.key:
+        unconfirmed = {stuck_wait.scheduler for stuck_wait in stuck} - {scheduler}
+        if suspicion_before is not None and suspicion_before.key == deadlocked.key:
             unconfirmed &= suspicion_before.unconfirmed
         if unconfirmed:
-            self._suspicions[scheduler] = _Suspicion(found.key, unconfirmed)
+            self._suspicions[scheduler] = _Suspicion(deadlocked.key, unconfirmed)
         else:
             for wait in waits:
-                wait.calls.pop(found.key, None)
-            return found
+                wait.calls.pop(deadlocked.key, None)
+            return deadlocked
         return None
 
     def _stuck(self) -> list[_Wait]:
         """Return the largest set of waits that only wait for each other."""
         stuck: list[_Wait] = []
-        remaining = [each for report in self._reports.values() for each in report.waits]
+        remaining = [wait for report in self._reports.values() for wait in report.waits]
         while len(stuck) != len(remaining):
             stuck = remaining
-            executions = {each for wait in stuck for each in wait.callers()}
+            executions = {caller for wait in stuck for caller in wait.callers()}
             pids = {pid for pid, _ in executions}
-            remaining = [each for each in stuck if self._is_stuck(each, executions, pids)]
+            remaining = [wait for wait in stuck if self._is_stuck(wait, executions, pids)]
         return stuck
 
     def _is_stuck(self, wait: _Wait, executions: set[_Execution], pids: set[int]) -> bool:
@@ -132,19 +132,19 @@ class CallWaits:
 
     def _deadlock(self, scheduler: Address, stuck: list[_Wait]) -> CallDeadlocked | None:
         """Return the oldest call of a scheduler in a cycle of stuck waits, with the cycle."""
-        for start in (each for each in stuck if each.scheduler == scheduler):
-            paths, seen = [(start, [start.model])], {id(start)}
+        for start in (wait for wait in stuck if wait.scheduler == scheduler):
+            paths, visited = [(start, [start.model])], {id(start)}
             for wait, models in paths:  # grows: a breadth-first search
-                held = self._awaited(wait, stuck)
-                own = _call_of(held, start)
-                if own is not None:
-                    chain = [each.model for each in start.calls[own.key]] + models
-                    return CallDeadlocked(own.key, " -> ".join(chain))
+                awaited = self._awaited(wait, stuck)
+                own_call = _call_of(awaited, start)
+                if own_call is not None:
+                    chain = [caller.model for caller in start.calls[own_call.key]] + models
+                    return CallDeadlocked(own_call.key, " -> ".join(chain))
                 for successor in stuck:
-                    call = _call_of(held, successor)
-                    if call is None or id(successor) in seen:
+                    call = _call_of(awaited, successor)
+                    if call is None or id(successor) in visited:
                         continue
-                    seen.add(id(successor))
+                    visited.add(id(successor))
                     # A caller that only holds resources is not the model that was called.
                     caller = [] if call.caller == wait.model else [call.caller]
                     paths.append((successor, [*models, *caller, successor.model]))
@@ -152,10 +152,10 @@ class CallWaits:
 
     def _awaited(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:
         """Return the executions that must end before a call of this wait can run."""
-        executions = {each for other in stuck for each in other.callers()}
+        executions = {caller for stuck_wait in stuck for caller in stuck_wait.callers()}
         holders = self._holders(wait.scheduler, {pid for pid, _ in executions})
-        occupants = {each for _, occupying in wait.instances for each in occupying}
-        return occupants | {each for each in executions if each[0] in holders}
+        occupants = {occupant for _, occupying in wait.instances for occupant in occupying}
+        return occupants | {execution for execution in executions if execution[0] in holders}
 
 
 class _Call(NamedTuple):
@@ -166,7 +166,7 @@ class _Call(NamedTuple):
 def _call_of(executions: set[_Execution], wait: _Wait) -> _Call | None:
     """Return the oldest call that one of these executions waits for."""
     for key, callers in wait.calls.items():
-        for each in callers:
-            if (each.pid, each.key) in executions:
-                return _Call(key, each.model)
+        for caller in callers:
+            if (caller.pid, caller.key) in executions:
+                return _Call(key, caller.model)
     return None

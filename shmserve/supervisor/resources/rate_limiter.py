@@ -36,7 +36,7 @@ from shmserve.supervisor.processes.control_socket import Address, pid_of
 logger = logging.getLogger(__name__)
 
 
-PATIENCE = 64
+PATIENCE = 64  # grants to other instances, after which the resources of a request are reserved
 GLOBAL = -1  # stands for the device of a global resource
 
 Resource = tuple[str, int]  # the name of a resource, and its device or GLOBAL
@@ -52,9 +52,9 @@ class Needs(NamedTuple):
     def of(cls, limit: RateLimit, device: int) -> Needs:
         """Return the needs of an instance on a device."""
         resources = {
-            (each.name, GLOBAL if each.is_global else device): each.count
-            for each in limit.resources
-            if each.count
+            (resource.name, GLOBAL if resource.is_global else device): resource.count
+            for resource in limit.resources
+            if resource.count
         }
         return cls(resources, limit.priority or 1)
 
@@ -72,7 +72,7 @@ class _Instance:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _PendingRequest:
     member: Hashable
     ticket: Hashable
     instance: _Instance
@@ -88,8 +88,8 @@ class _Waiting:
 @dataclass(slots=True, eq=False)
 class _Member:
     instances: dict[int, _Instance] = field(default_factory=dict)
-    # The instances that hold a ticket, by ticket.
-    held: dict[Hashable, _Instance] = field(default_factory=dict)
+    # The instances that hold a ticket.
+    instance_by_ticket: dict[Hashable, _Instance] = field(default_factory=dict)
 
 
 GrantedTicket = tuple[Hashable, Hashable]  # a member, and the ticket granted to it
@@ -104,9 +104,9 @@ class RateLimiter:
     """
 
     def __init__(self, explicit: Mapping[tuple[str, int | None], int]) -> None:
-        self._explicit = dict(explicit)
+        self._configured_capacities = dict(explicit)
         self._members: dict[Hashable, _Member] = {}
-        self._waiting: list[_Waiting] = []
+        self._pending: list[_PendingRequest] = []
         self._used: Counter[Resource] = Counter()
         self._capacity: dict[Resource, int] = {}
         self._numbers = itertools.count()
@@ -131,24 +131,24 @@ class RateLimiter:
         needed = [item for needs in instances.values() for item in needs.resources.items()]
         resources = {*self._capacity, *(resource for resource, _ in needed)}
         for resource, count in needed:
-            self._check(resource, count, resources)
+            self._check_resource(resource, count, resources)
         members = self._members.values()
-        scores = [each.score for other in members for each in other.instances.values()]
+        scores = [instance.score for record in members for instance in record.instances.values()]
         lowest_score = min(scores, default=0)
         joined = self._members.setdefault(member, _Member())
         for index, needs in instances.items():
             joined.instances[index] = _Instance(needs, -(-lowest_score // needs.priority))
-        self._measure()
+        self._compute_capacities()
 
-    def _check(self, resource: Resource, count: int, resources: set[Resource]) -> None:
+    def _check_resource(self, resource: Resource, count: int, resources: set[Resource]) -> None:
         name, device = resource
-        for other, other_device in resources:
-            if other == name and (other_device == GLOBAL) != (device == GLOBAL):
+        for other_name, other_device in resources:
+            if other_name == name and (other_device == GLOBAL) != (device == GLOBAL):
                 raise InvalidArgument(
                     f'Resource "{name}" is present as both global and device-specific resource in '
                     "the model configuration."
                 )
-        limit = self._configured(resource)
+        limit = self._configured_capacity(resource)
         if limit is not None and limit < count:
             raise InvalidArgument(
                 f'Resource count for "{name}" is limited to {limit} which will prevent scheduling '
@@ -156,10 +156,12 @@ class RateLimiter:
                 f"{count}"
             )
 
-    def _configured(self, resource: Resource) -> int | None:
-        return self._explicit.get(resource, self._explicit.get((resource[0], None)))
+    def _configured_capacity(self, resource: Resource) -> int | None:
+        return self._configured_capacities.get(
+            resource, self._configured_capacities.get((resource[0], None))
+        )
 
-    def _measure(self) -> None:
+    def _compute_capacities(self) -> None:
         maxima: dict[Resource, int] = {}
         for member in self._members.values():
             for instance in member.instances.values():
@@ -167,7 +169,7 @@ class RateLimiter:
                     maxima[resource] = max(count, maxima.get(resource, 0))
         self._capacity = {}
         for resource, count in maxima.items():
-            configured = self._configured(resource)
+            configured = self._configured_capacity(resource)
             self._capacity[resource] = count if configured is None else configured
 
     def disconnect(self, member: Hashable) -> list[GrantedTicket]:
@@ -179,10 +181,10 @@ class RateLimiter:
         record = self._members.get(member)
         if record is None:
             return []
-        self._waiting = [each for each in self._waiting if each.member != member]
-        for instance in record.held.values():
+        self._pending = [request for request in self._pending if request.member != member]
+        for instance in record.instance_by_ticket.values():
             self._used.subtract(instance.needs.resources)
-        record.held.clear()
+        record.instance_by_ticket.clear()
         return self._grant()
 
     def remove_instance(self, member: Hashable, index: int) -> list[GrantedTicket]:
@@ -194,8 +196,8 @@ class RateLimiter:
         record = self._members.get(member)
         if record is None or (ended := record.instances.pop(index, None)) is None:
             return []
-        self._waiting = [each for each in self._waiting if each.instance is not ended]
-        self._measure()
+        self._pending = [request for request in self._pending if request.instance is not ended]
+        self._compute_capacities()
         return self._grant()
 
     def remove(self, member: Hashable) -> list[GrantedTicket]:
@@ -204,7 +206,7 @@ class RateLimiter:
             return []
         granted = self.disconnect(member)
         del self._members[member]
-        self._measure()
+        self._compute_capacities()
         return granted + self._grant()
 
     # --- tickets ----------------------------------------------------------------------------------
@@ -221,10 +223,10 @@ class RateLimiter:
         """
         record = self._members.get(member)
         instance = None if record is None else record.instances.get(index)
-        if record is None or instance is None or ticket in record.held:
+        if record is None or instance is None or ticket in record.instance_by_ticket:
             return []
         instance.pid = pid
-        self._waiting.append(_Waiting(member, ticket, instance, next(self._numbers)))
+        self._pending.append(_PendingRequest(member, ticket, instance, next(self._numbers)))
         return self._grant()
 
     def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
@@ -241,9 +243,13 @@ class RateLimiter:
         record = self._members.get(member)
         if record is None:
             return []
-        instance = record.held.pop(ticket, None)
+        instance = record.instance_by_ticket.pop(ticket, None)
         if instance is None:
-            self._waiting = [w for w in self._waiting if (w.member, w.ticket) != (member, ticket)]
+            self._pending = [
+                request
+                for request in self._pending
+                if (request.member, request.ticket) != (member, ticket)
+            ]
         else:
             self._used.subtract(instance.needs.resources)
             if not executed:
@@ -256,28 +262,32 @@ class RateLimiter:
         Returns:
             The processes; none if an instance could run while they hold their tickets.
         """
-        tickets = [each for other in self._members.values() for each in other.held.values()]
-        held = [each for each in tickets if each.pid in pids]
+        holders = [
+            instance
+            for record in self._members.values()
+            for instance in record.instance_by_ticket.values()
+            if instance.pid in pids
+        ]
         used: Counter[Resource] = Counter()
-        for instance in held:
+        for instance in holders:
             used.update(instance.needs.resources)
         record = self._members.get(member)
         instances = [] if record is None else record.instances.values()
-        if any(self._fits(each.needs.resources, used) for each in instances):
+        if any(self._fits(instance.needs.resources, used) for instance in instances):
             return set()
-        needed = {resource for each in instances for resource in each.needs.resources}
-        return {each.pid for each in held if not needed.isdisjoint(each.needs.resources)}
+        needed = {resource for instance in instances for resource in instance.needs.resources}
+        return {holder.pid for holder in holders if not needed.isdisjoint(holder.needs.resources)}
 
     def _grant(self) -> list[GrantedTicket]:
         granted: list[GrantedTicket] = []
-        kept: set[Resource] = set()
-        for waiting in sorted(self._waiting, key=attrgetter("rank")):
-            needs = waiting.instance.needs.resources
-            if kept.isdisjoint(needs) and self._fits(needs, self._used):
-                self._give(waiting)
-                granted.append((waiting.member, waiting.ticket))
-            elif waiting.overtaken >= PATIENCE:
-                kept.update(needs)
+        reserved: set[Resource] = set()
+        for request in sorted(self._pending, key=attrgetter("rank")):
+            needs = request.instance.needs.resources
+            if reserved.isdisjoint(needs) and self._fits(needs, self._used):
+                self._grant_request(request)
+                granted.append((request.member, request.ticket))
+            elif request.overtaken >= PATIENCE:
+                reserved.update(needs)
         return granted
 
     def _fits(self, needs: Mapping[Resource, int], used: Mapping[Resource, int]) -> bool:
@@ -285,15 +295,17 @@ class RateLimiter:
             used[resource] + count <= self._capacity[resource] for resource, count in needs.items()
         )
 
-    def _give(self, waiting: _Waiting) -> None:
-        self._waiting.remove(waiting)
-        needs = waiting.instance.needs.resources
+    def _grant_request(self, request: _PendingRequest) -> None:
+        self._pending.remove(request)
+        needs = request.instance.needs.resources
         self._used.update(needs)
-        waiting.instance.executions += 1
-        self._members[waiting.member].held[waiting.ticket] = waiting.instance
-        for other in self._waiting:
-            if other.number < waiting.number or other.rank < waiting.rank:
-                other.overtaken += not needs.keys().isdisjoint(other.instance.needs.resources)
+        request.instance.executions += 1
+        self._members[request.member].instance_by_ticket[request.ticket] = request.instance
+        for other_request in self._pending:
+            if other_request.number < request.number or other_request.rank < request.rank:
+                other_request.overtaken += not needs.keys().isdisjoint(
+                    other_request.instance.needs.resources
+                )
 
 
 class Tickets:
@@ -334,9 +346,9 @@ class Tickets:
 
     def bind(self, scheduler: Address, member: int) -> None:
         """Bind a member to a new scheduler, and release the tickets of its predecessor."""
-        before = self._schedulers.get(member)
-        if before is not None:
-            self._release(before)
+        predecessor = self._schedulers.get(member)
+        if predecessor is not None:
+            self._release(predecessor)
         self._members[scheduler] = member
         self._schedulers[member] = scheduler
 
@@ -357,7 +369,7 @@ class Tickets:
 
     def exited(self, pid: int) -> None:
         """Release the tickets of the schedulers in a process that has exited."""
-        for scheduler in [each for each in self._members if pid_of(each) == pid]:
+        for scheduler in [address for address in self._members if pid_of(address) == pid]:
             self._release(scheduler)
 
     def _release(self, scheduler: Address) -> None:

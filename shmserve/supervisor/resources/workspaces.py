@@ -49,7 +49,7 @@ class GrantedLease(NamedTuple):
     offset: int
 
 
-class _Waiting(NamedTuple):
+class _LeaseRequest(NamedTuple):
     owner: int
     ticket: int
     byte_size: int
@@ -72,7 +72,7 @@ class WorkspacePool:
         self._open = False
         self._free = FreeList(capacity)
         self._owners: dict[int, int] = {}  # the owner of each lease by the lease's offset
-        self._waiting: deque[_Waiting] = deque()
+        self._requests: deque[_LeaseRequest] = deque()
 
     @property
     def used(self) -> int:
@@ -82,7 +82,7 @@ class WorkspacePool:
     @property
     def waiting(self) -> int:
         """Return the number of requests without a lease."""
-        return len(self._waiting)
+        return len(self._requests)
 
     def open(self) -> list[GrantedLease]:
         """Open the pool, because its memory has been allocated."""
@@ -106,7 +106,7 @@ class WorkspacePool:
                 f"a workspace of {byte_size} bytes was requested, but the device's pool has "
                 f"{self.capacity}"
             )
-        self._waiting.append(_Waiting(owner, ticket, byte_size))
+        self._requests.append(_LeaseRequest(owner, ticket, byte_size))
         return self._grant()
 
     def release(self, owner: int, offset: int) -> list[GrantedLease]:
@@ -119,22 +119,22 @@ class WorkspacePool:
 
     def drop(self, owner: int) -> list[GrantedLease]:
         """End all leases and lease requests of a process that has exited."""
-        for offset in [at for at, lessee in self._owners.items() if lessee == owner]:
+        for offset in [offset for offset, lessee in self._owners.items() if lessee == owner]:
             del self._owners[offset]
             self._free.free(offset)
-        self._waiting = deque(each for each in self._waiting if each.owner != owner)
+        self._requests = deque(request for request in self._requests if request.owner != owner)
         return self._grant()
 
     def _grant(self) -> list[GrantedLease]:
         granted: list[GrantedLease] = []
-        while self._waiting and self._open:
-            first = self._waiting[0]
-            offset = self._free.allocate(first.byte_size)
+        while self._requests and self._open:
+            request = self._requests[0]
+            offset = self._free.allocate(request.byte_size)
             if offset is None:
                 break
-            self._waiting.popleft()
-            self._owners[offset] = first.owner
-            granted.append(GrantedLease(first.owner, first.ticket, offset))
+            self._requests.popleft()
+            self._owners[offset] = request.owner
+            granted.append(GrantedLease(request.owner, request.ticket, offset))
         return granted
 
     def check_integrity(self) -> None:
@@ -143,11 +143,11 @@ class WorkspacePool:
         assert self._free.offsets() == self._owners.keys()
 
 
-def _in_pages(byte_size: int) -> int:
+def _round_to_pages(byte_size: int) -> int:
     return -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _host_memory(byte_size: int) -> Memory:
+def _allocate_host_memory(byte_size: int) -> Memory:
     fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, byte_size)
@@ -169,11 +169,11 @@ class Workspaces:
 
     def __init__(self, byte_sizes: Mapping[str, int], send: Callable[[int, Any], None]) -> None:
         self._pools = {
-            device: WorkspacePool(_in_pages(size)) for device, size in byte_sizes.items()
+            device: WorkspacePool(_round_to_pages(size)) for device, size in byte_sizes.items()
         }
         self._send = send
         if "cpu" in self._pools:
-            self.allocated("cpu", _host_memory(self._pools["cpu"].capacity))
+            self.allocated("cpu", _allocate_host_memory(self._pools["cpu"].capacity))
 
     def allocated(self, device: str, memory: Memory) -> None:
         """Open a device's pool, and grant the waiting requests."""

@@ -47,12 +47,12 @@ async def main():
     os.kill(process.pid, signal.SIGSTOP)
     stay = "tests.integration.processes.test_zygote:stay"
     unwanted = asyncio.ensure_future(zygote.spawn("it", stay, b""))
-    while not zygote._waiting:
+    while not zygote._pending_forks:
         await asyncio.sleep(0)
     unwanted.cancel()
     os.kill(process.pid, signal.SIGCONT)
     lasting = lambda: {child.pid for child in children.all() if child.title.endswith("zygote")}
-    while zygote._waiting or set(processes.children(os.getpid())) != lasting():
+    while zygote._pending_forks or set(processes.children(os.getpid())) != lasting():
         await asyncio.sleep(0.01)
     zygote.stop()
     await process.exited

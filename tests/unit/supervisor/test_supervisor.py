@@ -22,7 +22,7 @@ def supervisor() -> Any:
     parts: dict[str, Any] = {field.name: MagicMock() for field in fields(Supervisor) if field.init}
     parts["context"] = MagicMock(tasks=set(), config=config)
     parts["context"].local_clients.redirect = AsyncMock()
-    parts["endings"] = asyncio.Queue()
+    parts["end_signals"] = asyncio.Queue()
     parts["processes"].all.return_value = []
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
     ending = {"finish_sequences": AsyncMock(), "stop": AsyncMock(), "kill": AsyncMock()}
@@ -47,7 +47,7 @@ def test_a_start_that_fails_when_it_is_cut_short(
     ending = supervisor()
 
     async def start(_: Supervisor, began: float) -> int:
-        ending.endings.put_nowait(15)
+        ending.end_signals.put_nowait(15)
         try:
             return await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -82,7 +82,7 @@ READERS, OTHERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
 
 def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are as many processes as models, and each would be woken for each that is unloaded."""
-    monkeypatch.setattr("shmserve.supervisor.supervisor._REPORT_AFTER_S", 0.0)
+    monkeypatch.setattr("shmserve.supervisor.supervisor._EXIT_REPORT_DELAY_S", 0.0)
 
     async def live() -> list[Any]:
         hears = supervisor()

@@ -51,7 +51,9 @@ def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:
 def test_a_class_without_torch_costs_none_of_its_memory(tmp_path: Path, text: str) -> None:
     assert _preloads(tmp_path, {"m/1/model.py": text}) == ["shmserve.workers.main"]
     (tmp_path / "own.py").write_text(text)
-    assert worker_preloads([], [tmp_path / "own.py"], later=True) == ["shmserve.workers.main"]
+    assert worker_preloads([], [tmp_path / "own.py"], may_add_models=True) == [
+        "shmserve.workers.main"
+    ]
 
 
 def test_a_class_whose_helper_imports_torch_has_it_imported(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_onnx_files_need_torch_for_devices_only(tmp_path: Path) -> None:
 
 
 def test_an_empty_repository_with_later_models_preloads_torch(tmp_path: Path) -> None:
-    assert "torch" in worker_preloads([tmp_path], later=True)
+    assert "torch" in worker_preloads([tmp_path], may_add_models=True)
     assert "torch" not in worker_preloads([tmp_path])
 
 
