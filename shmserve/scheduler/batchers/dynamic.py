@@ -55,7 +55,7 @@ class Pending(Protocol):
 class Batch:
     """A decision to run the first `count` requests of the queue now.
 
-    `closed` is the reason why the batch takes no further request.
+    `reason` is why the batch takes no further request.
     """
 
     count: int

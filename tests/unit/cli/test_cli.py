@@ -36,7 +36,7 @@ class Interrupted:
     def open(self) -> None:
         pass
 
-    async def signalled(self) -> int:
+    async def next_end_signal(self) -> int:
         return signal.SIGTERM
 
     async def end(self, status: int) -> None:
