@@ -17,8 +17,8 @@ from shmserve.ipc.tensors.inference import ResponseSchema
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
 
-_MOST_PREPARED = 64
-_MOST_RESPONSES = 64
+_MAX_PREPARED = 64
+_MAX_RESPONSES = 64
 
 
 class ClientModel:
@@ -42,9 +42,9 @@ class ClientModel:
         self.decoupled = published.config.decoupled
         self.may_lack = published.config.ensemble_scheduling is not None
         self.prepared: BoundedCache[Any, ClientTemplate] = BoundedCache(
-            _MOST_PREPARED, ClientTemplate.close
+            _MAX_PREPARED, ClientTemplate.close
         )
-        self.responses = Schemas(ResponseSchema, _MOST_RESPONSES)
+        self.responses = Schemas(ResponseSchema, _MAX_RESPONSES)
         self.closed = False
 
     @property

@@ -19,7 +19,7 @@ from shmserve.workers.backends.llm.sampler import (
 from shmserve.workers.backends.llm.sequences import TokenSequence
 
 _LONGEST, _SHORTEST = 4, 2  # maximum and minimum number of tokens of an ending that must be equal
-_MOST_BEHIND = 512  # tokens of a sequence that a draft model reads per step
+_MAX_DRAFT_INPUT = 512  # tokens of a sequence that a draft model reads per step
 
 
 class Proposer(Protocol):
@@ -86,12 +86,12 @@ class DraftModel(Proposer):
         late = [
             (sequence, row)
             for sequence, row in rows
-            if len(sequence.tokens) - sequence.drafted > _MOST_BEHIND
+            if len(sequence.tokens) - sequence.drafted > _MAX_DRAFT_INPUT
         ]
         if late:
             reading = self._passes.empty()
             for sequence, _ in late:
-                begin, end = sequence.drafted, sequence.drafted + _MOST_BEHIND
+                begin, end = sequence.drafted, sequence.drafted + _MAX_DRAFT_INPUT
                 reading.add(sequence.tokens[begin:end], begin, sequence.table)
                 sequence.drafted = end
             self._passes.logits(reading, [])

@@ -27,7 +27,7 @@ from shmserve.workers.links.scheduler import InstanceLink
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
+_MAX_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
 
 
 class Texts:
@@ -200,7 +200,7 @@ class Texts:
 
     def _end_overdue(self) -> None:
         """End requests whose clients have taken no response for too long."""
-        overdue_ns = time.monotonic_ns() - _MOST_WAIT_NS if self._held else 0
+        overdue_ns = time.monotonic_ns() - _MAX_WAIT_NS if self._held else 0
         while self._held:
             key, since_ns = next(iter(self._held.items()))
             if since_ns >= overdue_ns:
