@@ -108,7 +108,7 @@ class ClientModels:
         """Check whether any version of a model is available."""
         return any(key[0] == name for key in list(self._models))
 
-    def awaits_load(self, name: str, version: str) -> bool:
+    def needs_load(self, name: str, version: str) -> bool:
         """Check whether a version is not available but its model can be loaded on demand."""
         return name in self.on_demand and (name, version) not in self._models
 
