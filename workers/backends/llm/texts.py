@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
-from shmserve.workers.backends import ResponseStream
+from shmserve.workers.backends import OutputStream
 from shmserve.workers.backends.llm.answers import TextResponse
 from shmserve.workers.backends.llm.engine import Emitted
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
@@ -92,7 +92,7 @@ class Texts:
     # --- requests
 
     def prepare(
-        self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
         size = sum(len(each) for each in inputs.values() if isinstance(each, str | LongText))
@@ -102,7 +102,7 @@ class Texts:
             self._read(stream, inputs, resumed)
 
     def _read(
-        self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request in any thread."""
         try:
@@ -122,7 +122,7 @@ class Texts:
         else:
             self.put(begin)
 
-    def _compile(self, prompt: Prompt, stream: ResponseStream, begin: Callable[[], None]) -> None:
+    def _compile(self, prompt: Prompt, stream: OutputStream, begin: Callable[[], None]) -> None:
         try:
             self.reader.compile(prompt)
         except Exception as error:
@@ -131,7 +131,7 @@ class Texts:
             self.put(begin)
 
     def _begin(
-        self, stream: ResponseStream, prompt: Prompt, echo: str, resumed: list[Resumed]
+        self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
         answer = TextResponse(prompt, self._texts, stream, self._link, echo)
