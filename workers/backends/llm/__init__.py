@@ -143,7 +143,7 @@ class LlmBackend(Backend):
             try:
                 return replace(engine.step(message), text_ns=texts.spent_ns())
             except Exception as error:
-                texts.failed(engine.keys(message), error)
+                texts.failed(engine.request_keys(message), error)
                 return Stepped(
                     message.step, [], 0, 0, 0, lost=[row.sequence for row in message.rows]
                 )

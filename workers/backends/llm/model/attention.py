@@ -102,7 +102,7 @@ class RowSpan(NamedTuple):
     first: int
     size: int
     before: int
-    table: list[int]
+    block_table: list[int]
     prompt: bool
 
     @property
@@ -118,7 +118,7 @@ class RowSpan(NamedTuple):
         for begin in range(self.before - self.before % size, self.length, size):
             start, end = max(begin, self.before), min(begin + size, self.length)
             first = self.first + start - self.before
-            yield RowSpan(first, end - start, start, self.table, self.prompt)
+            yield RowSpan(first, end - start, start, self.block_table, self.prompt)
 
 
 @dataclass(eq=False)
@@ -200,7 +200,7 @@ class LoneRow(NamedTuple):
     row_index: int
     length: int
     width: int
-    table: list[int]
+    block_table: list[int]
 
 
 def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
@@ -213,7 +213,7 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
             length = span.before + index + 1
             grain = max(_GRAIN, 1 << length.bit_length() >> 3)
             width = min(length + -length % grain, cache.slots)
-            lone.append(LoneRow(span.first + index, length, width, span.table))
+            lone.append(LoneRow(span.first + index, length, width, span.block_table))
     return lone
 
 
@@ -298,8 +298,9 @@ def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray,
     A shorter row reads its own first slot again.
     """
     count = -(-width // block_size)
-    tables = [row.table[:count] + row.table[:1] * (count - len(row.table)) for row in rows]
-    blocks = np.array(tables, np.int32)[:, :, None] * block_size
+    tables = (row.block_table for row in rows)
+    padded_tables = [table[:count] + table[:1] * (count - len(table)) for table in tables]
+    blocks = np.array(padded_tables, np.int32)[:, :, None] * block_size
     slots = (blocks + np.arange(block_size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
     visible = np.arange(width) < np.array([row.length for row in rows])[:, None]
     hidden = np.where(visible, np.float32(0), np.float32(-np.inf))
@@ -331,7 +332,7 @@ class Run(NamedTuple):
     @classmethod
     def of(cls, span: RowSpan, block_size: int, device: str) -> Run:
         """Return the rows of a span."""
-        blocks = span.table[: -(-span.length // block_size)]
+        blocks = span.block_table[: -(-span.length // block_size)]
         scattered = any(after - before != 1 for before, after in pairwise(blocks))
         mask = None
         if span.before and (span.prompt or span.size > 1):
@@ -473,10 +474,9 @@ class PagedAttention(Attention):
 
     def _tables(self, spans: list[RowSpan]) -> torch.Tensor:
         size = self._cache.block_size
-        tables = [
-            torch.tensor(span.table[: -(-span.length // size)], dtype=torch.int32) for span in spans
-        ]
-        return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        tables = (span.block_table[: -(-span.length // size)] for span in spans)
+        tensors = [torch.tensor(table, dtype=torch.int32) for table in tables]
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
 def _padded(output: torch.Tensor, rows: int) -> torch.Tensor:

@@ -83,7 +83,7 @@ def decode_inputs(rows: Pass, count: int, blocks: int) -> np.ndarray:
     """
     inputs = np.zeros((count, _COLUMNS + blocks), np.int64)
     for index, span in enumerate(rows.spans):
-        table = span.table[: -(-span.length // rows.block_size)]
+        table = span.block_table[: -(-span.length // rows.block_size)]
         columns = rows.tokens[index], rows.positions[index], rows.slots[index]
         inputs[index, : _COLUMNS + len(table)] = *columns, *table
     inputs[len(rows.spans) :] = inputs[len(rows.spans) - 1]
