@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from shmserve.ipc.messages.generation import Hypothesis, ResponseSent, Resumed
-from shmserve.workers.backends import Output, Response, ResponseStream
+from shmserve.workers.backends import Output, OutputStream, Response
 from shmserve.workers.backends.llm.message_parsers import MessageParser
 from shmserve.workers.backends.llm.sampler import TokenLogprobs
 from shmserve.workers.backends.llm.sequences import Prompt
@@ -59,7 +59,7 @@ class SampleText:
         self, prompt: Prompt, texts: TokenTexts, index: int, echo: str, message: bool = False
     ) -> None:
         parameters = prompt.parameters
-        form = prompt.message
+        form = prompt.message_format
         self.parser = MessageParser(form, parameters.stream) if message and form else None
         self.thoughts = 0
         self.index = index
@@ -149,7 +149,7 @@ class SampleText:
     def _stop_token(self, token: int) -> str | int | None:
         """Return the stop reason for the last token, which ends the sample."""
         parameters = self._prompt.parameters
-        if token not in (*self._prompt.ends, *parameters.stop_token_ids):
+        if token not in (*self._prompt.end_tokens, *parameters.stop_token_ids):
             return None
         if token == self._prompt.eos and not parameters.beams:
             return None
@@ -160,7 +160,7 @@ class SampleText:
         """Append the text of a token; return the stop string that it completes, or ""."""
         parameters = self._prompt.parameters
         # The text excludes end tokens.
-        ends = token in self._prompt.ends or token in parameters.stop_token_ids
+        ends = token in self._prompt.end_tokens or token in parameters.stop_token_ids
         silent = (ends and not parameters.include_stop_str_in_output) or token in self._dropped
         text = "" if silent else self._detokenizer.add(token)
         if finish_reason:
@@ -206,7 +206,7 @@ class TextResponse:
         self,
         prompt: Prompt,
         texts: TokenTexts,
-        stream: ResponseStream,
+        stream: OutputStream,
         link: InstanceLink,
         echo: str,
     ) -> None:
@@ -319,7 +319,7 @@ class TextResponse:
                 **({"reasoning_tokens": sum(thoughts)} if thoughts else {}),
                 "prompt_tokens": len(prompt.tokens),
                 "completion_tokens": sum(sample.count for sample in self.samples),
-                "cached_tokens": max(prompt.cached, 0),
+                "cached_tokens": max(prompt.cached_tokens, 0),
                 "samples": [sample.count for sample in shown],
             }
         )
@@ -333,7 +333,7 @@ class TextResponse:
         prompt = self.prompt
         content = list(itertools.starmap(self._logprob, scored))
         members: dict[str, Any] = {"content": content}
-        if prompt.scored >= 0 and not sample.begun:
+        if prompt.top_logprobs >= 0 and not sample.begun:
             self.encode_prompt()
             if prompt.offsets:
                 members["content"] = [*(echoed for echoed, _ in self._scored), *content]
@@ -348,7 +348,7 @@ class TextResponse:
         """
         prompt, parameters = self.prompt, self.prompt.parameters
         for position in range(len(self._scored), len(prompt.tokens)):
-            score = prompt.scores_by_position.get(position)
+            score = prompt.logprobs_by_position.get(position)
             if position and score is None:
                 return
             echoed = alone = None

@@ -15,9 +15,9 @@ import numpy as np
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
-from shmserve.workers.backends import ResponseStream
+from shmserve.workers.backends import OutputStream
 from shmserve.workers.backends.llm.answers import TextResponse
-from shmserve.workers.backends.llm.engine import Emitted
+from shmserve.workers.backends.llm.engine import SequenceOutput
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.prompts import LONG, LongText, PromptReader
 from shmserve.workers.backends.llm.sequences import Prompt
@@ -27,7 +27,7 @@ from shmserve.workers.links.scheduler import InstanceLink
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
+_MAX_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
 
 
 class Texts:
@@ -92,7 +92,7 @@ class Texts:
     # --- requests
 
     def prepare(
-        self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
         size = sum(len(each) for each in inputs.values() if isinstance(each, str | LongText))
@@ -102,7 +102,7 @@ class Texts:
             self._read(stream, inputs, resumed)
 
     def _read(
-        self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request in any thread."""
         try:
@@ -115,14 +115,14 @@ class Texts:
             stream.fail_raised(error)
             return
         begin = partial(self._begin, stream, prompt, echo, resumed)
-        if prompt.parameters.grammar[0] or prompt.frame:
+        if prompt.parameters.grammar[0] or prompt.message_grammar:
             self._aside.submit(self._compile, prompt, stream, begin)
         elif threading.current_thread() is self._thread:
             begin()
         else:
             self.put(begin)
 
-    def _compile(self, prompt: Prompt, stream: ResponseStream, begin: Callable[[], None]) -> None:
+    def _compile(self, prompt: Prompt, stream: OutputStream, begin: Callable[[], None]) -> None:
         try:
             self.reader.compile(prompt)
         except Exception as error:
@@ -131,13 +131,13 @@ class Texts:
             self.put(begin)
 
     def _begin(
-        self, stream: ResponseStream, prompt: Prompt, echo: str, resumed: list[Resumed]
+        self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
         answer = TextResponse(prompt, self._texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for each in resumed:
-                answer.samples[each.sample].resume(each, prompt.resumed.get(each.sample, []))
+                answer.samples[each.sample].resume(each, prompt.resumed_tokens.get(each.sample, []))
         self._answers[key] = answer
         self._held.pop(key, None)
         self.prompts[key] = prompt
@@ -145,12 +145,12 @@ class Texts:
         self._link.send(_prepared(prompt, stream.request.work.priority))
         # Last, because it may call the function immediately.
         stream.on_cancel(partial(self.put, partial(self._cancel, key)))
-        if prompt.resumed:
+        if prompt.resumed_tokens:
             self._respond(key)
 
     # --- tokens
 
-    def emitted(self, news: list[Emitted]) -> None:
+    def emitted(self, news: list[SequenceOutput]) -> None:
         """Append the tokens of a step to the texts of their samples."""
         touched: dict[int, None] = {}
         for each in news:
@@ -200,7 +200,7 @@ class Texts:
 
     def _end_overdue(self) -> None:
         """End requests whose clients have taken no response for too long."""
-        overdue_ns = time.monotonic_ns() - _MOST_WAIT_NS if self._held else 0
+        overdue_ns = time.monotonic_ns() - _MAX_WAIT_NS if self._held else 0
         while self._held:
             key, since_ns = next(iter(self._held.items()))
             if since_ns >= overdue_ns:
@@ -228,15 +228,15 @@ def _prepared(prompt: Prompt, priority: int) -> Prepared:
     beams: list[BeamSearch] = []
     if parameters.beams:
         penalty, early = parameters.length_penalty, parameters.early_stopping
-        beams = [BeamSearch(parameters.beams, penalty, early, list(prompt.ends))]
+        beams = [BeamSearch(parameters.beams, penalty, early, list(prompt.end_tokens))]
     return Prepared(
         prompt.key,
         np.array(prompt.tokens, np.int32).tobytes(),
         max(parameters.max_tokens, 1),
         parameters.samples or 1,
         parameters.priority or priority,
-        prompt.scored >= 0,
-        not (beams or prompt.replayed),
+        prompt.top_logprobs >= 0,
+        not (beams or prompt.replayed_tokens),
         beams,
-        bool(prompt.replayed),
+        bool(prompt.replayed_tokens),
     )

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from shmserve.workers.backends.llm.message_parsers import overlap
 
 _REPLACEMENT = "\ufffd"  # the character that stands for an incomplete character
-_MOST_HELD = 16  # maximum number of tokens held back; longer invalid sequences are no characters
+_MAX_HELD_TOKENS = 16  # longer invalid sequences are no characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -99,7 +99,7 @@ class TokenTexts:
     def complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
         count = len(tokens)
-        while missing := self._incomplete(tokens[max(count - _MOST_HELD, 0) : count]):
+        while missing := self._incomplete(tokens[max(count - _MAX_HELD_TOKENS, 0) : count]):
             while missing > 0:
                 count -= 1
                 missing -= len(self.bytes_of(tokens[count]))
@@ -171,8 +171,8 @@ class Detokenizer:
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = texts.special if skip_special_tokens else frozenset()
-        context = [token for token in prompt[-4 * _MOST_HELD :] if token not in self._skipped]
-        context = context[-_MOST_HELD:]
+        context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
+        context = context[-_MAX_HELD_TOKENS:]
         while context and texts.continues(context[0]):
             del context[0]  # byte-fallback decoders replace characters beside an incomplete one
         self._tokens = context  # tokens of the last text, followed by the pending ones
@@ -191,7 +191,7 @@ class Detokenizer:
             return ""
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        if text.endswith(_REPLACEMENT) and len(self._tokens) - self._read < _MOST_HELD:
+        if text.endswith(_REPLACEMENT) and len(self._tokens) - self._read < _MAX_HELD_TOKENS:
             self._ahead = max(len(text.rstrip(_REPLACEMENT)) - len(self._before), 0)
             return ""
         return self._take(text)
