@@ -74,7 +74,7 @@ class Rig:
         asked = self.sent.count(m.SnapshotStatistics())
         if answers and asked:
             self.version.scheduler._on_scheduler_message(
-                self.version.scheduler.counts, m.StatisticsSnapshot(STATISTICS, [])
+                self.version.scheduler.counters, m.StatisticsSnapshot(STATISTICS, [])
             )
         await turns()
         return self.version.instances.count
@@ -195,7 +195,7 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
         (group,) = instances.config.instance_group
         two = replace(instances.config, instance_group=(replace(group, count=2),))
         other = instances.update_to(spec, two)
-        assert (other.differs, other.added, other.removed) == (True, [], [])
+        assert (other.config_differs, other.added, other.removed) == (True, [], [])
         anew = rig.processes.version(spec)
         assert anew.instances.count == 1
         anew.instances.keep_count_of(instances)
