@@ -97,9 +97,6 @@ class Frontend(ABC):
             if not self._refuses_connections:
                 await server.start_serving()
 
-    def health_changed(self) -> None:  # noqa: B027
-        """Handle a change of the gateway's `health`."""
-
     def drain(self, on_notified: Callable[[], None], followed: bool) -> None:
         """Accept no more connections, and notify the clients that the server drains.
 
@@ -230,7 +227,8 @@ class _Process:
                 gateway.regions.remove_drained(memory_id)
             case HealthChanged():
                 gateway.health = message
-                self._frontend.health_changed()
+                gateway.health_changed.set()
+                gateway.health_changed = asyncio.Event()
                 self._state_received.set()
             case m.LoadsFailed():
                 gateway.failures = message
