@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 from shmserve import logs
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
-from shmserve.gateway.inference.inference import ActiveCount
 from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
-from shmserve.gateway.listener import Acceptor, ListenerRules
+from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart

@@ -18,8 +18,7 @@ from shmserve.gateway.grpc.calls.messages import Deflater
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
-from shmserve.gateway.inference.inference import ActiveCount
-from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
+from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules, listener_kind
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc.messages.supervision import decode_start
 
