@@ -147,8 +147,12 @@ class Scatterer:
             data = output.data
             if source is None:
                 array = data if type(data) is np.ndarray else _host_array(output)
-                raw = encode_bytes(array) if output.datatype == "BYTES" else array.tobytes()
-                message_bytes += len(raw)
+                if output.datatype == "BYTES":
+                    raw = encode_bytes(array)
+                    message_bytes += len(raw)
+                else:
+                    raw = array.tobytes()
+                    message_bytes += array.nbytes
                 packed += [raw]
                 continue
             if not source:
@@ -394,8 +398,9 @@ class Scatterer:
         Raises:
             DeviceLost: A write has failed.
         """
-        if self._context.device_memory is not None:
-            self._context.device_memory.finish_writes()
+        memory = self._context.device_memory
+        if memory is not None and memory.written_devices:
+            memory.finish_writes()
 
 
 def _used_range(name: str, memory_range: Range, byte_size: int) -> Range:
