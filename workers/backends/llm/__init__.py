@@ -28,7 +28,7 @@ from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
 from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.backends import Backend, Request, Response, ResponseStream
+from shmserve.workers.backends import Backend, OutputStream, Request, Response
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
@@ -120,7 +120,7 @@ class LlmBackend(Backend):
         """Raise Unsupported: the scheduler plans steps, not batches."""
         raise Unsupported("a generative model does not execute batches; use its step messages")
 
-    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+    def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Raise Unsupported; see `execute`."""
         raise Unsupported("a generative model does not execute batches; use its step messages")
 
@@ -239,5 +239,5 @@ def _prepare(
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))
         return
-    stream = ResponseStream(writer, open_request, request)
+    stream = OutputStream(writer, open_request, request)
     texts.put(partial(texts.prepare, stream, inputs, message.resumed))

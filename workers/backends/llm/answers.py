@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from shmserve.ipc.messages.generation import Hypothesis, ResponseSent, Resumed
-from shmserve.workers.backends import Output, Response, ResponseStream
+from shmserve.workers.backends import Output, OutputStream, Response
 from shmserve.workers.backends.llm.message_parsers import MessageParser
 from shmserve.workers.backends.llm.sampler import TokenLogprobs
 from shmserve.workers.backends.llm.sequences import Prompt
@@ -205,7 +205,7 @@ class TextResponse:
         self,
         prompt: Prompt,
         texts: TokenTexts,
-        stream: ResponseStream,
+        stream: OutputStream,
         link: InstanceLink,
         echo: str,
     ) -> None:

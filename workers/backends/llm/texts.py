@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch, Choose, Ended, Prepared, Resumed
-from shmserve.workers.backends import ResponseStream
+from shmserve.workers.backends import OutputStream
 from shmserve.workers.backends.llm.answers import TextResponse
 from shmserve.workers.backends.llm.engine import SequenceOutput
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from shmserve.workers.links.scheduler import InstanceLink
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
+_MAX_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
 
 
 class Texts:
@@ -91,7 +91,7 @@ class Texts:
     # --- requests
 
     def prepare(
-        self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
         size = sum(len(text) for text in inputs.values() if isinstance(text, str | LongText))
@@ -101,7 +101,7 @@ class Texts:
             self._read_request(stream, inputs, resumed)
 
     def _read_request(
-        self, stream: ResponseStream, inputs: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request in any thread."""
         try:
@@ -122,7 +122,7 @@ class Texts:
             self.put(start)
 
     def _compile_grammar(
-        self, prompt: Prompt, stream: ResponseStream, start: Callable[[], None]
+        self, prompt: Prompt, stream: OutputStream, start: Callable[[], None]
     ) -> None:
         try:
             self.reader.compile(prompt)
@@ -132,7 +132,7 @@ class Texts:
             self.put(start)
 
     def _start(
-        self, stream: ResponseStream, prompt: Prompt, echo: str, resumed: list[Resumed]
+        self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
         response = TextResponse(prompt, self._texts, stream, self._link, echo)
@@ -202,7 +202,7 @@ class Texts:
 
     def _fail_overdue(self) -> None:
         """Fail requests whose clients have granted no credit for too long."""
-        deadline_ns = time.monotonic_ns() - _MOST_WAIT_NS if self._unread_since_ns else 0
+        deadline_ns = time.monotonic_ns() - _MAX_WAIT_NS if self._unread_since_ns else 0
         while self._unread_since_ns:
             key, unread_since_ns = next(iter(self._unread_since_ns.items()))
             if unread_since_ns >= deadline_ns:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from shmserve.workers.backends.llm.message_parsers import overlap
 
 _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character by this character
-_MOST_HELD = 16  # maximum number of tokens held back; longer invalid sequences are no characters
+_MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -99,13 +99,13 @@ class TokenTexts:
     def count_complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
         count = len(tokens)
-        while missing := self._count_incomplete_bytes(tokens[max(count - _MOST_HELD, 0) : count]):
+        while missing := self._incomplete_bytes(tokens[max(count - _MAX_HELD_TOKENS, 0) : count]):
             while missing > 0:
                 count -= 1
                 missing -= len(self.bytes_of(tokens[count]))
         return count
 
-    def _count_incomplete_bytes(self, tokens: Sequence[int]) -> int:
+    def _incomplete_bytes(self, tokens: Sequence[int]) -> int:
         """Return the number of bytes of an incomplete character at the end of `tokens`."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(b"".join(map(self.bytes_of, tokens)))
@@ -172,8 +172,8 @@ class Detokenizer:
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = texts.special if skip_special_tokens else frozenset()
-        context = [token for token in prompt[-4 * _MOST_HELD :] if token not in self._skipped]
-        context = context[-_MOST_HELD:]
+        context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
+        context = context[-_MAX_HELD_TOKENS:]
         while context and texts.begins_inside_character(context[0]):
             del context[0]  # byte-fallback decoders replace characters beside an incomplete one
         self._tokens = context  # the tokens of the context, followed by those held back
@@ -191,8 +191,8 @@ class Detokenizer:
         if token in self._skipped:
             return ""
         self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if text.endswith(_REPLACEMENT) and len(self._tokens) - self._context_count < _MOST_HELD:
+        text, held_tokens = self._decode(self._tokens), len(self._tokens) - self._context_count
+        if text.endswith(_REPLACEMENT) and held_tokens < _MAX_HELD_TOKENS:
             self._held_length = max(len(text.rstrip(_REPLACEMENT)) - len(self._context_text), 0)
             return ""
         return self._advance(text)
