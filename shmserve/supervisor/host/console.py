@@ -17,7 +17,7 @@ from typing import Any
 from shmserve.errors import refused
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 
-_MOST_ELEMENTS = 64  # maximum number of elements of the inputs in an example
+_MAX_ELEMENTS = 64  # maximum number of elements of the inputs in an example
 _STATUS_WIDTH = 80  # maximum width of a state in the table of models
 
 
@@ -130,7 +130,7 @@ def example_command(models: Iterable[ModelSpec], url: str) -> str:
     candidates = [spec for spec in models if spec.input and spec.sequence_batching is None]
     for spec in candidates:
         required = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
-        if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MOST_ELEMENTS:
+        if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MAX_ELEMENTS:
             inputs = " ".join(
                 f"--input {shlex.quote(_example_input(tensor))}" for tensor in required
             )

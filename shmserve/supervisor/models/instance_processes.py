@@ -51,10 +51,10 @@ _ENTRY = "shmserve.workers.main:run"
 _STOP_PATIENCE_S = 5.0
 # A load or an unload waits this long for requests in flight on the instances that it removes.
 REQUEST_PATIENCE_S = 1.0
-_MOST_FAILED_LOADS = 5
+_MAX_FAILED_LOADS = 5
 # The consecutive crashes without an executed request after which an instance has failed. They take
 # about 5 s if the model loads immediately.
-_MOST_CRASHES = 10
+_MAX_CRASHES = 10
 _LONGEST_PAUSE_S = 30.0  # maximum pause before the restart of a process that is killed repeatedly
 _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
 
@@ -470,8 +470,8 @@ class Instances:
         # A long lifetime also resets the number of consecutive crashes.
         before = min(instance.crashes, instance.backoff.deaths - 1)
         instance.crashes = before + (not ended.was_killed)
-        if before < instance.crashes == _MOST_CRASHES and self._is_needed(instance):
-            row = f"its process ended {_MOST_CRASHES} times in a row ({ended.reason})"
+        if before < instance.crashes == _MAX_CRASHES and self._is_needed(instance):
+            row = f"its process ended {_MAX_CRASHES} times in a row ({ended.reason})"
             self._abandon(instance, f"{row}, and it executed no request in between")
             return
         while self._is_needed(instance):
@@ -491,7 +491,7 @@ class Instances:
                 instance.failed_loads += not killed
                 text = "\n".join((error.message, *getattr(error, "__notes__", ())))
                 logger.error("instance '%s' did not restart: %s", instance.name, text)
-                if instance.failed_loads < _MOST_FAILED_LOADS:
+                if instance.failed_loads < _MAX_FAILED_LOADS:
                     pause = self._pause_s(instance, child, 0)
                     continue
                 self._abandon(instance, error.message)
@@ -510,7 +510,7 @@ class Instances:
         never fails, but the pauses grow.
         """
         pause = instance.backoff.pause_s(lived_s)
-        excess = instance.backoff.deaths - _MOST_CRASHES
+        excess = instance.backoff.deaths - _MAX_CRASHES
         if ended is None or not ended.was_killed or excess < 0:
             return pause
         pause = min(2.0**excess, _LONGEST_PAUSE_S)

@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_REPORT_S = 30.0
 # Maximum number of unread messages of a worker; a correct worker never sends so many.
-_MOST_UNREAD = 16
+_MAX_UNREAD_MESSAGES = 16
 _STACK_WAIT_S = 0.1
-_MOST_STACK_WAITS = 10
-_MOST_STACK_BYTES = 1 << 20
+_MAX_STACK_WAITS = 10
+_MAX_STACK_BYTES = 1 << 20
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class IllegalTransition(Exception):
 
 def inbox() -> asyncio.Queue[Any]:
     """Return a new bounded queue for the messages that a worker sends about itself."""
-    return asyncio.Queue(_MOST_UNREAD)
+    return asyncio.Queue(_MAX_UNREAD_MESSAGES)
 
 
 @dataclass(slots=True, eq=False)
@@ -322,7 +322,7 @@ async def stacks_of(instance: Instance) -> str:
         os.ftruncate(fd, 0)
         child.kill(signal.SIGUSR2)
         await _written(child, fd)
-        return os.read(fd, _MOST_STACK_BYTES).decode(errors="replace")
+        return os.read(fd, _MAX_STACK_BYTES).decode(errors="replace")
     except OSError:  # the descriptor already refers to another file
         return ""
     finally:
@@ -332,7 +332,7 @@ async def stacks_of(instance: Instance) -> str:
 async def _written(child: Child, fd: int) -> None:
     """Wait until the file no longer grows: faulthandler writes in pieces and signals no end."""
     size = 0
-    for _ in range(_MOST_STACK_WAITS):
+    for _ in range(_MAX_STACK_WAITS):
         await asyncio.sleep(_STACK_WAIT_S)
         before, size = size, os.fstat(fd).st_size
         if not child.alive or 0 < size == before:

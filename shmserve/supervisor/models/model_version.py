@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 # The consecutive failed starts of a scheduler after which a load fails, and after which requests
 # that wait for a successor are rejected (some seconds).
-_MOST_FAILED_STARTS = 5
-_MOST_WAITED_FOR = 10
+_MAX_FAILED_STARTS = 5
+_MAX_AWAITED_STARTS = 10
 _CLIENTS = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
 _KILL_PATIENCE_S = 1.0  # seconds until a stopping scheduler that shares its process is killed
 
@@ -123,7 +123,7 @@ class ModelVersion:
         """Return the reason why this version will not become ready, or empty."""
         if self._lifetime.retiring or self._lifetime.stopping:
             return self.problem or "the model is unloaded"
-        failed = self._failed_starts >= _MOST_FAILED_STARTS
+        failed = self._failed_starts >= _MAX_FAILED_STARTS
         return self.problem or ("no scheduler could be started" if failed else "")
 
     async def until_ready(self) -> None:
@@ -297,7 +297,7 @@ class ModelVersion:
                 pause = self._backoff.pause_s(0)
                 self._failed_starts += 1
                 self.changed()
-                if self._failed_starts >= _MOST_WAITED_FOR:
+                if self._failed_starts >= _MAX_AWAITED_STARTS:
                     # Submitted requests fail; later requests are sent to a successor, if any.
                     self._broadcast_lost(lost, "", *_CLIENTS)
                 continue

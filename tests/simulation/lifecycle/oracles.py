@@ -36,7 +36,7 @@ from tests.simulation.world import Violation
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.executor import SimulatedExecutor
 
-_MOST_LOOKS = 1000  # maximum number of checks at one moment
+_MAX_CHECKS = 1000  # maximum number of checks at one moment
 
 
 class RecordedLifecycle(Lifecycle):
@@ -118,7 +118,7 @@ class LifecycleOracles:
     def looked(self) -> None:
         """Count an evaluation of all models by the core."""
         self._looks += 1
-        if self._looks > _MOST_LOOKS:
+        if self._looks > _MAX_CHECKS:
             raise Violation("2: it does not end")
 
     # --- orders

@@ -36,7 +36,7 @@ LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 _BEGINNINGS = (1, 3, 6)
 _ENDING = 12  # number of characters for each of a text's last tokens
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
-_MOST_CUT = 64  # number of tokens that may differ where a text is cut
+_MAX_CUT_TOKENS = 64  # number of tokens that may differ where a text is cut
 _BYTES_A_CHARACTER, _BYTES_A_TOKEN = 4, 64
 _NICE = 10
 _LEAST_LIMIT = 1 << 20  # minimum of `most_bytes`, and of the tokens that /tokenize returns
@@ -221,7 +221,7 @@ class PromptReader:
             parameters,
             max_tokens=most,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            forbidden=BadWords(words, self._texts).after if words else None,
+            forbidden=BadWords(words, self._texts).forbidden_after if words else None,
             # The best samples are found by their probabilities.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -352,7 +352,7 @@ class PromptReader:
             return
         for characters in _BEGINNINGS:
             count = len(self._encoded(text[: characters * most], False, False))
-            if count > most + _MOST_CUT:
+            if count > most + _MAX_CUT_TOKENS:
                 raise InvalidArgument(f"{name}: {_too_long(count, most)}")
 
     def _encoded_ending(
@@ -372,7 +372,7 @@ class PromptReader:
         between = _BETWEEN_WORDS.search(end, 1, 1 + LONG) if count - size > LONG else None
         if between is not None:
             ending = self._encoded(end[between.start() :], special, scores)
-            if len(ending) > most + _MOST_CUT:
+            if len(ending) > most + _MAX_CUT_TOKENS:
                 return ending
         whole = text.whole() if isinstance(text, LongText) else text
         return self._encoded(whole, special, scores)
@@ -395,7 +395,7 @@ class PromptReader:
         if not parameters.echo:
             return PromptText(tokens)
         skip = parameters.skip_special_tokens
-        text = self._texts.decode(tokens[: self._texts.complete(tokens)], skip)
+        text = self._texts.decode(tokens[: self._texts.count_complete(tokens)], skip)
         return PromptText(tokens, text, self._texts.offsets(tokens, text, skip) if scores else ())
 
     def _count(self, name: str, count: int, parameters: GenerationParameters) -> int:

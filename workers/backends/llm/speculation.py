@@ -19,7 +19,7 @@ from shmserve.workers.backends.llm.sampler import (
 from shmserve.workers.backends.llm.sequences import TokenSequence
 
 _MAX_NGRAM, _MIN_NGRAM = 4, 2  # number of tokens
-_MOST_BEHIND = 512  # tokens of a sequence that a draft model reads per step
+_MAX_DRAFT_INPUT = 512  # tokens of a sequence that a draft model reads per step
 
 
 class Proposer(Protocol):
@@ -88,12 +88,12 @@ class DraftModel(Proposer):
         behind = [
             (sequence, row)
             for sequence, row in rows
-            if len(sequence.tokens) - sequence.draft_computed > _MOST_BEHIND
+            if len(sequence.tokens) - sequence.draft_computed > _MAX_DRAFT_INPUT
         ]
         if behind:
             batch = self._passes.empty()
             for sequence, _ in behind:
-                begin, end = sequence.draft_computed, sequence.draft_computed + _MOST_BEHIND
+                begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
                 batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
                 sequence.draft_computed = end
             self._passes.logits(batch, [])

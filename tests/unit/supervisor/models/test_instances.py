@@ -225,7 +225,7 @@ def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None
 def test_a_hanging_restart_is_retried_and_abandoned(
     written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 2)
+    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 2)
 
     async def story(processes: Processes, model: ModelVersion) -> None:
         await model.start()

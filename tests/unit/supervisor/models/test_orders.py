@@ -327,7 +327,7 @@ def test_generations_that_need_one_another_end() -> None:
 def test_an_ensemble_reports_a_step_that_failed_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
+    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
 
     async def story() -> None:
         server = Server(s=[], e=["s"])

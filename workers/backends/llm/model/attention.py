@@ -31,7 +31,7 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _GRAIN = 16  # widths are multiples of this number of keys
 # Maximum number of rows of a sequence that are computed one by one, to verify proposed tokens.
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 class KvCache:
@@ -207,7 +207,7 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
     """Return the rows of a pass that are computed one by one."""
     lone: list[LoneRow] = []
     for span in rows.spans:
-        if span.prompt or span.size > _MOST_ROWS:
+        if span.prompt or span.size > _MAX_ROWS:
             continue
         for index in range(span.size):
             length = span.before + index + 1
@@ -312,7 +312,7 @@ def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray,
 # [rows, heads * head size].
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 CHUNK = 16
-_MOST_OF_RUN = 4 * CHUNK  # maximum rows of a run on CPUs
+_MAX_RUN_ROWS = 4 * CHUNK  # maximum rows of a run on CPUs
 
 
 class Run(NamedTuple):
@@ -435,7 +435,7 @@ class SparseAttention(Attention):
 
     def _runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
         # The kernel also computes keys after a row, up to the last key of its run.
-        return super()._runs(rows, (part for span in spans for part in span.parts(_MOST_OF_RUN)))
+        return super()._runs(rows, (part for span in spans for part in span.parts(_MAX_RUN_ROWS)))
 
 
 class PagedAttention(Attention):

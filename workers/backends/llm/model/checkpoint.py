@@ -85,7 +85,7 @@ _UNSUPPORTED_CLASSES = (
     "Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet"
 )
 _SPACE = "\u2581"
-_MOST_NAMED = 8  # maximum number of weights that one message names
+_MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Files of older folders whose config.json has no quantization_config.
 _QUANTISED = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -397,8 +397,8 @@ def _check_weights(
 
 
 def _some(names: list[str]) -> str:
-    omitted = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {omitted} more" if omitted > 0 else "")
+    omitted = len(names) - _MAX_NAMED_WEIGHTS
+    return ", ".join(names[:_MAX_NAMED_WEIGHTS]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
 def _warn(defaults: dict[str, Any]) -> None:
