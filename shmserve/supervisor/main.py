@@ -227,7 +227,10 @@ def compose(
     def state() -> str:
         return progress_line(registry.progress())
 
-    observers = [feed.models_changed, partial(announce, context, health)]
+    observers: list[Callable[[], None]] = [
+        feed.models_changed,
+        partial(announce, context, health),
+    ]
     if manager.is_present:
         observers.append(lambda: manager.status(state()))
     parts = (context, planner, registry, publications, observers)
