@@ -75,8 +75,8 @@ def models(processes: Processes, repository: Repository) -> ModelManager:
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
     planner: Any = repository
     registry = ModelRegistry()
-    parts = (processes.context, planner, registry, Publications(), [])
-    manager = ModelManager(LifecycleExecutor(*parts))
+    parts = (processes.context, planner, registry, Publications())
+    manager = ModelManager(LifecycleExecutor(*parts, []))
     return manager, RepositoryPoller(processes.context, planner, registry, manager)
 
 
