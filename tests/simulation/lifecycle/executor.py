@@ -76,7 +76,7 @@ class SimulatedExecutor(LifecycleExecutor):
         planner: Any = self.repository
         self.publications = Publications()
         parts = (self._context(hosted), planner, self.registry, self.publications)
-        super().__init__(*parts, nothing)
+        super().__init__(*parts, [])
         self._audience = self.audience
         self.lifecycle = RecordedLifecycle(self.registry, self, hosted, self.oracles)
 

@@ -107,7 +107,7 @@ class Server(Processes):
         self.repository: Repository = planner
         self.publications = Publications()
         parts = (self.context, planner, self.registry)
-        executor = LifecycleExecutor(*parts, self.publications, MagicMock())
+        executor = LifecycleExecutor(*parts, self.publications, [])
         self.models = ModelManager(executor)
         self.poller = RepositoryPoller(*parts, self.models)
 
