@@ -221,7 +221,7 @@ class PromptReader:
             parameters,
             max_tokens=most,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            forbidden=BadWords(words, self._texts).after if words else None,
+            forbidden=BadWords(words, self._texts).forbidden_after if words else None,
             # The best samples are found by their probabilities.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -395,7 +395,7 @@ class PromptReader:
         if not parameters.echo:
             return PromptText(tokens)
         skip = parameters.skip_special_tokens
-        text = self._texts.decode(tokens[: self._texts.complete(tokens)], skip)
+        text = self._texts.decode(tokens[: self._texts.count_complete(tokens)], skip)
         return PromptText(tokens, text, self._texts.offsets(tokens, text, skip) if scores else ())
 
     def _count(self, name: str, count: int, parameters: GenerationParameters) -> int:
