@@ -134,7 +134,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
             began = time.monotonic()
             try:
                 where = supervisor.registry.find(row["name"], row["version"])
-                version = supervisor.registry.models[row["name"]].shown[where["version"]]
+                version = supervisor.registry.models[row["name"]].published[where["version"]]
                 model = _Model(where, version.spec.model_dir, values)
                 unused -= model.signature.inputs.keys()
                 verdict = await asyncio.to_thread(model.verdict)

@@ -179,7 +179,7 @@ class LifecycleExecutor(LifecycleActions):
 
     async def wait_for(self, order: Order) -> None:
         """Wait until an order is answered; raise the ShmserveError with which it failed."""
-        if not order.answered:
+        if not order.is_answered:
             await self._answered.setdefault(order, asyncio.Event()).wait()
         if order.error is not None:
             raise order.error
@@ -225,10 +225,10 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def read(self, order: Order) -> None:
         plan = await asyncio.to_thread(self._plan, order)
-        if plan.ambiguous:
+        if plan.is_ambiguous:
             text = "failed to poll model '%s': not unique across all model repositories"
             logger.error(text, order.model.name)
-        self.lifecycle.was_read(order, plan)
+        self.lifecycle.was_planned(order, plan)
 
     def _plan(self, order: Order) -> LoadPlan:
         name, planner = order.model.name, self.planner
