@@ -333,7 +333,7 @@ class LifecycleExecutor(LifecycleActions):
     async def finalize(self, order: Order) -> None:
         if order.updates:
             removed = [instance for each in order.updates.values() for instance in each.removed]
-            await Instances.finalized(removed)
+            await Instances.await_exits(removed)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
         self.lifecycle.finalized(order)
