@@ -24,7 +24,7 @@ _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
 _MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 _MIN_WINDOW_S = 0.7
 _MIN_WINDOW_LATENCIES = 10  # minimum window, in multiples of the target latency
-_MOST_WINDOWS = 5
+_MAX_WINDOWS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +166,7 @@ class _TrialRunner:
     def _measure_point(self, in_flight: int) -> measure.Point:
         default_s = max(_MIN_WINDOW_S, _MIN_WINDOW_LATENCIES * self.target_ms / 1000)
         window_s = self.args.window or default_s
-        plan = measure.MeasurementPlan(window_s / 2, window_s, _MOST_WINDOWS)
+        plan = measure.MeasurementPlan(window_s / 2, window_s, _MAX_WINDOWS)
         requests = self.target.requests(in_flight)
         patience_s = self.args.patience
         load = LoadGenerator(self.poller, self.target.door, requests, in_flight, None, patience_s)

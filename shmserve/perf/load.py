@@ -21,10 +21,10 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.protocols import Door, Lane
 from shmserve.protocols.connection import Poller
 
-_MOST_ERRORS = 20  # maximum number of distinct error texts that are counted
+_MAX_ERRORS = 20  # maximum number of distinct error texts that are counted
 _OTHERS = "other errors"
 _LOOK_AROUND_NS = 1_000_000_000
-_MOST_LOADS = 1000  # maximum number of loads in a sweep
+_MAX_LOADS = 1000  # maximum number of loads in a sweep
 _NS = 1e9
 _clock = time.monotonic_ns
 
@@ -213,7 +213,7 @@ class LoadGenerator:
     def failed(self, error: str) -> None:
         """Count a failed request."""
         errors = self.records.errors
-        name = error if error in errors or len(errors) < _MOST_ERRORS else _OTHERS
+        name = error if error in errors or len(errors) < _MAX_ERRORS else _OTHERS
         errors[name] += 1
 
     def mark(self) -> Mark:
@@ -311,9 +311,9 @@ def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]
             if step <= 0 or last < first or text.count(":") > 2:
                 raise refuse()
             count = int((last - first) / step + 1e-9) + 1
-            if count > _MOST_LOADS:
+            if count > _MAX_LOADS:
                 raise InvalidArgument(
-                    f"--{flag}: '{text}' defines {count} loads, but at most {_MOST_LOADS} are "
+                    f"--{flag}: '{text}' defines {count} loads, but at most {_MAX_LOADS} are "
                     "allowed"
                 )
             loads = [float(first + step * number) for number in range(count)]

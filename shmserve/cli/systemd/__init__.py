@@ -311,6 +311,8 @@ def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
                 raise InvalidArgument(problem)
             print(f"warning: {problem}", file=sys.stderr)
             break
+        if arguments.root is None and not path.exists():
+            raise InvalidArgument(f"--program: '{path}' does not exist")
     return program
 
 
@@ -353,7 +355,9 @@ class _Change:
             for file in installed:
                 self._install(file)
         else:
-            if any(_path_in(self._root, file.path).exists() for file in installed):
+            if not any(_path_in(self._root, file.path).exists() for file in installed):
+                print(f"No units are installed in {_path_in(self._root, self._target.units)}.")
+            else:
                 self._command(*self._manager, "stop", *_STOPPED_UNITS, may_fail=True)
             for file in installed:
                 self._remove(file)

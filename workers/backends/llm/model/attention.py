@@ -31,7 +31,7 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _GRAIN = 16  # widths are multiples of this number of keys
 # Maximum number of rows of a sequence that are computed one by one, to verify proposed tokens.
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 
 class KvCache:
@@ -102,7 +102,7 @@ class RowSpan(NamedTuple):
     first: int
     size: int
     before: int
-    table: list[int]
+    block_table: list[int]
     prompt: bool
 
     @property
@@ -118,7 +118,7 @@ class RowSpan(NamedTuple):
         for begin in range(self.before - self.before % size, self.length, size):
             start, end = max(begin, self.before), min(begin + size, self.length)
             first = self.first + start - self.before
-            yield RowSpan(first, end - start, start, self.table, self.prompt)
+            yield RowSpan(first, end - start, start, self.block_table, self.prompt)
 
 
 @dataclass(eq=False)
@@ -200,20 +200,20 @@ class LoneRow(NamedTuple):
     row_index: int
     length: int
     width: int
-    table: list[int]
+    block_table: list[int]
 
 
 def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
     """Return the rows of a pass that are computed one by one."""
     lone: list[LoneRow] = []
     for span in rows.spans:
-        if span.prompt or span.size > _MOST_ROWS:
+        if span.prompt or span.size > _MAX_ROWS:
             continue
         for index in range(span.size):
             length = span.before + index + 1
             grain = max(_GRAIN, 1 << length.bit_length() >> 3)
             width = min(length + -length % grain, cache.slots)
-            lone.append(LoneRow(span.first + index, length, width, span.table))
+            lone.append(LoneRow(span.first + index, length, width, span.block_table))
     return lone
 
 
@@ -298,8 +298,9 @@ def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray,
     A shorter row reads its own first slot again.
     """
     count = -(-width // block_size)
-    tables = [row.table[:count] + row.table[:1] * (count - len(row.table)) for row in rows]
-    blocks = np.array(tables, np.int32)[:, :, None] * block_size
+    tables = (row.block_table for row in rows)
+    padded_tables = [table[:count] + table[:1] * (count - len(table)) for table in tables]
+    blocks = np.array(padded_tables, np.int32)[:, :, None] * block_size
     slots = (blocks + np.arange(block_size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
     visible = np.arange(width) < np.array([row.length for row in rows])[:, None]
     hidden = np.where(visible, np.float32(0), np.float32(-np.inf))
@@ -311,7 +312,7 @@ def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray,
 # [rows, heads * head size].
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 CHUNK = 16
-_MOST_OF_RUN = 4 * CHUNK  # maximum rows of a run on CPUs
+_MAX_RUN_ROWS = 4 * CHUNK  # maximum rows of a run on CPUs
 
 
 class Run(NamedTuple):
@@ -331,7 +332,7 @@ class Run(NamedTuple):
     @classmethod
     def of(cls, span: RowSpan, block_size: int, device: str) -> Run:
         """Return the rows of a span."""
-        blocks = span.table[: -(-span.length // block_size)]
+        blocks = span.block_table[: -(-span.length // block_size)]
         scattered = any(after - before != 1 for before, after in pairwise(blocks))
         mask = None
         if span.before and (span.prompt or span.size > 1):
@@ -434,7 +435,7 @@ class SparseAttention(Attention):
 
     def _runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
         # The kernel also computes keys after a row, up to the last key of its run.
-        return super()._runs(rows, (part for span in spans for part in span.parts(_MOST_OF_RUN)))
+        return super()._runs(rows, (part for span in spans for part in span.parts(_MAX_RUN_ROWS)))
 
 
 class PagedAttention(Attention):
@@ -473,10 +474,9 @@ class PagedAttention(Attention):
 
     def _tables(self, spans: list[RowSpan]) -> torch.Tensor:
         size = self._cache.block_size
-        tables = [
-            torch.tensor(span.table[: -(-span.length // size)], dtype=torch.int32) for span in spans
-        ]
-        return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        tables = (span.block_table[: -(-span.length // size)] for span in spans)
+        tensors = [torch.tensor(table, dtype=torch.int32) for table in tables]
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
 def _padded(output: torch.Tensor, rows: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ _UNSUPPORTED_CLASSES = (
     "Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet"
 )
 _SPACE = "\u2581"
-_MOST_NAMED = 8  # maximum number of weights that one message names
+_MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Files of older folders whose config.json has no quantization_config.
 _QUANTISED = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -111,7 +111,7 @@ class Checkpoint:
     tokenizer: Tokenizer
     stored: dict[str, Stored]
     quantisation: Quantisation
-    ends: tuple[int, ...]
+    end_tokens: tuple[int, ...]
     eos: int
     defaults: dict[str, Any] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Checkpoint:
         quantisation = Quantisation.of(_quantisation(path, config, problems), problems)
         defaults = _json(path / "generation_config.json", problems, optional=True)
         preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
-        ends = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
+        end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         if architecture is not None:
             _check_weights(architecture, quantisation, stored, problems)
         templates = _templates(path, settings, problems)
@@ -138,12 +138,12 @@ class Checkpoint:
         assert architecture is not None and tokenizer is not None
         special = _special(settings)
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
-        ends += _token_ids(eos)
-        # The model never generates the tokens that it lacks.
-        ends = tuple(dict.fromkeys(end for end in ends if end < architecture.vocabulary))
+        # The tokenizer may have more tokens than the model.
+        known = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
+        end_tokens = tuple(dict.fromkeys(known))
         _warn(defaults)
         parts = architecture, tokenizer, stored, quantisation
-        return cls(*parts, ends, -1 if eos is None else eos, defaults, templates, special)
+        return cls(*parts, end_tokens, -1 if eos is None else eos, defaults, templates, special)
 
     def has(self, name: str) -> bool:
         """Return whether the files have a weight."""
@@ -397,8 +397,8 @@ def _check_weights(
 
 
 def _some(names: list[str]) -> str:
-    omitted = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {omitted} more" if omitted > 0 else "")
+    omitted = len(names) - _MAX_NAMED_WEIGHTS
+    return ", ".join(names[:_MAX_NAMED_WEIGHTS]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
 def _warn(defaults: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from shmserve.workers.backends.llm.model.transformer import Transformer
 _LEAST_ROWS = 2
 _LEAST_KEYS = 256  # minimum number of keys per row in a graph
 # Maximum number of keys of all rows, because a graph keeps memory for gathered keys.
-_MOST_KEYS = 1 << 17
+_MAX_KEYS = 1 << 17
 _COLUMNS = 3  # columns of a row before its blocks: token, position, slot
 
 
@@ -83,7 +83,7 @@ def decode_inputs(rows: Pass, count: int, blocks: int) -> np.ndarray:
     """
     inputs = np.zeros((count, _COLUMNS + blocks), np.int64)
     for index, span in enumerate(rows.spans):
-        table = span.table[: -(-span.length // rows.block_size)]
+        table = span.block_table[: -(-span.length // rows.block_size)]
         columns = rows.tokens[index], rows.positions[index], rows.slots[index]
         inputs[index, : _COLUMNS + len(table)] = *columns, *table
     inputs[len(rows.spans) :] = inputs[len(rows.spans) - 1]
@@ -122,7 +122,7 @@ def _sizes(most_rows: int, longest: int, cache: KvCache) -> Iterator[tuple[int, 
     rows = _LEAST_ROWS
     while True:
         _, blocks = _size(rows, 1, cache.block_size)
-        while rows * blocks * cache.block_size <= _MOST_KEYS:
+        while rows * blocks * cache.block_size <= _MAX_KEYS:
             yield rows, blocks
             if blocks >= most_blocks:
                 break

@@ -30,7 +30,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 FEWEST_ROWS = 4
 _PACKED_FOR_ROWS = 16
 _SMALLEST = 1e-8  # the minimum of a scale
-MOST_ROWS = 256  # maximum rows of one call; kernels for more rows give other bits
+MAX_ROWS = 256  # maximum rows of one call; kernels for more rows give other bits
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -75,10 +75,10 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
         count = rows.shape[0]  # `rows.shape[0]`, because `len` is slower
-        if count <= MOST_ROWS:
+        if count <= MAX_ROWS:
             product: torch.Tensor = multiply(rows, packed, bias, "none", [], "")
             return product
-        return torch.cat([layer(part) for part in rows.tensor_split(-(-count // MOST_ROWS))])
+        return torch.cat([layer(part) for part in rows.tensor_split(-(-count // MAX_ROWS))])
 
     return layer
 
@@ -266,8 +266,8 @@ class Transformer:
     def _feed(self, layer: Layer, wide: torch.Tensor) -> None:
         """Add the feed-forward part of a layer to each row, in parts that fit into caches."""
         count = wide.shape[0]
-        if count > MOST_ROWS:
-            for part in wide.tensor_split(-(-count // MOST_ROWS)):
+        if count > MAX_ROWS:
+            for part in wide.tensor_split(-(-count // MAX_ROWS)):
                 self._feed(layer, part)
             return
         states = wide[:, : self.architecture.hidden]
