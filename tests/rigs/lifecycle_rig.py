@@ -47,7 +47,7 @@ class Generation:
     def update_to(self, spec: VersionSpec) -> None:
         pass
 
-    def hand_counts_to(self, successor: Generation | None) -> None:
+    def pass_counters_to(self, successor: Generation | None) -> None:
         pass
 
     def changed(self) -> None:

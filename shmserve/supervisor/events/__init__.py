@@ -156,6 +156,10 @@ class EventPublisher:
             self._sequences[topic] += 1
             self._send(topic, self._sequences[topic], (event,))
 
+    def process_started(self, child: Child) -> None:
+        """Publish the start of a process."""
+        self.publish(ProcessStarted(child.pid, child.title))
+
     def send_snapshot(self, topic: str, events: Iterable[Any]) -> None:
         """Send a snapshot on the topic of the subscriber that requested it."""
         assert topic.startswith(SNAPSHOT)

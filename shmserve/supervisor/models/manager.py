@@ -153,7 +153,7 @@ class LifecycleExecutor(LifecycleActions):
         planner: LoadPlanner,
         registry: ModelRegistry,
         publications: Publications,
-        on_change: Callable[[], None],
+        observers: Iterable[Callable[[], None]],
     ) -> None:
         """Create the lifecycle of a registry's models, and its executor.
 
@@ -162,13 +162,13 @@ class LifecycleExecutor(LifecycleActions):
             planner: Reads the repositories.
             registry: The models.
             publications: The publications that were sent.
-            on_change: Called when the status of a model may have changed.
+            observers: Called when the status of a model may have changed.
         """
         self.context = context
         self.planner = planner
         self.registry = registry
         self._publications = publications
-        self._on_change = on_change
+        self._observers = observers
         self._audience: Audience = context
         self._answered: dict[Order, asyncio.Event] = {}
         self._starts: dict[ModelVersion, asyncio.Task[None]] = {}
@@ -194,7 +194,8 @@ class LifecycleExecutor(LifecycleActions):
 
     def changed(self) -> None:
         self.on_demand.changed()
-        self._on_change()
+        for notify in self._observers:
+            notify()
 
     # --- publications
 
@@ -332,7 +333,7 @@ class LifecycleExecutor(LifecycleActions):
     async def finalize(self, order: Order) -> None:
         if order.updates:
             removed = [instance for each in order.updates.values() for instance in each.removed]
-            await Instances.finalized(removed)
+            await Instances.await_exits(removed)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
         self.lifecycle.finalized(order)

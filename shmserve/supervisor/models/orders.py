@@ -255,7 +255,7 @@ class Order:
         for number, version in self.model.incoming.items():
             old = self.model.serving.get(number)
             if old is not None and old is not version:
-                old.hand_counts_to(version)
+                old.pass_counters_to(version)
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
@@ -304,7 +304,7 @@ class Order:
                 failed = LoadOutcome(reason, logged=True)
                 model.outcomes[number] = UNLOADED if cancelled else failed
             else:
-                old.hand_counts_to(None)
+                old.pass_counters_to(None)
             if was_offered:
                 model.retiring.append(version)
             else:
@@ -460,7 +460,7 @@ def differs(
     for spec in specs:
         version = serving.get(spec.version)
         update = version.update_to(spec) if version is not None else None
-        if update is None or (restart and not update.differs):
+        if update is None or (restart and not update.config_differs):
             to_start.append(spec)
         else:
             updates[spec.version] = update

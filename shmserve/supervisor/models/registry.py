@@ -101,7 +101,7 @@ class ModelRegistry:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
         version_entry = self.serving(name, version)
         return (
-            version_entry.instances.checking_ready()
+            version_entry.instances.readiness_pids()
             if version_entry is not None and version_entry.ready
             else []
         )

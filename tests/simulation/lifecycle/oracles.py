@@ -27,7 +27,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.supervisor.models.instances import InstanceState, VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
-from shmserve.supervisor.models.model_version import ModelVersion, differs_in_instances_only
+from shmserve.supervisor.models.model_version import ModelVersion, differ_in_instances_only
 from shmserve.supervisor.models.orders import ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry, ModelState, statuses
 from tests.simulation.lifecycle.versions import ObservedVersion, counts_of
@@ -183,7 +183,7 @@ class LifecycleOracles:
             old, old_spec = before.get(number, (None, None))
             if old is None or old_spec is None or old.instances.failure:
                 continue
-            keeps = differs_in_instances_only(old_spec, spec)
+            keeps = differ_in_instances_only(old_spec, spec)
             other = old_spec.config.source != spec.config.source
             if keeps and (other or not anew) and old is not version:
                 self.broke(f"13: {version} does not differ from {old}")
@@ -401,8 +401,10 @@ class LifecycleOracles:
         order = self._last.get(model.name)
         ordered_specs = order.specs if order is not None and order.kind is OrderKind.LOAD else []
         serving = self._serving_of(model)
-        loaded = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
-        if loaded != {(spec.version, spec.model_dir, spec.files) for spec in ordered_specs}:
+        loaded = {
+            (n, version.spec.model_dir, version.spec.fingerprint) for n, version in serving.items()
+        }
+        if loaded != {(spec.version, spec.model_dir, spec.fingerprint) for spec in ordered_specs}:
             self.broke(f"8: {model.name} serves {serving}, and the last order was another")
 
     def _check_shapes(self, version: ObservedVersion) -> None:

@@ -139,7 +139,7 @@ class DrawnRepository:
             self.folders[folder] = 0
 
         return [
-            VersionSpec(name, version, folder, folder, config, files=files)
+            VersionSpec(name, version, folder, folder, config, fingerprint=files)
             for version, files in versions.items()
         ]
 

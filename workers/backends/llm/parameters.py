@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
@@ -73,7 +73,7 @@ _PLAIN = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PAR
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GenerationParameters:
     """The parameters of one request.
 
@@ -128,7 +128,7 @@ class GenerationParameters:
     grammar: tuple[str, str] = _FREE
     grammar_name: str = ""
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         """Return whether repeated tokens are penalised."""
         return (
@@ -137,7 +137,7 @@ class GenerationParameters:
             or self.frequency_penalty != 0.0
         )
 
-    @property
+    @cached_property
     def restricted(self) -> bool:
         """Return whether single tokens are forbidden or favoured."""
         return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
@@ -147,7 +147,7 @@ class GenerationParameters:
         """Return the number of samples to generate; 0: a beam search finds them."""
         return 0 if self.use_beam_search else max(self.n, self.best_of)
 
-    @property
+    @cached_property
     def beams(self) -> int:
         """Return the width of the beam search; 0: no beam search."""
         return max(self.n, self.best_of) if self.use_beam_search else 0

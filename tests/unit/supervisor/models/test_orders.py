@@ -77,7 +77,9 @@ class Repository:
         config = self._config(name, override)
         folder = Path("/")
         return [
-            VersionSpec(name, version, folder, folder, config, files=self.files.get(version, ""))
+            VersionSpec(
+                name, version, folder, folder, config, fingerprint=self.files.get(version, "")
+            )
             for version in self.versions
         ]
 
@@ -105,7 +107,7 @@ class Server(Processes):
         self.repository: Repository = planner
         self.publications = Publications()
         parts = (self.context, planner, self.registry)
-        executor = LifecycleExecutor(*parts, self.publications, MagicMock())
+        executor = LifecycleExecutor(*parts, self.publications, [])
         self.models = ModelManager(executor)
         self.poller = RepositoryPoller(*parts, self.models)
 
@@ -417,7 +419,7 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
         await until_async(lambda: server.registry.model("s").offered)
         (version,) = server.registry.model("s").incoming.values()
         for _ in range(10):
-            (instance,) = version.instances._all
+            (instance,) = version.instances._instances
             instance.backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
             server.worker("s").kill()
             await until_async(lambda: version.ready)
@@ -468,7 +470,7 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
     async def story() -> None:
         server = Server(s=[])
         await server.load("s")
-        (instance,) = server.registry.model("s").serving["1"].instances._all
+        (instance,) = server.registry.model("s").serving["1"].instances._instances
         instance.ready_at -= 3600
         backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
         instance.backoff = backoff

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,12 +136,14 @@ def test_the_start_report_logs_each_change_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     seen: dict[str, str] = {}
-    report = StartupReport(lambda: dict(seen))
+    observers: list[Callable[[], None]] = []
+    report = StartupReport(lambda: dict(seen), observers)
 
     def said(**now: str) -> list[tuple[str, str]]:
         caplog.clear()
         seen.update(now)
-        report.update()
+        for notify in observers:
+            notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
     assert said(a="loading") == []
