@@ -153,7 +153,7 @@ class LifecycleExecutor(LifecycleActions):
         planner: LoadPlanner,
         registry: ModelRegistry,
         publications: Publications,
-        observers: Iterable[Callable[[], None]],
+        observers: list[Callable[[], None]],
     ) -> None:
         """Create the lifecycle of a registry's models, and its executor.
 
@@ -174,7 +174,7 @@ class LifecycleExecutor(LifecycleActions):
         self._starts: dict[ModelVersion, asyncio.Task[None]] = {}
         hosted = context.config.ensemble_scheduling == "hosted"
         self.lifecycle = Lifecycle(registry, self, hosted)
-        self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for)
+        self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for, observers)
         self._follow_acknowledgements()
 
     async def wait_for(self, order: Order) -> None:
@@ -193,7 +193,6 @@ class LifecycleExecutor(LifecycleActions):
             event.set()
 
     def changed(self) -> None:
-        self.on_demand.changed()
         for notify in self._observers:
             notify()
 
@@ -276,7 +275,8 @@ class LifecycleExecutor(LifecycleActions):
     async def _start(self, version: ModelVersion) -> None:
         error: Exception | None = None
         try:
-            await self.on_demand.free_memory()
+            if self.context.config.load_on_demand:
+                await self.on_demand.free_memory()
             await version.start()
         except Exception as raised:
             error = raised

@@ -145,8 +145,17 @@ class OnDemand:
         registry: ModelRegistry,
         lifecycle: Lifecycle,
         wait_for: Callable[[Order], Awaitable[None]],
+        observers: list[Callable[[], None]],
     ) -> None:
-        """Create a loader; `wait_for(order)` waits until an order is answered."""
+        """Create a loader.
+
+        Args:
+            context: The shared parts of the supervisor.
+            registry: The models.
+            lifecycle: Receives the orders.
+            wait_for: Waits until an order is answered.
+            observers: Called when the status of a model may have changed; the loader adds one.
+        """
         self._context = context
         self._registry = registry
         self._lifecycle = lifecycle
@@ -158,10 +167,7 @@ class OnDemand:
         self._memory = MemoryUse()
         self._usages: dict[ModelVersion, _Usage] = {}
         self._status_changed = asyncio.Event()
-
-    def changed(self) -> None:
-        """Handle a change of a model's status."""
-        self._status_changed.set()
+        observers.append(self._status_changed.set)
 
     # --- loading
 

@@ -144,7 +144,7 @@ async def test_an_unexpected_error_of_a_load_is_an_internal_error(
     processes, registry = Processes(), ModelRegistry()
     registry.model("m").on_demand = True
     broken: Any = MagicMock(**{"load_on_demand.side_effect": RuntimeError("a defect")})
-    on_demand = OnDemand(processes.context, registry, broken, MagicMock())
+    on_demand = OnDemand(processes.context, registry, broken, MagicMock(), [])
     callers = [on_demand.load("m", 5.0) for _ in range(2)]
     errors: Any = await asyncio.gather(*callers, return_exceptions=True)
     await processes.end()
@@ -156,7 +156,7 @@ async def test_a_wait_for_a_load_fails_when_the_server_stops() -> None:
     processes, registry = Processes(), ModelRegistry()
     registry.model("m").on_demand = True
     hanging: Any = asyncio.Event()
-    on_demand = OnDemand(processes.context, registry, MagicMock(), lambda _: hanging.wait())
+    on_demand = OnDemand(processes.context, registry, MagicMock(), lambda _: hanging.wait(), [])
     caller = asyncio.ensure_future(on_demand.load("m", 0))
     await turns()
     await processes.end()
