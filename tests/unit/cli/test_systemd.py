@@ -227,5 +227,5 @@ def test_impossible_options_are_rejected(
 
 
 def test_words_mean_themselves_to_systemd() -> None:
-    assert systemd.quoted("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
-    assert systemd.quoted('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'
+    assert systemd.quote("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
+    assert systemd.quote('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'
