@@ -502,7 +502,7 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     ask: Callable[[shmserve.client.Server], Any],
 ) -> None:
     """The call would wait for its own thread, which is the one that reads the responses."""
-    monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 1)
+    monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 1)
     ask(client)  # takes the only channel
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
@@ -523,7 +523,7 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
 def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
     gated: Server, client: shmserve.client.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 0)
+    monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 0)
     first = client.infer_async("gated", _value(client, 0))
     visit = gated.gate.next()
     stream = client.stream("gated", _value(client, 1))
