@@ -261,6 +261,8 @@ def refused(text: str, otherwise: str = "cannot be read") -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:  # the reader of the standard output has closed it, as `head` does
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or otherwise
         raise InvalidArgument(f"{text}: {reason}") from None

@@ -23,13 +23,13 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 DEFAULT, ISO8601 = FORMATS = ("default", "ISO8601")
-MOST_VERBOSE = 2**32 - 1
+MAX_LOG_LEVEL = 2**32 - 1
 
 _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 _MAX_LINE = 8192
-_MOST_ROWS = 100  # maximum lines of a traceback, which may contain a client's text
-_MOST_ONCE = 1000
+_MAX_ROWS = 100  # maximum lines of a traceback, which may contain a client's text
+_MAX_WARNED_NAMES = 1000
 _warned: set[tuple[str, str]] = set()  # messages and names that `warn_once` has logged
 
 
@@ -77,14 +77,14 @@ def _escape(character: str) -> str:
 
 def _indented(lines: list[str]) -> str:
     """Return the lines of a text after its first line, which no record can be mistaken for."""
-    if len(lines) > _MOST_ROWS:
-        lines = [*lines[: _MOST_ROWS // 2], "...", *lines[-_MOST_ROWS // 2 :]]
+    if len(lines) > _MAX_ROWS:
+        lines = [*lines[: _MAX_ROWS // 2], "...", *lines[-_MAX_ROWS // 2 :]]
     return "".join(f"\n    {clean(line)}" for line in lines)
 
 
 def warn_once(log: logging.Logger, message: str, name: str) -> None:
     """Log a warning with a client's name once in this process, for at most 1000 names."""
-    if (message, name) not in _warned and len(_warned) < _MOST_ONCE:
+    if (message, name) not in _warned and len(_warned) < _MAX_WARNED_NAMES:
         _warned.add((message, name))
         log.warning(message, name)
 

@@ -67,7 +67,7 @@ _PRIVATE = "CHAOS_PRIVATE_SHM"
 _SHM_BYTES = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup/memory")
 _WARM_UP = 0.1  # share of the run before the resources of the server are first measured
-_MOST_PAUSE_S = 0.2
+_MAX_PAUSE_S = 0.2
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -139,7 +139,7 @@ def _make_trouble(stage: Stage, options: argparse.Namespace, seconds: float) -> 
         while time.monotonic() < end and not ledger.failed:
             began = time.monotonic()
             draw(stage.rng)(stage)
-            pause = stage.rng.random() * _MOST_PAUSE_S
+            pause = stage.rng.random() * _MAX_PAUSE_S
             time.sleep(max(pause, options.pace - (time.monotonic() - began)))
     print(
         f"readiness: asked {probe.asked} times, {probe.not_ready} times not ready, "

@@ -37,7 +37,7 @@ from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.model.transformer import FEWEST_ROWS, Transformer
+from shmserve.workers.backends.llm.model.transformer import MIN_ROWS, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sequences import Prompt
 from tests.support.hf_folders import write_folder
@@ -103,10 +103,10 @@ def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
     layers of the last layer except for its first.
     """
     architecture = model.architecture
-    padded_rows = max(rows, FEWEST_ROWS)
+    padded_rows = max(rows, MIN_ROWS)
     hidden = torch.randn(padded_rows, architecture.hidden)
-    inner = torch.randn(padded_rows, architecture.inner)
-    last = hidden[: max(heads, FEWEST_ROWS)].contiguous()
+    inner = torch.randn(padded_rows, architecture.intermediate)
+    last = hidden[: max(heads, MIN_ROWS)].contiguous()
 
     @torch.inference_mode()
     def once() -> None:

@@ -125,7 +125,7 @@ def main() -> None:
         )
         inner += (
             architecture.hidden * architecture.heads * architecture.head_dim
-            + 3 * architecture.hidden * architecture.inner
+            + 3 * architecture.hidden * architecture.intermediate
         )
         weights = architecture.layers * inner + architecture.vocabulary * architecture.hidden
         for rows in args.rows:

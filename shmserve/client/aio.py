@@ -217,7 +217,7 @@ class Server:
 
     async def _loaded(self, turns: _Turns, *call: Any) -> None:
         model, _, _, version, options, _ = call
-        if turns.connection.models.awaits_load(model, version):
+        if turns.connection.models.needs_load(model, version):
             arguments = (turns.connection, model, version, options)
             await asyncio.to_thread(self._session.load, *arguments)
 

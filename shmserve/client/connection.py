@@ -49,7 +49,7 @@ _LARGEST = 4 * 1024 * 1024  # maximum size of a packet in bytes
 # The bounds of the kernel's timeout: 0 would be unlimited, and it is counted in an int.
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 GONE = "the server is no longer running"
-_MOST_COMPLETED = 1024  # completed requests that remain in the heap until their deadline
+_MAX_COMPLETED = 1024  # completed requests that remain in the heap until their deadline
 
 
 class ListenerLink:
@@ -168,7 +168,7 @@ class Timeouts:
     def add(self, time_ns: int, number: int) -> None:
         """Register the (monotonic) deadline of a request."""
         waiting = self._channel.waiting
-        if len(self._heap) > 2 * len(waiting) + _MOST_COMPLETED:
+        if len(self._heap) > 2 * len(waiting) + _MAX_COMPLETED:
             # Most requests complete long before their deadline, so their entries are removed early.
             self._heap = [timed for timed in self._heap if timed[1] in waiting]
             heapq.heapify(self._heap)

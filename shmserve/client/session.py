@@ -207,7 +207,7 @@ class Session:
         it. Raises Disconnected.
         """
         once = options.sequence or (built is not None and runs_once(built.schema, built.data))
-        if not once and built is not None and connection.models.awaits_load(*built.model.key):
+        if not once and built is not None and connection.models.needs_load(*built.model.key):
             return True
         if once or not connection.has_successor():
             return False
@@ -252,7 +252,7 @@ class Session:
         Without `stream`, decoupled models are rejected.
         """
         model, inputs, outputs, version, options, tensors = call
-        if connection.models.awaits_load(model, version):
+        if connection.models.needs_load(model, version):
             self.load(connection, model, version, options)
         resolved = connection.models.resolve(model, version)
         if resolved.decoupled and not stream:
@@ -341,7 +341,7 @@ class Session:
             TimedOut: The timeout expired.
             ShmserveError: The load failed.
         """
-        while connection.models.awaits_load(model, version):
+        while connection.models.needs_load(model, version):
             remaining_s = 0.0
             if options.deadline_ns:
                 remaining_s = max(1e-6, (options.deadline_ns - time.monotonic_ns()) / 1e9)

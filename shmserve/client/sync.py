@@ -17,7 +17,7 @@ from shmserve.client.session import Session, Tensors, call_of, model_path, takes
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MAX_LINKS
 
-_MOST_CHANNELS = MAX_LINKS - 1  # one of the client's links is the connection's own
+_MAX_CHANNELS = MAX_LINKS - 1  # one of the client's links is the connection's own
 _INTERRUPTED = "this thread waits for a response: a signal handler cannot use the client meanwhile"
 
 
@@ -386,7 +386,7 @@ class Server:
                 if not owner.is_alive() and not waiter.lock.locked():
                     self._channels[thread] = self._channels.pop(owner)
                     return waiter
-            if len(self._channels) >= _MOST_CHANNELS:
+            if len(self._channels) >= _MAX_CHANNELS:
                 return _shared(connection)
             try:
                 waiter = self._channels[thread] = ThreadChannel(connection)

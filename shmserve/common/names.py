@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
 
-_MOST_BYTES = 255  # maximum bytes of a folder's name
+_MAX_BYTES = 255  # maximum bytes of a folder's name
 CLASS_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -26,9 +26,9 @@ def check_model_name(name: str) -> None:
             f"invalid model name '{clipped}', model name must not contain path traversal characters"
         )
     # Undecodable bytes (surrogates) are not printable either.
-    if not name.isprintable() or len(name.encode()) > _MOST_BYTES:
+    if not name.isprintable() or len(name.encode()) > _MAX_BYTES:
         raise InvalidArgument(
-            f"invalid model name '{clipped}', model name must be 1 to {_MOST_BYTES} bytes of "
+            f"invalid model name '{clipped}', model name must be 1 to {_MAX_BYTES} bytes of "
             "printable UTF-8 text"
         )
 

@@ -40,7 +40,7 @@ from typing import Any
 from shmserve.errors import PermissionDenied
 
 _SO_PEERGROUPS = 59
-_MOST_GROUPS = 256
+_MAX_GROUPS = 256
 _CREDENTIALS = struct.Struct("iII")
 
 # Constants of sock_diag(7).
@@ -158,7 +158,7 @@ def credentials(sock: Any) -> tuple[int, int, int]:
 def unix_peer(sock: Any) -> Peer:
     """Return the user at the other end of a unix socket. Raises OSError."""
     _, uid, gid = credentials(sock)
-    raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
+    raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
     return Peer(uid, (gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
 
 

@@ -55,7 +55,7 @@ _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     MAX_INSTANCES: _INSTANCES,
 }
 _OF_INPUT = ("value", "buckets", "lengths", "mask", "max_waste")
-_MOST_ELEMENTS = 1 << 28  # maximum number of elements in a row of a padding bucket
+_MAX_ELEMENTS = 1 << 28  # maximum number of elements in a row of a padding bucket
 _LONGEST_SHOWN = 64
 # The largest finite value of each floating-point datatype.
 _LARGEST: dict[int, float] = {
@@ -280,9 +280,9 @@ def _buckets(buckets: Any, dims: list[int]) -> Iterator[str]:
             yield f"has the bucket {bucket!r}, which is not a shape of {len(dims)} dimensions"
         elif any(dim not in (-1, size) for dim, size in zip(dims, sizes, strict=True)):
             yield f"has the bucket {bucket!r}, which does not match the input's dims {dims}"
-        elif math.prod(sizes) > _MOST_ELEMENTS:
+        elif math.prod(sizes) > _MAX_ELEMENTS:
             yield (
-                f"has the bucket {_shown(bucket)}, which exceeds the {_MOST_ELEMENTS} elements "
+                f"has the bucket {_shown(bucket)}, which exceeds the {_MAX_ELEMENTS} elements "
                 "that a row may have"
             )
 

@@ -220,8 +220,8 @@ class LoadPlanner:
         Raises:
             InvalidArgument: The configuration is invalid.
         """
-        assert spec.read is not None
-        folder, written, config, source = spec.read
+        assert spec.read_config is not None
+        folder, written, config, source = spec.read_config
         if spec.steps:
             return self._complete_ensemble(config, folder, source, completed)
         count = self._accelerators.count

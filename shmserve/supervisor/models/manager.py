@@ -153,7 +153,7 @@ class LifecycleExecutor(LifecycleActions):
         planner: LoadPlanner,
         registry: ModelRegistry,
         publications: Publications,
-        on_change: Callable[[], None],
+        observers: list[Callable[[], None]],
     ) -> None:
         """Create the lifecycle of a registry's models, and its executor.
 
@@ -162,24 +162,24 @@ class LifecycleExecutor(LifecycleActions):
             planner: Reads the repositories.
             registry: The models.
             publications: The publications that were sent.
-            on_change: Called when the status of a model may have changed.
+            observers: Called when the status of a model may have changed.
         """
         self.context = context
         self.planner = planner
         self.registry = registry
         self._publications = publications
-        self._on_change = on_change
+        self._observers = observers
         self._audience: Audience = context
         self._answered: dict[Order, asyncio.Event] = {}
         self._starts: dict[ModelVersion, asyncio.Task[None]] = {}
         hosted = context.config.ensemble_scheduling == "hosted"
         self.lifecycle = Lifecycle(registry, self, hosted)
-        self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for)
+        self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for, observers)
         self._follow_acknowledgements()
 
     async def wait_for(self, order: Order) -> None:
         """Wait until an order is answered; raise the ShmserveError with which it failed."""
-        if not order.answered:
+        if not order.is_answered:
             await self._answered.setdefault(order, asyncio.Event()).wait()
         if order.error is not None:
             raise order.error
@@ -193,8 +193,8 @@ class LifecycleExecutor(LifecycleActions):
             event.set()
 
     def changed(self) -> None:
-        self.on_demand.changed()
-        self._on_change()
+        for notify in self._observers:
+            notify()
 
     # --- publications
 
@@ -224,10 +224,10 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def read(self, order: Order) -> None:
         plan = await asyncio.to_thread(self._plan, order)
-        if plan.ambiguous:
+        if plan.is_ambiguous:
             text = "failed to poll model '%s': not unique across all model repositories"
             logger.error(text, order.model.name)
-        self.lifecycle.was_read(order, plan)
+        self.lifecycle.was_planned(order, plan)
 
     def _plan(self, order: Order) -> LoadPlan:
         name, planner = order.model.name, self.planner
@@ -275,7 +275,8 @@ class LifecycleExecutor(LifecycleActions):
     async def _start(self, version: ModelVersion) -> None:
         error: Exception | None = None
         try:
-            await self.on_demand.free_memory()
+            if self.context.config.load_on_demand:
+                await self.on_demand.free_memory()
             await version.start()
         except Exception as raised:
             error = raised
@@ -332,7 +333,7 @@ class LifecycleExecutor(LifecycleActions):
     async def finalize(self, order: Order) -> None:
         if order.updates:
             removed = [instance for each in order.updates.values() for instance in each.removed]
-            await Instances.finalized(removed)
+            await Instances.await_exits(removed)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
         self.lifecycle.finalized(order)

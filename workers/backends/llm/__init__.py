@@ -28,7 +28,7 @@ from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
 from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.backends import Backend, Request, Response, ResponseStream
+from shmserve.workers.backends import Backend, OutputStream, Request, Response
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
@@ -40,7 +40,7 @@ from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import given_inputs
 from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
 from shmserve.workers.backends.llm.texts import Texts
-from shmserve.workers.backends.llm.tool_formats import parsers_of
+from shmserve.workers.backends.llm.tool_formats import detect_parsers
 from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.context import client_error
@@ -120,7 +120,7 @@ class LlmBackend(Backend):
         """Raise Unsupported: the scheduler plans steps, not batches."""
         raise Unsupported("a generative model does not execute batches; use its step messages")
 
-    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+    def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Raise Unsupported; see `execute`."""
         raise Unsupported("a generative model does not execute batches; use its step messages")
 
@@ -131,8 +131,8 @@ class LlmBackend(Backend):
             self._passes,
             self._proposer,
             texts.prompts,
-            lambda news: texts.put(partial(texts.emitted, news)),
-            texts.failed,
+            lambda news: texts.put(partial(texts.append_outputs, news)),
+            texts.fail_requests,
         )
 
         def prepare(message: Prepare, requests: list[WorkerRequest]) -> None:
@@ -143,13 +143,13 @@ class LlmBackend(Backend):
             try:
                 return replace(engine.step(message), text_ns=texts.spent_ns())
             except Exception as error:
-                texts.failed(engine.keys(message), error)
+                texts.fail_requests(engine.request_keys(message), error)
                 return Stepped(
                     message.step, [], 0, 0, 0, lost=[row.sequence for row in message.rows]
                 )
 
         def choose(message: Choose, _: list[WorkerRequest]) -> None:
-            texts.put(partial(texts.chosen, message))
+            texts.put(partial(texts.end_beam_search, message))
 
         return {Prepare: prepare, Step: step, Choose: choose}
 
@@ -170,7 +170,7 @@ class LlmBackend(Backend):
         parameter = config.parameters.get(ENGINE_PARAMETER)
         folder = self.context.model_dir
         settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
-        calls, reasoning = parsers_of(self._checkpoint().templates.values())
+        calls, reasoning = detect_parsers(self._checkpoint().templates.values())
         settings = replace(
             settings,
             tool_parser=settings.tool_parser or calls,
@@ -239,5 +239,5 @@ def _prepare(
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))
         return
-    stream = ResponseStream(writer, open_request, request)
+    stream = OutputStream(writer, open_request, request)
     texts.put(partial(texts.prepare, stream, inputs, message.resumed))

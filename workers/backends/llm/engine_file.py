@@ -102,7 +102,7 @@ def sized(
         raise InvalidArgument(
             f"max_model_len: {longest} is more than the {model.positions} positions of the model"
         )
-    block_bytes = settings.block_size * model.kv_floats * _FLOAT
+    block_bytes = settings.block_size * model.kv_floats_per_token * _FLOAT
     blocks = settings.kv_cache_blocks
     if not blocks:
         weights = sum(math.prod(shape) for shape in model.weights().values()) * _FLOAT

@@ -24,24 +24,27 @@ class Grammars:
     created before there are streams.
     """
 
-    def __init__(self, texts: TokenTexts, vocabulary: int, ends: tuple[int, ...]) -> None:
+    def __init__(self, texts: TokenTexts, vocabulary: int, end_tokens: tuple[int, ...]) -> None:
         import llguidance
 
-        self._ends, self._tokenizer = ends, None
+        self._end_tokens, self._tokenizer = end_tokens, None
         # The library's type hints lack the list of end tokens.
         wrapped: Any = llguidance.LLTokenizer
-        settings = {"n_vocab": vocabulary, "eos_token": [*ends]}
-        if not ends:
+        settings = {"n_vocab": vocabulary, "eos_token": [*end_tokens]}
+        if not end_tokens:
             return
         try:
             self._tokenizer = wrapped(texts.tokenizer.to_str(), **settings)
         except ValueError:  # the library does not support the tokenizer's decoder
-            self._tokenizer = wrapped(_TokenBytes(texts, vocabulary, ends), **settings)
+            self._tokenizer = wrapped(_TokenBytes(texts, vocabulary, end_tokens), **settings)
 
-    def matcher(self, grammar: tuple[str, str], frame: str = "", name: str = "") -> Any:
-        """Return a new matcher of a grammar (kind, text), which is `body` in the grammar `frame`.
+    def matcher(self, grammar: tuple[str, str], message_grammar: str = "", name: str = "") -> Any:
+        """Return a new matcher of a grammar.
 
-        Errors are about the parameter `name`.
+        Args:
+            grammar: The grammar of the content, see `GenerationParameters.grammar`.
+            message_grammar: A grammar whose rule `body` is `grammar`, or "".
+            name: The parameter of the request, for messages.
 
         Raises:
             InvalidArgument: The text is not a grammar of its kind.
@@ -49,7 +52,7 @@ class Grammars:
         import llguidance
 
         kind, text = grammar
-        if not self._ends:
+        if not self._end_tokens:
             raise InvalidArgument("response_format: the model has no end-of-text token")
         matcher: Any = llguidance.LLMatcher
         compilers = {
@@ -58,15 +61,16 @@ class Grammars:
             "grammar": _lark,
         }
         try:
-            guide = matcher(self._tokenizer, _framed(frame, compilers[kind](text) if kind else ""))
-            if not guide.get_error():
-                guide.compute_bitmask()  # raises for grammars that allow no text
-            error = guide.get_error() or _unsupported(guide.get_grammar_warnings())
+            body = compilers[kind](text) if kind else ""
+            new = matcher(self._tokenizer, _with_body(message_grammar, body))
+            if not new.get_error():
+                new.compute_bitmask()  # raises for grammars that allow no text
+            error = new.get_error() or _unsupported(new.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
             raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_reason(error)}")
-        return guide
+        return new
 
 
 class _TokenBytes:
@@ -75,8 +79,8 @@ class _TokenBytes:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, texts: TokenTexts, vocabulary: int, ends: tuple[int, ...]) -> None:
-        self.eos_token_id = ends[0]
+    def __init__(self, texts: TokenTexts, vocabulary: int, end_tokens: tuple[int, ...]) -> None:
+        self.eos_token_id = end_tokens[0]
         self.tokens = [texts.bytes_of(token) for token in range(vocabulary)]
         self.special_token_ids = sorted(texts.special)
         self._tokenizer = texts.tokenizer
@@ -86,14 +90,17 @@ class _TokenBytes:
         return ids
 
 
-def _framed(frame: str, body: str) -> str:
-    """Return a grammar whose rule `body` is another grammar."""
-    if not (frame and body):
-        return frame or body
+def _with_body(message_grammar: str, body: str) -> str:
+    """Return a grammar of messages whose rule `body` is another grammar; either may be "".
+
+    The grammars are in Lark's language or llguidance's JSON.
+    """
+    if not (message_grammar and body):
+        return message_grammar or body
     inner = {"lark_grammar": body}
     if body.lstrip().startswith("{"):
         (inner,) = json.loads(body)["grammars"]
-    outer = {"name": "frame", "lark_grammar": frame}
+    outer = {"name": "message", "lark_grammar": message_grammar}
     return json.dumps({"grammars": [outer, {**inner, "name": "body"}]})
 
 

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, clip
@@ -18,7 +18,7 @@ from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
 
-_MOST_STOPS = 64
+_MAX_STOPS = 64
 _LONGEST_WORD = 256  # maximum number of characters of a bad word
 # The range of each number; integer bounds mean an integer.
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -60,7 +60,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 _FREE = ("", "")  # the value of a request without a grammar
 _OBJECT = {"type": "object"}
-_MOST_CHOICES = 10_000
+_MAX_CHOICES = 10_000
 # Parameters that a beam search does not have.
 _NOT_WITH_BEAMS = (
     "min_tokens repetition_penalty presence_penalty frequency_penalty logprobs logit_bias "
@@ -73,7 +73,7 @@ _PLAIN = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PAR
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GenerationParameters:
     """The parameters of one request.
 
@@ -128,7 +128,7 @@ class GenerationParameters:
     grammar: tuple[str, str] = _FREE
     grammar_name: str = ""
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         """Return whether repeated tokens are penalised."""
         return (
@@ -137,7 +137,7 @@ class GenerationParameters:
             or self.frequency_penalty != 0.0
         )
 
-    @property
+    @cached_property
     def restricted(self) -> bool:
         """Return whether single tokens are forbidden or favoured."""
         return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
@@ -147,7 +147,7 @@ class GenerationParameters:
         """Return the number of samples to generate; 0: a beam search finds them."""
         return 0 if self.use_beam_search else max(self.n, self.best_of)
 
-    @property
+    @cached_property
     def beams(self) -> int:
         """Return the width of the beam search; 0: no beam search."""
         return max(self.n, self.best_of) if self.use_beam_search else 0
@@ -316,10 +316,10 @@ def _decoded(value: Any, allowed: str) -> Any:
 
 
 def _stop(name: str, value: Any) -> dict[str, Any]:
-    allowed = f"a string or a list of up to {_MOST_STOPS} strings, none of them empty"
+    allowed = f"a string or a list of up to {_MAX_STOPS} strings, none of them empty"
     stops = [value] if isinstance(value, str) else value
     texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
-    if not texts or len(stops) > _MOST_STOPS:
+    if not texts or len(stops) > _MAX_STOPS:
         raise ValueError(allowed)
     return {name: tuple(stops)}
 
@@ -465,12 +465,12 @@ _regex, _grammar = partial(_text, kind="regex"), partial(_text, kind="grammar")
 
 
 def _choice(name: str, value: Any) -> dict[str, Any]:
-    allowed = f"a list of 1 to {_MOST_CHOICES} strings, none of them empty"
+    allowed = f"a list of 1 to {_MAX_CHOICES} strings, none of them empty"
     choices = _decoded(value, allowed)
     texts = isinstance(choices, list) and all(
         isinstance(choice, str) and choice for choice in choices
     )
-    if not texts or not 0 < len(choices) <= _MOST_CHOICES:
+    if not texts or not 0 < len(choices) <= _MAX_CHOICES:
         raise ValueError(allowed)
     quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}

@@ -264,7 +264,7 @@ class MessageFormats:
         lark = Lark({name: token for name, token in self._added.items() if name in markers})
         start = "@body"
         if request is not None and tools:
-            calls = output_format.family.calls(lark, request.tools)
+            calls = output_format.family.call_grammar(lark, request.tools)
             required = request.required or body
             heads = (
                 f"{lark.text(begin) if required else lark.any_text(begin)} {rest}"
@@ -292,4 +292,4 @@ class MessageFormats:
             return ""
         begin, end = output_format.reasoning
         rest = f"{lark.any_text(end)} /\\n{{0,2}}/"
-        return rest if output_format.thinking else f"({lark.text(begin)} {rest})?"
+        return rest if output_format.starts_reasoning else f"({lark.text(begin)} {rest})?"

@@ -23,7 +23,7 @@ from prometheus_client import REGISTRY
 
 from shmserve.errors import Cancelled, Internal, InvalidArgument, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
+from shmserve.workers.backends import Backend, ModelContext, OutputStream, Request, Response
 from shmserve.workers.backends.llm import INPUTS, OUTPUTS, tensor
 from shmserve.workers.backends.llm.prompts import given_inputs, merged_parameters
 from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer
@@ -105,7 +105,7 @@ class VllmBackend(Backend):
         """Raise Unsupported: requests are executed as streams."""
         raise Unsupported("a vLLM model is decoupled")
 
-    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+    def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Pass requests to the engine."""
         for stream in streams:
             future = self._loop.run(self._serve(stream), partial(self._failed, stream))
@@ -133,7 +133,7 @@ class VllmBackend(Backend):
 
     # --- in the event loop
 
-    async def _serve(self, stream: ResponseStream) -> None:
+    async def _serve(self, stream: OutputStream) -> None:
         """Send the responses to a request."""
         request = stream.request
         inputs = given_inputs(request, sys.maxsize)
@@ -177,7 +177,7 @@ class VllmBackend(Backend):
             await asyncio.sleep(_PERIOD_S)
         raise Internal("vLLM's engine has ended")
 
-    def _failed(self, stream: ResponseStream, error: BaseException) -> None:
+    def _failed(self, stream: OutputStream, error: BaseException) -> None:
         if self._engine.errored:
             self._died(error)
         else:
@@ -193,7 +193,7 @@ class VllmBackend(Backend):
             self.context.control.wake(always=True)
 
 
-async def _wait_for_credit(stream: ResponseStream, credit: asyncio.Event) -> None:
+async def _wait_for_credit(stream: OutputStream, credit: asyncio.Event) -> None:
     """Wait until a stream may send; `credit` is set when the client has granted credit."""
     try:
         async with asyncio.timeout(MAX_CREDIT_WAIT_S):
@@ -204,7 +204,7 @@ async def _wait_for_credit(stream: ResponseStream, credit: asyncio.Event) -> Non
         raise unread_responses() from None
 
 
-def _end_cancelled(stream: ResponseStream, future: Future[None]) -> None:
+def _end_cancelled(stream: OutputStream, future: Future[None]) -> None:
     if future.cancelled():
         stream.fail(_CANCELLED)  # ignored if the stream has ended
 

@@ -11,7 +11,7 @@ import orjson
 
 from shmserve.errors import Internal
 from shmserve.workers.backends import Output
-from shmserve.workers.backends.llm.answers import LEAST_LOGPROB, token_entry
+from shmserve.workers.backends.llm.answers import MIN_LOGPROB, token_entry
 from shmserve.workers.backends.vllm.engine import Parser, VllmCall
 
 # The outputs that clients of Triton's vllm_backend request by inputs, such as return_logprobs.
@@ -140,5 +140,5 @@ def _scored(token: int, step: Step | None, top: int) -> dict[str, Any]:
 
 def _token(token: int, score: Any) -> dict[str, Any]:
     text = (score and score.decoded_token) or ""
-    value = score.logprob if score else LEAST_LOGPROB
+    value = score.logprob if score else MIN_LOGPROB
     return token_entry(token, text, value, list(text.encode()))

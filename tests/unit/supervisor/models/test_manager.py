@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -76,9 +75,8 @@ def models(processes: Processes, repository: Repository) -> ModelManager:
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
     planner: Any = repository
     registry = ModelRegistry()
-    nobody = MagicMock()
-    parts = (processes.context, planner, registry, Publications(), nobody)
-    manager = ModelManager(LifecycleExecutor(*parts))
+    parts = (processes.context, planner, registry, Publications())
+    manager = ModelManager(LifecycleExecutor(*parts, []))
     return manager, RepositoryPoller(processes.context, planner, registry, manager)
 
 

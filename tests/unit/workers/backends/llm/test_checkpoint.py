@@ -156,7 +156,7 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     path = write_folder(tmp_path / "m")
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
     checkpoint = Checkpoint.open(path)
-    assert (checkpoint.ends, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
+    assert (checkpoint.end_tokens, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     said = {"messages": [{"role": "user", "content": "ä"}]}
     rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(said)
     assert rendered == "<|user|>ä<|end|><|model|>"

@@ -85,7 +85,7 @@ def test_distributions_equal_those_of_transformers() -> None:
 def test_penalties_of_presence_and_frequency() -> None:
     logits = torch.zeros(1, 20)
     row = made(presence_penalty=0.5, frequency_penalty=0.25)
-    row.tokens, row.prompt = [1, 1, 3, 4, 4], 1
+    row.tokens, row.prompt_length = [1, 1, 3, 4, 4], 1
     sampler.process(logits, [row])
     assert logits[0, :6].tolist() == [0.0, -0.75, 0.0, -0.75, -1.0, 0.0]
 
