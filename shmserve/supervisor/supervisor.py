@@ -249,7 +249,7 @@ class Supervisor:
         match context.control.dismiss(pid):
             case "gateway":
                 self.regions.draining.gateway_exited(pid)
-                context.background(self.regions.abandoned(pid))
+                context.background(self.regions.withdraw_leased(pid))
             case "host":
                 context.tickets.exited(pid)
             case "worker":
