@@ -134,7 +134,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
             began = time.monotonic()
             try:
                 location = supervisor.registry.find(row["name"], row["version"])
-                version = supervisor.registry.models[row["name"]].shown[location["version"]]
+                version = supervisor.registry.models[row["name"]].published[location["version"]]
                 model = _Model(location, version.spec.model_dir, values)
                 unused_inputs -= model.signature.inputs.keys()
                 verdict = await asyncio.to_thread(model.verdict)

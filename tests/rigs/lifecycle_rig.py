@@ -66,7 +66,7 @@ class LifecycleRig:
 
     def __init__(self) -> None:
         self.registry = ModelRegistry()
-        self.lifecycle = Lifecycle(self.registry, self, hosted=True)
+        self.lifecycle = Lifecycle(self.registry, self, shares_hosts=True)
         self.publications = Publications()
         self.pending: list[tuple[str, Callable[[], None]]] = []
         self.answers: list[Order] = []
@@ -119,7 +119,7 @@ class LifecycleRig:
         config = ModelSpec.of(written)
         spec = VersionSpec(name, "1", folder, folder, config)
         plan = LoadPlan("", [spec], self.steps)
-        self.pending.append(("read", lambda: self.lifecycle.was_read(order, plan)))
+        self.pending.append(("read", lambda: self.lifecycle.was_planned(order, plan)))
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
         version = Generation(spec, self, next(self._endpoints))

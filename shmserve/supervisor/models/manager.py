@@ -153,7 +153,7 @@ class LifecycleExecutor(LifecycleActions):
         planner: LoadPlanner,
         registry: ModelRegistry,
         publications: Publications,
-        observers: Iterable[Callable[[], None]],
+        observers: list[Callable[[], None]],
     ) -> None:
         """Create the lifecycle of a registry's models, and its executor.
 
@@ -174,12 +174,12 @@ class LifecycleExecutor(LifecycleActions):
         self._starts: dict[ModelVersion, asyncio.Task[None]] = {}
         hosted = context.config.ensemble_scheduling == "hosted"
         self.lifecycle = Lifecycle(registry, self, hosted)
-        self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for)
+        self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for, observers)
         self._follow_acknowledgements()
 
     async def wait_for(self, order: Order) -> None:
         """Wait until an order is answered; raise the ShmserveError with which it failed."""
-        if not order.answered:
+        if not order.is_answered:
             await self._answered.setdefault(order, asyncio.Event()).wait()
         if order.error is not None:
             raise order.error
@@ -193,7 +193,6 @@ class LifecycleExecutor(LifecycleActions):
             event.set()
 
     def changed(self) -> None:
-        self.on_demand.changed()
         for notify in self._observers:
             notify()
 
@@ -225,10 +224,10 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def read(self, order: Order) -> None:
         plan = await asyncio.to_thread(self._plan, order)
-        if plan.ambiguous:
+        if plan.is_ambiguous:
             text = "failed to poll model '%s': not unique across all model repositories"
             logger.error(text, order.model.name)
-        self.lifecycle.was_read(order, plan)
+        self.lifecycle.was_planned(order, plan)
 
     def _plan(self, order: Order) -> LoadPlan:
         name, planner = order.model.name, self.planner
@@ -276,7 +275,8 @@ class LifecycleExecutor(LifecycleActions):
     async def _start(self, version: ModelVersion) -> None:
         error: Exception | None = None
         try:
-            await self.on_demand.free_memory()
+            if self.context.config.load_on_demand:
+                await self.on_demand.free_memory()
             await version.start()
         except Exception as raised:
             error = raised

@@ -28,7 +28,7 @@ ENGINE_FILE = "engine.yaml"  # the settings file of a model that generates text
 _NAMED_CONFIGS = "configs"
 # Folders beside the version folders, which belong to all versions.
 _OF_ALL_VERSIONS = (_NAMED_CONFIGS, "warmup", "initial_state")
-IN_SEVERAL = "model appears in two or more repositories"
+DUPLICATE_MODEL = "model appears in two or more repositories"
 _NO_VERSION = "at least one version must be available under the version policy of model"
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")
 _LARGEST_VERSION = 2**63 - 1
@@ -101,7 +101,7 @@ def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, Model
         for path in _subfolders(repository):
             folder = _look(repository, path, config_name)
             if folder is not None and folder.name in folders:
-                folder = replace(folders[folder.name], problem=IN_SEVERAL)
+                folder = replace(folders[folder.name], problem=DUPLICATE_MODEL)
             if folder is not None:
                 folders[folder.name] = folder
     return dict(sorted(folders.items()))
@@ -113,7 +113,7 @@ def find(repositories: Sequence[Path], name: str, config_name: str = "") -> Mode
     roots = [root for root in repositories if os.path.isdir(root / name)]
     folders = list(filter(None, (_look(root, root / name, config_name) for root in roots)))
     if len(folders) > 1:
-        return replace(folders[0], problem=IN_SEVERAL)
+        return replace(folders[0], problem=DUPLICATE_MODEL)
     return folders[0] if folders else None
 
 

@@ -170,8 +170,8 @@ class VersionScheduler:
         self.number = number  # the endpoints of the new scheduler exist from now on
         self._serving = hosted
         self.counters.send_base()
-        # The share may have changed while the scheduler started.
-        context.cache_shares.send(id(self))
+        if config.cached:  # the share may have changed while the scheduler started
+            context.cache_shares.send(id(self))
         context.tracing.send_settings(hosted.address)
 
     def _start_record(
@@ -185,7 +185,7 @@ class VersionScheduler:
             max_queue_size=server.max_queue_size,
             delay_scheduler=server.delay_scheduler,
             backlog_delay_scheduler=server.backlog_delay_scheduler,
-            quantiles=server.metrics.kept_quantiles,
+            quantiles=server.metrics.summary_quantiles,
             rate_limited=self._rate_limited,
         )
         return SchedulerStart(

@@ -148,7 +148,7 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def _read(self, order: Order) -> None:
         plan = self.repository.plan_of(order.model.name, order.source)
-        self.world.after(draw_lag(self.world), self.lifecycle.was_read, order, plan)
+        self.world.after(draw_lag(self.world), self.lifecycle.was_planned, order, plan)
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         events = self.lifecycle.changed, self.lifecycle.config_completed

@@ -57,7 +57,7 @@ class RecordedLifecycle(Lifecycle):
         super()._advance_all()
 
     def _finish(self, order: Order, error: ShmserveError | None = None) -> None:
-        fresh, dropping = not order.finished, order.phase is OrderPhase.DROPPING
+        fresh, dropping = not order.is_finished, order.phase is OrderPhase.DROPPING
         super()._finish(order, error)
         if fresh and error is None:
             self._oracles.succeeded(order)
@@ -131,7 +131,7 @@ class LifecycleOracles:
         self._answers[order] += 1
         if self._answers[order] > 1:
             self.broke(f"1: {self.title(order)} is answered twice")
-        if not order.finished:
+        if not order.is_finished:
             self.broke(f"1: {self.title(order)} is answered, and goes on")
         if order.error is not None and order.error.message == "internal error":
             self.broke(f"1: {self.title(order)} could not be followed")
@@ -319,7 +319,7 @@ class LifecycleOracles:
                 self._executor.audience.last.get((model.name, number)), ModelPublished
             ):
                 self.broke(f"10: {version} serves, and is not published")
-        shown: Any = model.shown
+        shown: Any = model.published
         models = self._executor.registry.models.values()
         moves = any(e.orders and e.orders[0].phase is OrderPhase.MOVING for e in models)
         for number, status in statuses(model).items():

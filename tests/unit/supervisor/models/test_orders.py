@@ -190,7 +190,7 @@ def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
         await server.load("s")
         server.deaf = True
         load = asyncio.ensure_future(server.load("e"))
-        await until_async(lambda: server.registry.model("e").shown)
+        await until_async(lambda: server.registry.model("e").published)
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
         server.hears_again()
@@ -392,7 +392,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         server.repository.versions = ["2"]
         server.deaf = True
         load = asyncio.ensure_future(server.load("s"))
-        await until_async(lambda: server.registry.model("s").offered)
+        await until_async(lambda: server.registry.model("s").is_offered)
         snapshot = list(server.publications.snapshot())
         assert [(type(news), news.version) for news in snapshot] == [
             (m.ModelPublished, "1"),
@@ -416,7 +416,7 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
         await server.load("s")
         server.deaf = True
         load = asyncio.ensure_future(server.load("s", [], "new"))
-        await until_async(lambda: server.registry.model("s").offered)
+        await until_async(lambda: server.registry.model("s").is_offered)
         (version,) = server.registry.model("s").incoming.values()
         for _ in range(10):
             (instance,) = version.instances._instances
