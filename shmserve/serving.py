@@ -111,7 +111,7 @@ def _flag(name: str, value: Any) -> str:
 
 @contextlib.contextmanager
 def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    paths = [path for path in sys.path if path]
+    paths = [path or os.getcwd() for path in sys.path]  # "" is the working directory
     environment = {**os.environ, _INSIDE: "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", _PROGRAM, "serve", *arguments]
     with log.open("wb") as file:

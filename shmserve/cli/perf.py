@@ -13,7 +13,7 @@ from shmserve import __version__
 from shmserve.cli.arguments import add_flags, write_file
 from shmserve.errors import InvalidArgument
 from shmserve.perf import measure, report, targets
-from shmserve.perf.load import KINDS, LoadGenerator, loads_of
+from shmserve.perf.load import SCHEDULES, LoadGenerator, parse_loads
 from shmserve.protocols.connection import Poller
 
 
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     """
     kind, values = _parse_loads(args)
     plan = _parse_plan(args)
-    old = report.older(args.compare) if args.compare else None
+    old = report.read_report(args.compare) if args.compare else None
     with contextlib.ExitStack() as stack:
         poller = stack.enter_context(contextlib.closing(Poller()))
-        target = targets.target(args, poller, stack)
+        target = targets.connect(args, poller, stack)
         points: list[measure.Point] = []
         try:
             for value in values:
@@ -75,8 +75,8 @@ def _parse_loads(args: argparse.Namespace) -> tuple[str, list[float]]:
             flag = name.replace("_", "-")
             raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {low}")
     if args.rate:
-        return "rate", loads_of(args.rate, "rate", float)
-    return "concurrency", loads_of(args.concurrency or "1", "concurrency", int)
+        return "rate", parse_loads(args.rate, "rate", float)
+    return "concurrency", parse_loads(args.concurrency or "1", "concurrency", int)
 
 
 def _parse_plan(args: argparse.Namespace) -> measure.MeasurementPlan:
@@ -98,12 +98,12 @@ def _measure(
 ) -> measure.Point:
     schedule, slots = None, int(value)
     if kind == "rate":
-        schedule = KINDS[args.arrivals](value, args.seed)
+        schedule = SCHEDULES[args.arrivals](value, args.seed)
         slots = args.max_in_flight
     requests = target.requests(slots)
     load = LoadGenerator(poller, target.door, requests, slots, schedule, args.patience)
     with contextlib.closing(load):
-        point = measure.measured(load, plan, kind, value, target.streams, target.statistics)
+        point = measure.measure_load(load, plan, kind, value, target.streams, target.statistics)
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)
     return point
 
@@ -112,13 +112,13 @@ def _write_files(args: argparse.Namespace, where: str, points: Sequence[measure.
     metadata = {
         "model": args.model,
         "server": where,
-        "at": measure.now(),
+        "at": measure.current_time(),
         "shmserve": __version__,
         "machine": {"processor": platform.machine(), "system": platform.platform()},
         "settings": {key: value for key, value in vars(args).items() if key != "header"},
     }
     writers: dict[str, Callable[[], str]] = {
-        "json": lambda: report.document(metadata, points),
+        "json": lambda: report.as_json(metadata, points),
         "csv": lambda: report.rows(points),
         "plot": lambda: report.draw(f"{args.model} at {where}", points),
     }

@@ -74,14 +74,14 @@ def _parse_milliseconds(text: str) -> float:
 def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
     server = stack.enter_context(contextlib.closing(servers.create_admin_transport(args)))
     config = server.config(args.model, "")
-    start = search.start(config)
+    start = search.current_candidate(config)
     processors = len(os.sched_getaffinity(0))
     max_instances = args.most_instances or processors
-    space = search.space(config, target_ms, processors, max_instances, args.largest_batch)
+    space = search.search_space(config, target_ms, processors, max_instances, args.largest_batch)
     poller = stack.enter_context(contextlib.closing(Poller()))
-    target = targets.target(args, poller, stack)
+    target = targets.connect(args, poller, stack)
     runner = _TrialRunner(args, server, poller, target, config, target_ms)
-    tuning = Search(runner.measured, target_ms, space, args.runs)
+    tuning = Search(runner.run_trial, target_ms, space, args.runs)
     interrupted = False
     with _restore_at_end(server, args.model, config):
         try:
@@ -100,7 +100,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
         print(f"no tested configuration has a p99 within {target_ms:g} ms", file=sys.stderr)
         return 130 if interrupted else 1
     if args.apply and not interrupted:
-        server.load(args.model, search.configured(config, best.candidate, target_ms))
+        server.load(args.model, search.with_candidate(config, best.candidate, target_ms))
     text = search.recommendation(config, trials, best, target_ms)
     if interrupted:
         text = f"# interrupted after {len(trials)} runs: the best so far, measured once\n{text}"
@@ -137,7 +137,7 @@ class _TrialRunner:
     target_ms: float
     trial_count: int = 0
 
-    def measured(self, candidate: Candidate) -> Trial:
+    def run_trial(self, candidate: Candidate) -> Trial:
         """Measure a candidate.
 
         All requests of a candidate that cannot be loaded count as errors. For the first candidate,
@@ -145,19 +145,19 @@ class _TrialRunner:
         """
         self.trial_count += 1
         try:
-            config = search.configured(self.config, candidate, self.target_ms)
+            config = search.with_candidate(self.config, candidate, self.target_ms)
             self.server.load(self.args.model, config)
         except TransportError as error:
             if self.trial_count == 1:
                 raise
-            print(f"{search.described(candidate)}: {error}", file=sys.stderr)
+            print(f"{search.describe(candidate)}: {error}", file=sys.stderr)
             return Trial(candidate, 0.0, math.inf, 1)
         point = self._measure_point(candidate.in_flight)
         if point.interrupted:
             raise KeyboardInterrupt
         trial = Trial(candidate, point.per_second, point.latency["p99"], point.errors)
         print(
-            f"{self.trial_count}. {search.described(candidate)}, {candidate.in_flight} in flight: "
+            f"{self.trial_count}. {search.describe(candidate)}, {candidate.in_flight} in flight: "
             f"{trial.per_second:,.1f} requests/s, p99 {trial.p99_ms:.2f} ms",
             file=sys.stderr,
         )
@@ -171,4 +171,6 @@ class _TrialRunner:
         patience_s = self.args.patience
         load = LoadGenerator(self.poller, self.target.door, requests, in_flight, None, patience_s)
         with contextlib.closing(load):
-            return measure.measured(load, plan, "concurrency", in_flight, self.target.streams, dict)
+            return measure.measure_load(
+                load, plan, "concurrency", in_flight, self.target.streams, dict
+            )

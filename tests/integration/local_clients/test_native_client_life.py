@@ -46,7 +46,7 @@ def gated(models: Path, start: Start) -> Server:
 def settled(gated: Server) -> Iterator[None]:
     """No test leaves an execution to the next one, which would take it for its own."""
     yield
-    until("nothing is executed", lambda: not gated.metric("shmserve_executing_requests"), 10)
+    until("nothing is executed", lambda: not gated.metric("shmserve_executing_requests"))
     assert gated.gate.is_idle(0.001)
 
 
@@ -378,7 +378,7 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
         assert all((result["OUTPUT0"] == x).all() for result in kept)
         assert (asyncio.run(talk()) == x).all()
         del kept  # the results keep their memory
-        until("nothing is left", lambda: state() == before, 10)
+        until("nothing is left", lambda: state() == before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated.run_dir)
 
@@ -554,7 +554,7 @@ def test_a_scheduler_that_is_killed_costs_no_answer(
         except TimeoutError:
             continue
     assert [f.result(20)["OUTPUT0"].flat[0] for f in futures] == [0, 1, 2]
-    until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+    until("the new one is ready", lambda: gated.answers("/v2/health/ready"))
 
 
 def test_a_request_with_output_over_its_input_is_not_retried(
@@ -569,7 +569,7 @@ def test_a_request_with_output_over_its_input_is_not_retried(
         assert isinstance(error, shmserve.client.Unavailable)
         assert "may have changed" in str(error)
         running.release()
-        until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+        until("the new one is ready", lambda: gated.answers("/v2/health/ready"))
 
 
 def test_a_reload_under_load_fails_no_request(
