@@ -392,7 +392,7 @@ Response = Finished | Responded | Failed  # the responses to a request
 
 # The maximum of a time limit in microseconds. Longer limits are reduced to it, so that the deadline
 # fits into 64 bits.
-LONGEST_TIMEOUT_US = 10**15
+MAX_TIMEOUT_US = 10**15
 
 
 def make_submit(
@@ -418,11 +418,11 @@ def make_submit(
     The deadline is the earlier one of `limit_us`, counted from the arrival, with the origin
     `limit`, and of the caller's end `ends_ns` (monotonic clock); 0: none.
     """
-    if timeout_us > LONGEST_TIMEOUT_US:
-        timeout_us = LONGEST_TIMEOUT_US
+    if timeout_us > MAX_TIMEOUT_US:
+        timeout_us = MAX_TIMEOUT_US
     deadline_ns = ends_ns
     if limit_us:
-        deadline_ns = arrived_ns + min(limit_us, LONGEST_TIMEOUT_US) * 1000
+        deadline_ns = arrived_ns + min(limit_us, MAX_TIMEOUT_US) * 1000
         if 0 < ends_ns <= deadline_ns:
             deadline_ns, limit = ends_ns, ""
     else:

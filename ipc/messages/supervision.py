@@ -550,8 +550,8 @@ class WorkspaceAllocated:
     device_uuid: bytes
 
 
-Ending = Drain | Stop
-PoolNews = InstanceExpected | InstanceGone | RetireInstance | CountChange
-InstanceNews = InstanceServed | KillInstance | InstanceRetired
-Loading = CompleteConfig | LoadInstance | Attach
-Loaded = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed
+StopCommand = Drain | Stop
+PoolChange = InstanceExpected | InstanceGone | RetireInstance | CountChange
+InstanceReport = InstanceServed | KillInstance | InstanceRetired
+LoadCommand = CompleteConfig | LoadInstance | Attach
+LoadReport = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed
