@@ -234,7 +234,7 @@ def _prepare(
     """Pass a request to the thread of texts, after reading its inputs from shared memory."""
     try:
         with writer.link.lock:
-            request = unpacker.request(open_request.work)
+            request = unpacker.request(open_request.work, copies_text=False)
             inputs = given_inputs(request, texts.reader.most_bytes)
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))
