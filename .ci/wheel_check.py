@@ -24,7 +24,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _CONSTRAINTS = _ROOT / ".ci" / "constraints.txt"
 _READY_WITHIN_S = 60.0
 _STOP_WITHIN_S = 45.0
-_MOST_BYTES = 150_000_000  # that an installation without extras adds to a venv
+_MAX_BYTES = 150_000_000  # that an installation without extras adds to a venv
 
 _CONFIG = """\
 backend: "python"
@@ -81,7 +81,7 @@ def install(wheel: Path, venv: Path) -> Path:
     before = disk_bytes(venv)
     pip(str(python), "install", "-c", str(_CONSTRAINTS), str(wheel))
     taken = disk_bytes(venv) - before
-    if taken > _MOST_BYTES:
+    if taken > _MAX_BYTES:
         raise SystemExit(f"an installation without extras takes {taken / 1e6:.0f} MB")
     return python
 

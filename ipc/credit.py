@@ -4,7 +4,7 @@
         └────────── Credit <─────────┘ for several small responses at a time
 
 A decoupled model may have `FIRST_CREDIT` responses to a request in flight before the client grants
-more credit. A response is sent only while less than `MOST_UNREAD_BYTES` are in flight. If the
+more credit. A response is sent only while less than `MAX_UNREAD_BYTES` are in flight. If the
 outputs are written to the client's memory, each response overwrites the previous one. Only one
 response is in flight then.
 """
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import deque
 
 FIRST_CREDIT = 32
-MOST_UNREAD_BYTES = 8 << 20
+MAX_UNREAD_BYTES = 8 << 20
 
 RESPONSES_PER_CREDIT = FIRST_CREDIT // 2
 BYTES_PER_CREDIT = (
-    MOST_UNREAD_BYTES // 4
+    MAX_UNREAD_BYTES // 4
 )  # a reader sends credit after this many bytes at the latest
 
 
@@ -45,7 +45,7 @@ class SendWindow:
     @property
     def is_open(self) -> bool:
         """Return whether another response may be sent."""
-        return len(self._unread) < self._max_unread and self._unread_bytes < MOST_UNREAD_BYTES
+        return len(self._unread) < self._max_unread and self._unread_bytes < MAX_UNREAD_BYTES
 
     def sent(self, byte_size: int) -> None:
         """Record that a response of `byte_size` bytes was sent."""

@@ -445,10 +445,8 @@ class ModelSpec(Document):
     @property
     def padding(self) -> Padding | None:
         """Return the padding of the inputs; None: inputs are not padded."""
-        return Padding.of(
-            self.parameters.get(PADDING, ""),
-            {tensor.name: tensor.dims for tensor in self.input},
-        )
+        text = self.parameters.get(PADDING, "")
+        return Padding.of(text, {each.name: each.dims for each in self.input}) if text else None
 
     @property
     def environment(self) -> str:

@@ -23,13 +23,13 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 DEFAULT, ISO8601 = FORMATS = ("default", "ISO8601")
-MOST_VERBOSE = 2**32 - 1
+MAX_LOG_LEVEL = 2**32 - 1
 
 _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 _MAX_LINE = 8192
-_MOST_ROWS = 100  # maximum lines of a traceback, which may contain a client's text
-_MOST_ONCE = 1000
+_MAX_ROWS = 100  # maximum lines of a traceback, which may contain a client's text
+_MAX_WARNED_NAMES = 1000
 _warned: set[tuple[str, str]] = set()  # messages and names that `warn_once` has logged
 
 
@@ -65,10 +65,10 @@ class LogSettings:
 
 def clean(text: str) -> str:
     """Escape control characters and cap the length, so that a client cannot forge log lines."""
-    shown = text[: _MAX_LINE + 1]
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else _escape(c) for c in shown)
-    return shown if len(shown) <= _MAX_LINE else shown[:_MAX_LINE] + "..."
+    printable = text[: _MAX_LINE + 1]
+    if not printable.isprintable():
+        printable = "".join(c if c.isprintable() else _escape(c) for c in printable)
+    return printable if len(printable) <= _MAX_LINE else printable[:_MAX_LINE] + "..."
 
 
 def _escape(character: str) -> str:
@@ -77,14 +77,14 @@ def _escape(character: str) -> str:
 
 def _indented(lines: list[str]) -> str:
     """Return the lines of a text after its first line, which no record can be mistaken for."""
-    if len(lines) > _MOST_ROWS:
-        lines = [*lines[: _MOST_ROWS // 2], "...", *lines[-_MOST_ROWS // 2 :]]
+    if len(lines) > _MAX_ROWS:
+        lines = [*lines[: _MAX_ROWS // 2], "...", *lines[-_MAX_ROWS // 2 :]]
     return "".join(f"\n    {clean(line)}" for line in lines)
 
 
 def warn_once(log: logging.Logger, message: str, name: str) -> None:
     """Log a warning with a client's name once in this process, for at most 1000 names."""
-    if (message, name) not in _warned and len(_warned) < _MOST_ONCE:
+    if (message, name) not in _warned and len(_warned) < _MAX_WARNED_NAMES:
         _warned.add((message, name))
         log.warning(message, name)
 
@@ -106,20 +106,20 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as one line, followed by the rest of its text and its traceback."""
-        first, *rest = record.getMessage().split("\n")
-        line = f"{self._start(record)} {clean(first)}"
+        first_line, *more_lines = record.getMessage().split("\n")
+        line = f"{self._start(record)} {clean(first_line)}"
         request_id = getattr(record, "request_id", None)
         if request_id:
             line += f" request={clean(str(request_id))}"
         trace_id = getattr(record, "trace_id", None)
         if trace_id:
             line += f" trace={clean(str(trace_id))}"
-        return line + _indented(rest) + self._traceback(record)
+        return line + _indented(more_lines) + self._traceback(record)
 
     def message(self, record: logging.LogRecord) -> str:
         """Return the text of a record and its traceback."""
-        first, *rest = record.getMessage().split("\n")
-        return clean(first) + _indented(rest) + self._traceback(record)
+        first_line, *more_lines = record.getMessage().split("\n")
+        return clean(first_line) + _indented(more_lines) + self._traceback(record)
 
     def _traceback(self, record: logging.LogRecord) -> str:
         if not record.exc_info:
@@ -172,7 +172,7 @@ class Journal:
         fields: dict[str, object] = {
             **self._own,
             "MESSAGE": self._formatter.message(record),
-            "PRIORITY": next((number for least, number in _PRIORITIES if level >= least), 7),
+            "PRIORITY": next((number for lowest, number in _PRIORITIES if level >= lowest), 7),
             "CODE_FILE": record.pathname,
             "CODE_LINE": record.lineno,
             "CODE_FUNC": record.funcName,
@@ -256,8 +256,8 @@ def configure(role: str, settings: LogSettings) -> None:
     handlers[:] = [_Handler(role)]
     _use(settings)
     # Debug and access logs of libraries are not written.
-    for noisy in ("asyncio", "aiohttp", "urllib3"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for library in ("asyncio", "aiohttp", "urllib3"):
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def apply(settings: LogSettings) -> None:

@@ -40,7 +40,7 @@ LANES = (
     },
 )
 # More failures than these are no accidents.
-MOST_TRIED_AGAIN = 20
+MAX_RETRIED = 20
 
 _TEXT_LINES = 12
 # pytest's exit statuses: all tests passed, some failed, no tests were collected.
@@ -107,7 +107,7 @@ class Suite:
                 again += [([test], text) for test, text in outcome.failed.items()]
             else:  # the tests that did not run have no outcome
                 again.append((files, "the process of these files did not come to its end"))
-        if len(again) > MOST_TRIED_AGAIN:
+        if len(again) > MAX_RETRIED:
             print(f"== {len(again)} failures are no accident: nothing is tried again")
             return *_counted([outcome for _, outcome in self._ended]), {}
         failed, late = 0, {}

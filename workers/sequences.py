@@ -50,7 +50,7 @@ from shmserve.ipc.tensors.samples import read_data
 from shmserve.ipc.transport.records import record
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Output, Request, Response
-from shmserve.workers.batch.response_stream import ResponseStream
+from shmserve.workers.batch.response_stream import OutputStream
 from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
 
 _START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
@@ -386,7 +386,7 @@ class SequenceExecutor(Executor):
                 by_shape.setdefault(shapes, []).append(row_request)
         if self._decoupled:
             streams = [
-                ResponseStream(self._writer, row_request.open_request, row_request.request)
+                OutputStream(self._writer, row_request.open_request, row_request.request)
                 for row_request in by_key.values()
             ]
             return self._run_streams(streams)

@@ -79,11 +79,11 @@ def _run(arguments: list[str]) -> int:
         case "serve":
             return _serve(arguments)
         case "check" | "doctor":
-            return _with_server_flags(verb, arguments)
+            return _run_with_server_flags(verb, arguments)
         case "client":
             return _client(arguments)
     if verb in _VERBS:
-        return _with_own_flags(verb, arguments)
+        return _run_with_own_flags(verb, arguments)
     if verb:
         print(f"shmserve: unknown verb '{verb}'", file=sys.stderr)
     print(_USAGE, end="", file=sys.stderr)
@@ -105,7 +105,7 @@ def _serve(arguments: list[str]) -> int:
     return serve(read(), read)
 
 
-def _with_server_flags(name: str, arguments: list[str]) -> int:
+def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     """Run a verb that also accepts the flags of `serve`.
 
     Its module defines `HELP`, `add_arguments(parser)` and `run(args, parsed)`.
@@ -118,8 +118,8 @@ def _with_server_flags(name: str, arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog=f"shmserve {name}", add_help=False, allow_abbrev=False)
     verb.add_arguments(parser)
-    args, rest = parser.parse_known_args(arguments)
-    status: int = verb.run(args, command_line.parse(rest))
+    args, server_flags = parser.parse_known_args(arguments)
+    status: int = verb.run(args, command_line.parse(server_flags))
     return status
 
 
@@ -133,7 +133,7 @@ def _client(arguments: list[str]) -> int:
     return client.run(arguments)
 
 
-def _with_own_flags(name: str, arguments: list[str]) -> int:
+def _run_with_own_flags(name: str, arguments: list[str]) -> int:
     """Run a verb whose module defines `add_arguments(parser)` and `run(args)`."""
     verb = importlib.import_module(f"shmserve.cli.{name}")
     parser = argparse.ArgumentParser(
@@ -192,11 +192,11 @@ _VERBS = {
     ),
 }
 
-_LIST = "\n".join(f"  {name:<15}{line}" for name, (line, _) in _VERBS.items())
+_VERB_LINES = "\n".join(f"  {name:<15}{line}" for name, (line, _) in _VERBS.items())
 _USAGE = f"""\
 usage: shmserve VERB ...
 
-{_LIST}
+{_VERB_LINES}
 
 shmserve VERB --help prints its options; shmserve --version prints the version.
 """

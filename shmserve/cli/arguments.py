@@ -35,23 +35,23 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
             group.add_mutually_exclusive_group() if any(f.exclusive for f in flags) else group
         )
         for flag in flags:
-            _add(exclusive if flag.exclusive else group, flag)
+            _add_flag(exclusive if flag.exclusive else group, flag)
 
 
-def _add(group: Any, flag: Flag) -> None:
-    more: dict[str, Any] = {"type": flag.kind, "default": flag.default}
+def _add_flag(group: Any, flag: Flag) -> None:
+    options: dict[str, Any] = {"type": flag.kind, "default": flag.default}
     if flag.kind is bool:
-        more = {"action": "store_true"}
+        options = {"action": "store_true"}
     elif flag.repeat:
-        more = {"action": "append", "default": []}
+        options = {"action": "append", "default": []}
     if flag.choices:
-        more["choices"] = flag.choices
+        options["choices"] = flag.choices
     if flag.metavar:
-        more["metavar"] = flag.metavar
-    group.add_argument(f"--{flag.name}", help=flag.help, required=flag.required, **more)
+        options["metavar"] = flag.metavar
+    group.add_argument(f"--{flag.name}", help=flag.help, required=flag.required, **options)
 
 
 def write_file(flag: str, path: str, text: str) -> None:
-    """Write `text` to the path that a flag was given. Raises InvalidArgument."""
+    """Write `text` to the path that is the value of a flag. Raises InvalidArgument."""
     with refused(f"--{flag}: cannot write '{path}'"):
         Path(path).write_text(text)

@@ -1,6 +1,6 @@
-"""`shmserve check DIR`: validate a repository, load each model, and check a response of it.
+"""`shmserve check DIR`: validates a repository, loads each model, and checks its responses.
 
-The requests to a model are the samples of its `model_warmup`, or else zeros and empty strings.
+The requests to a model are the samples of its `model_warmup`, or zeros and empty strings.
 Values of `--input` replace the values of that input in each request.
 """
 
@@ -44,14 +44,14 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.main import defer_signals, run_composed
 from shmserve.supervisor.supervisor import Supervisor
 
-_PATIENCE_S = 60.0
-_OF_TEXT = ("llm", "vllm")  # backends whose models receive a text prompt
-_MADE_UP = (
+_RESPONSE_TIMEOUT_S = 60.0
+_TEXT_BACKENDS = ("llm", "vllm")  # backends whose models receive a text prompt
+_ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
-_GONE = "the model is not loaded; see the log for the reason"
-_NO_INPUTS = "\nthe request had no inputs, because the configuration lists none"
+_NOT_LOADED = "the model is not loaded; see the log for the reason"
+_NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
 
 HELP = """\
@@ -94,30 +94,30 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
     config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
     values = {name: load_value(name, text) for name, text in map(split_input, args.input)}
     with redirect_stderr(config.log.log_file):
-        return _checked(config, values, as_json=args.json)
+        return _check_models(config, values, as_json=args.json)
 
 
-def _checked(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> int:
+def _check_models(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> int:
     logs.configure("check", config.log)
     set_process_title("check")
-    alone = dataclasses.replace(
+    config = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )
     signals = defer_signals()
     task = partial(_check, values=values, as_json=as_json)
-    return run_composed(alone, RunDirectory(alone.run_dir), Listeners(), signals, task)
+    return run_composed(config, RunDirectory(config.run_dir), Listeners(), signals, task)
 
 
 async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool = False) -> int:
     supervisor.open()
-    work = asyncio.ensure_future(_report(supervisor, values, as_json))
-    stop = asyncio.ensure_future(supervisor.next_end_signal())
-    await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-    interrupted = not work.done()
-    for task in (work, stop):
+    report = asyncio.ensure_future(_report(supervisor, values, as_json))
+    end_signal = asyncio.ensure_future(supervisor.next_end_signal())
+    await asyncio.wait({report, end_signal}, return_when=asyncio.FIRST_COMPLETED)
+    interrupted = not report.done()
+    for task in (report, end_signal):
         task.cancel()
     await supervisor.end(int(interrupted))
-    return 128 + stop.result() if interrupted else work.result()
+    return 128 + end_signal.result() if interrupted else report.result()
 
 
 async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool) -> int:
@@ -125,54 +125,55 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
     with supervisor.progress:
         await supervisor.models.start()
     results: list[dict[str, Any]] = []
-    unused = set(values)
-    rows = await supervisor.models.index(ready=False)
+    unused_inputs = set(values)
+    rows = await supervisor.models.index(ready_only=False)
     for row in rows:
-        failure = row.get("reason", "" if "version" in row else _GONE)
+        failure = row.get("reason", "" if "version" in row else _NOT_LOADED)
         verdict, seconds = _Verdict("FAILED", failure), 0.0
         if not failure:
             began = time.monotonic()
             try:
-                where = supervisor.registry.find(row["name"], row["version"])
-                version = supervisor.registry.models[row["name"]].shown[where["version"]]
-                model = _Model(where, version.spec.model_dir, values)
-                unused -= model.signature.inputs.keys()
+                location = supervisor.registry.find(row["name"], row["version"])
+                version = supervisor.registry.models[row["name"]].published[location["version"]]
+                model = _Model(location, version.spec.model_dir, values)
+                unused_inputs -= model.signature.inputs.keys()
                 verdict = await asyncio.to_thread(model.verdict)
             except ShmserveError as error:
                 verdict = _Verdict("FAILED", error.message)
             seconds = time.monotonic() - began
         name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
         text = verdict.text.rstrip("; \n")
-        times = {"outcome": verdict.outcome, "milliseconds": round(seconds * 1e3, 1)}
-        results.append({"model": name, **times, "message": text})
+        outcome = {"outcome": verdict.outcome, "milliseconds": round(seconds * 1e3, 1)}
+        results.append({"model": name, **outcome, "message": text})
         if not as_json:
             shown = text or f"one batch in {seconds * 1e3:.1f} ms"
             lines = shown.replace("\n", "\n" + " " * 8)
             print(f"{name:<32} {verdict.outcome:<7} {lines}", flush=True)
-    status = max((_STATUSES[each["outcome"]] for each in results), default=2)
+    outcomes = [result["outcome"] for result in results]
+    status = max(map(_STATUSES.__getitem__, outcomes), default=2)
     notes = [] if rows else ["no model found"]
-    notes += [f"--input: no loaded model has an input '{name}'" for name in sorted(unused)]
-    counts = {key: sum(each["outcome"] == key for each in results) for key in _STATUSES}
+    notes += [f"--input: no loaded model has an input '{name}'" for name in sorted(unused_inputs)]
+    counts = {outcome: outcomes.count(outcome) for outcome in _STATUSES}
     if as_json:
         print(json.dumps({"models": results, "summary": counts, "notes": notes}), flush=True)
     else:
         if len(results) > 1:
-            summary = ", ".join(f"{count} {key}" for key, count in counts.items() if count)
+            summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
             notes.append(f"{len(results)} models: {summary}")
         for note in notes:
             print(note, flush=True)
-    return 2 if unused else status
+    return 2 if unused_inputs else status
 
 
 class _Model:
     """A loaded model version under test; `values` are those of --input, by input name."""
 
-    def __init__(self, where: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
-        self._config = ModelSpec.of(where["config"])
-        self._endpoint = where["endpoint"]
-        self.signature = Signature(self._config, where["version"])
+    def __init__(self, location: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
+        self._config = ModelSpec.of(location["config"])
+        self._endpoint = location["endpoint"]
+        self.signature = Signature(self._config, location["version"])
         self._samples = warmup_samples(self._config, model_dir)
-        self._values = {n: v for n, v in values.items() if n in self.signature.inputs}
+        self._values = {name: values[name] for name in values if name in self.signature.inputs}
 
     def verdict(self) -> _Verdict:
         """Return the outcome of the first request that is refused or differs, or "ok".
@@ -181,48 +182,48 @@ class _Model:
             ShmserveError: A request does not fit the model.
         """
         try:
-            requests = self._requests()
+            requests = self._build_requests()
         # ValueError: the tensor is larger than a message.
         except (MemoryError, OverflowError, ValueError):
             return _Verdict("refused", "not tested: a batch of zeros is too large for a message")
-        verdicts = (self._ask(*request) for request in requests)
-        return next((each for each in verdicts if each.outcome != "ok"), _Verdict("ok"))
+        verdicts = (self._send(*request) for request in requests)
+        return next((v for v in verdicts if v.outcome != "ok"), _Verdict("ok"))
 
-    def _requests(self) -> list[tuple[tuple[TensorRef, ...], bytes, list[Any]]]:
+    def _build_requests(self) -> list[tuple[tuple[TensorRef, ...], bytes, list[Any]]]:
         signature = self.signature
         samples = [sample.tensors for sample in self._samples] or [
-            [self._made_up(name) for name in signature.inputs if name not in self._values]
+            [self._generated_input(name) for name in signature.inputs if name not in self._values]
         ]
         requests = []
         for sample in samples:
             tensors = {tensor.name: tensor for tensor in sample if tensor.name in signature.inputs}
-            tensors |= {name: self._given(name) for name in self._values}
+            tensors |= {name: self._flag_input(name) for name in self._values}
             inputs = tuple(tensors.values())
             requests.append((inputs, *pack_inference(Inference(inputs))))
         return requests
 
-    def _made_up(self, name: str) -> TensorRef:
-        tensor = _zeros(self.signature, name)
-        if self._config.backend not in _OF_TEXT or tensor.datatype != "BYTES":
+    def _generated_input(self, name: str) -> TensorRef:
+        tensor = _zero_tensor(self.signature, name)
+        if self._config.backend not in _TEXT_BACKENDS or tensor.datatype != "BYTES":
             return tensor
         data = element_count(tensor.shape) * (b"\5\0\0\0" + b"Hello")
         return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
 
-    def _given(self, name: str) -> TensorRef:
+    def _flag_input(self, name: str) -> TensorRef:
         spec = self.signature.inputs[name]
         batch = (-1,) if self.signature.max_batch_size > 0 else ()
         tensor = ModelTensor(name, spec.datatype, (*batch, *spec.dims))
         shape, raw = encode(tensor, self._values[name])
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
-    def _ask(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
+    def _send(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
         """Send a request with these inputs and return its outcome."""
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
-        text = _ids_are_texts(self._config)
+        has_text_ids = _ids_are_texts(self._config)
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"
-        made_up = "" if is_realistic else _MADE_UP if inputs else _NO_INPUTS
+        note = "" if is_realistic else _ZEROS_NOTE if inputs else _NO_INPUTS_NOTE
         try:
             dealer.send(
                 Submit(
@@ -235,38 +236,38 @@ class _Model:
                     priority=0,
                     request_id="check",
                     flags=SEQUENCE_START | SEQUENCE_END,
-                    correlation_id=0 if text else 1,
-                    correlation_text="check" if text else "",
+                    correlation_id=0 if has_text_ids else 1,
+                    correlation_text="check" if has_text_ids else "",
                 )
             )
-            while dealer.wait(_PATIENCE_S):
+            while dealer.wait(_RESPONSE_TIMEOUT_S):
                 for message in dealer.receive():
                     match message:
                         case Failed(message=error):
-                            return _Verdict(outcome, error + made_up)
+                            return _Verdict(outcome, error + note)
                         case Responded(code="", schema=b""):  # the response only marks the end
                             return _Verdict("ok")
                         case Responded(message=error, code=code) if code:
-                            return _Verdict(outcome, error + made_up)
+                            return _Verdict(outcome, error + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
-                            misfit = self._misfit(response, fit.batch_size)
-                            return _Verdict("differs" if misfit else "ok", misfit)
+                            differences = self._differences(response, fit.batch_size)
+                            return _Verdict("differs" if differences else "ok", differences)
                 if not dealer.connected:
                     return _Verdict("FAILED", "the scheduler of the model has exited")
-            return _Verdict("FAILED", f"no response within {_PATIENCE_S:.0f} s")
+            return _Verdict("FAILED", f"no response within {_RESPONSE_TIMEOUT_S:.0f} s")
         finally:
             dealer.close()
 
-    def _misfit(self, response: Inferred, batch_size: int) -> str:
+    def _differences(self, response: Inferred, batch_size: int) -> str:
         """Return the differences between a response and the configuration, or ""."""
         config = self._config
         returned = {tensor.name: tensor for tensor in response.outputs}
-        free = {name for each in config.batch_output for name in each.target_name}
+        reshaped = {name for output in config.batch_output for name in output.target_name}
         # Responses of decoupled models and of ensembles with conditional steps may lack outputs.
-        whole = not (config.decoupled and returned)
-        whole &= not any(name.startswith("step[") for name in config.parameters)
-        wrong = []
+        all_required = not (config.decoupled and returned)
+        all_required &= not any(name.startswith("step[") for name in config.parameters)
+        mismatches = []
         for name, spec in self.signature.outputs.items():
             expected_shape = (
                 (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
@@ -274,17 +275,17 @@ class _Model:
             tensor = returned.get(name)
             configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_shape)}"
             if tensor is None:
-                wrong += [(name, configured, "missing")] if whole else []
+                mismatches += [(name, configured, "missing")] if all_required else []
                 continue
             # A scalar is one element; configurations have no scalars.
-            scalar = not tensor.shape and element_count([abs(dim) for dim in expected_shape]) == 1
-            fits = name in free or scalar or shapes_match(expected_shape, tensor.shape)
+            is_scalar = not tensor.shape and element_count([*map(abs, expected_shape)]) == 1
+            fits = name in reshaped or is_scalar or shapes_match(expected_shape, tensor.shape)
             if tensor.datatype != spec.datatype or not fits:
                 shape = shape_text(tensor.shape)
-                wrong.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))
-        if not wrong:
+                mismatches.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))
+        if not mismatches:
             return ""
-        table = [("output", "configuration", "response"), *wrong]
+        table = [("output", "configuration", "response"), *mismatches]
         widths = [max(len(row[column]) for row in table) for column in range(2)]
         lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
         return "the outputs differ from the configuration:\n" + "\n".join(lines)
@@ -296,10 +297,10 @@ def _ids_are_texts(config: ModelSpec) -> bool:
     return sequences is not None and sequences.correlation_id[1] == "BYTES"
 
 
-def _zeros(signature: Signature, name: str) -> TensorRef:
-    """Return an input of zeros or empty strings; the batch and variable dimensions are 1."""
+def _zero_tensor(signature: Signature, name: str) -> TensorRef:
+    """Return an input of zeros or empty strings, whose batch and variable dimensions are 1."""
     spec = signature.inputs[name]
     dims = tuple(1 if dim == -1 else dim for dim in spec.dims)
     shape = (1, *dims) if signature.max_batch_size > 0 else dims
-    item = ITEM_SIZE[spec.datatype] or 4  # or the length prefix of an empty string
-    return TensorRef(name, spec.datatype, shape, bytes(element_count(shape) * item))
+    item_size = ITEM_SIZE[spec.datatype] or 4  # or the length prefix of an empty string
+    return TensorRef(name, spec.datatype, shape, bytes(element_count(shape) * item_size))

@@ -22,9 +22,9 @@ from shmserve.protocols import (
 )
 from shmserve.protocols.tensors import encode, find_input, load_value, split_input
 
-_DONE, _FAILED, _USAGE = 0, 1, 2
-_STATES = "; `shmserve client models` lists the models with their states and reasons"
-_EXIT = (
+_SUCCESS, _FAILED, _INVALID_USAGE = 0, 1, 2
+_STATES_HINT = "; `shmserve client models` lists the models with their states and reasons"
+_EXIT_STATUSES = (
     "Exit status: 0 success, 1 the server failed or rejected the request, 2 invalid command line."
 )
 
@@ -36,7 +36,7 @@ class Verb(NamedTuple):
         help: The help text.
         takes_model: Whether the verb requires a model.
         version: The help text of --model-version, for verbs that accept it.
-        optional: The help text of an optional model.
+        optional: The help text of the model, for verbs that do not require it.
     """
 
     help: str
@@ -54,7 +54,7 @@ class Verb(NamedTuple):
             parser.add_argument("--model-version", default="", metavar="V", help=self.version)
 
 
-def _infer_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_infer_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="the name of the model")
     add_flags(parser, "infer")
@@ -81,44 +81,44 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
             int(args.sequence) if args.sequence.isdecimal() else args.sequence,
             args.start,
             args.end,
-            parameters=dict(map(_parameter, args.parameter)),
+            parameters=dict(map(_parse_parameter, args.parameter)),
         )
     )
 
 
-def _parameter(text: str) -> tuple[str, Parameter]:
+def _parse_parameter(text: str) -> tuple[str, Parameter]:
     """Return the name and the value of a `--parameter`. Raises InvalidArgument."""
     name, value = split_input(text, "parameter")
-    found: Any = value
+    parsed: Any = value
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(value)
-    if isinstance(found, int) and not -(2**63) <= found < 2**63:
+        parsed = json.loads(value)
+    if isinstance(parsed, int) and not -(2**63) <= parsed < 2**63:
         raise InvalidArgument(f"--parameter: '{name}' must be a 64-bit integer, got {value}")
-    if isinstance(found, float) and not math.isfinite(found):
+    if isinstance(parsed, float) and not math.isfinite(parsed):
         raise InvalidArgument(f"--parameter: '{name}' must be a finite number, got {value}")
-    if not isinstance(found, bool | int | float | str):
+    if not isinstance(parsed, bool | int | float | str):
         raise InvalidArgument(
             f"--parameter: '{name}' must be true, false, a number or a string, got {value}"
         )
-    return name, found
+    return name, parsed
 
 
-def _answers(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
+def _call(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
     """Call the transport's operation for a verb, and return the objects to print."""
     arguments = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
-    answer = getattr(server, name)(*arguments)
+    result = getattr(server, name)(*arguments)
     if name == "ready":
         return [{"ready": True}]
-    if answer is None:
+    if result is None:
         return []
-    return answer if isinstance(answer, list) else [answer]
+    return result if isinstance(result, list) else [result]
 
 
 _INFER = "send one request to a model and print each response on a line"
-_EACH = ("[every version]", "[the whole server]")
+_READY_DEFAULTS = ("[every version]", "[the whole server]")
 VERBS = {
     "infer": Verb(_INFER),
-    "ready": Verb("check whether the server or a model is ready", True, *_EACH),
+    "ready": Verb("check whether the server or a model is ready", True, *_READY_DEFAULTS),
     "models": Verb("list the models of the repository and their states"),
     "load": Verb("load or reload a model", True),
     "unload": Verb("unload a model", True),
@@ -132,14 +132,14 @@ VERBS = {
     "regions": Verb("list the registered shared memory regions"),
 }
 
-_LIST = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
-_USAGE_TEXT = f"""\
+_VERB_LINES = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
+_HELP = f"""\
 usage: shmserve client VERB ... [--run-dir DIR | --url URL] [--token-file FILE] ...
 
-{_LIST}
+{_VERB_LINES}
 
 shmserve client VERB --help prints its options.
-{_EXIT}
+{_EXIT_STATUSES}
 """
 
 
@@ -147,7 +147,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_USAGE, f"{self.prog}: {message}\n")
+        self.exit(_INVALID_USAGE, f"{self.prog}: {message}\n")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -159,24 +159,23 @@ def run(arguments: Sequence[str]) -> int:
     """
     name, args = parse(arguments)
     if args is None:
-        print(_USAGE_TEXT, end="")
-        return _DONE
-    where, infers = "", name == "infer"
+        print(_HELP, end="")
+        return _SUCCESS
+    prefix, is_inference = "", name == "infer"
     try:
-        transport: Any = (servers.create_transport if infers else servers.create_admin_transport)(
-            args
-        )
+        create = servers.create_transport if is_inference else servers.create_admin_transport
+        transport: Any = create(args)
         with contextlib.closing(transport):
-            where = f"{transport.where}: "
-            answers = _infer(transport, args) if infers else _answers(transport, name, args)
-            for answer in answers:
-                print(json.dumps(answer), flush=True)
+            prefix = f"{transport.where}: "
+            results = _infer(transport, args) if is_inference else _call(transport, name, args)
+            for result in results:
+                print(json.dumps(result), flush=True)
     except (InvalidArgument, UnicodeError) as error:  # invalid UTF-8 in an argument
-        return _complain(name, str(error), _USAGE)
+        return _report_error(name, str(error), _INVALID_USAGE)
     except ShmserveError as error:
-        remedy = _STATES if name == "ready" and args.model else ""
-        return _complain(name, f"{where}{error}{remedy}", _FAILED)
-    return _DONE
+        hint = _STATES_HINT if name == "ready" and args.model else ""
+        return _report_error(name, f"{prefix}{error}{hint}", _FAILED)
+    return _SUCCESS
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
@@ -184,30 +183,30 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
 
     The verb is the first word that names one and is not the value of a preceding server flag.
     """
-    server = _Parser(prog="shmserve client", add_help=False, allow_abbrev=False)
-    add_flags(server, "server")
-    args, rest = server.parse_known_args(arguments)
-    name = next((word for word in rest if word in VERBS), "")
+    server_parser = _Parser(prog="shmserve client", add_help=False, allow_abbrev=False)
+    add_flags(server_parser, "server")
+    args, words = server_parser.parse_known_args(arguments)
+    name = next((word for word in words if word in VERBS), "")
     if not name:
-        if "--help" in rest or "-h" in rest:
+        if "--help" in words or "-h" in words:
             return "", None
-        hint = f", not '{rest[0]}'" if rest else ""
+        hint = f", not '{words[0]}'" if words else ""
         raise InvalidArgument(f"client: a verb is required: {', '.join(VERBS)}{hint}")
-    rest.remove(name)
+    words.remove(name)
     parser = _Parser(
         prog=f"shmserve client {name}",
         description=f"{VERBS[name].help}.",
-        epilog=_EXIT,
-        parents=[server],
+        epilog=_EXIT_STATUSES,
+        parents=[server_parser],
         allow_abbrev=False,
     )
     if name == "infer":
-        _infer_arguments(parser)
+        _add_infer_arguments(parser)
     VERBS[name].add_arguments(parser)
-    return name, parser.parse_args(rest, args)
+    return name, parser.parse_args(words, args)
 
 
-def _complain(verb: str, text: str, status: int) -> int:
+def _report_error(verb: str, text: str, status: int) -> int:
     line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
     print(f"shmserve client {verb}: {line}", file=sys.stderr)
     return status

@@ -46,36 +46,36 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         InvalidArgument: The process of `--peer` cannot be examined.
     """
     config = server.from_flags(parsed, os.environ, models_needed=False)
-    looked: Iterable[tuple[str, Verdict]]
+    results: Iterable[tuple[str, Verdict]]
     if args.peer is None:
-        looked = ((check.name, verdict) for check, verdict in table.run_checks(config))
+        results = ((check.name, verdict) for check, verdict in table.run_checks(config))
     else:
-        looked = judge_peer(*gather_peer(config, args.peer))
+        results = judge_peer(*gather_peer(config, args.peer))
     verdicts = []
-    for name, verdict in looked:
+    for name, verdict in results:
         verdicts.append({"name": name, **verdict._asdict()})
         if not args.json:
             print(text(name, verdict), flush=True)
-    status = max(_STATUS[each["state"]] for each in verdicts)
+    status = max(_STATUS[printed["state"]] for printed in verdicts)
     if args.json:
         print(json.dumps({"status": status, "checks": verdicts}, indent=2))
     return status
 
 
 def text(name: str, verdict: Verdict) -> str:
-    """Return a verdict in lines of 80 columns, which only a longer command exceeds (pure)."""
-    first = f"{verdict.state:8}{name:16}"
+    """Return a verdict as text, wrapped at 80 columns; long commands are not broken (pure)."""
+    label = f"{verdict.state:8}{name:16}"
     facts, fix = (
         "".join(c if c.isprintable() else " " for c in part)
         for part in (verdict.found, verdict.fix)
     )
-    width = _WIDTH - len(first)
-    lines = textwrap.wrap(facts, width, break_on_hyphens=False, break_long_words=False) or [""]
-    shown = [first + lines[0], *(" " * len(first) + line for line in lines[1:])]
-    start, line = f"{'->':>{len(first) - 1}} ", ""
+    width = _WIDTH - len(label)
+    fact_lines = textwrap.wrap(facts, width, break_on_hyphens=False, break_long_words=False) or [""]
+    lines = [label + fact_lines[0], *(" " * len(label) + line for line in fact_lines[1:])]
+    indent, line = f"{'->':>{len(label) - 1}} ", ""
     for clause in filter(None, _CLAUSE.split(fix)):
         if line and len(f"{line} {clause}") > width:
-            shown.append(start + line)
-            start, line = " " * len(first), ""
+            lines.append(indent + line)
+            indent, line = " " * len(label), ""
         line = f"{line} {clause}".lstrip()
-    return "\n".join([*shown, *([start + line] if line else [])])
+    return "\n".join([*lines, *([indent + line] if line else [])])

@@ -43,39 +43,39 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         Disconnected: There is no server, or it has exited.
     """
-    show = _as_json if args.json else _as_text
+    format_event = _as_json if args.json else _as_text
     topics = tuple(args.topic or (topic for topic in TOPICS if topic != m.COUNTERS))
     with EventReader(args.run_dir, topics if args.follow else ()) as reader:
         for received in reader.snapshot():
             if m.TOPICS[type(received.event)] in topics:
-                print(show(received), flush=True)
+                print(format_event(received), flush=True)
         if args.follow:
             for received in reader.follow():
                 if received.lost:
-                    print(_lost(received, args.json), flush=True)
+                    print(_format_loss(received, args.json), flush=True)
                 if received.event is not None:
-                    print(show(received), flush=True)
+                    print(format_event(received), flush=True)
     return 0
 
 
 def _time(received: ReceivedEvent) -> str:
-    when = datetime.fromtimestamp(received.time_ns / 1e9, UTC)
-    return f"{when:%Y-%m-%dT%H:%M:%S}.{received.time_ns // 1_000_000 % 1000:03d}Z"
+    time = datetime.fromtimestamp(received.time_ns / 1e9, UTC)
+    return f"{time:%Y-%m-%dT%H:%M:%S}.{received.time_ns // 1_000_000 % 1000:03d}Z"
 
 
 def _as_json(received: ReceivedEvent) -> str:
     event = received.event
     kind = type(event)
-    shown = {"time": _time(received), "topic": m.TOPICS[kind], "event": kind.__name__}
-    return json.dumps(shown | asdict(event))
+    fields = {"time": _time(received), "topic": m.TOPICS[kind], "event": kind.__name__}
+    return json.dumps(fields | asdict(event))
 
 
-def _lost(received: ReceivedEvent, as_json: bool) -> str:
+def _format_loss(received: ReceivedEvent, as_json: bool) -> str:
     if as_json:
-        shown = {"time": _time(received), "topic": received.topic, "event": "EventsLost"}
-        return json.dumps(shown | {"count": received.lost})
-    lost = f"{received.lost} events of {received.topic} lost"
-    return f"{_time(received)} {lost}: they were not read in time"
+        fields = {"time": _time(received), "topic": received.topic, "event": "EventsLost"}
+        return json.dumps(fields | {"count": received.lost})
+    text = f"{received.lost} events of {received.topic} lost"
+    return f"{_time(received)} {text}: they were not read in time"
 
 
 def _as_text(received: ReceivedEvent) -> str:
@@ -88,11 +88,11 @@ def _text(event: Any) -> str:
     match event:
         case m.ModelChanged(name, version, state, reason):
             shown = f"model {name}{f' version {version}' if version else ''}"
-            return f"{shown}: {state or 'gone'}{_because(reason)}"
+            return f"{shown}: {state or 'gone'}{_reason_suffix(reason)}"
         case m.LoadRefused(name, reason):
-            return f"model {name}: not loaded{_because(reason)}"
+            return f"model {name}: not loaded{_reason_suffix(reason)}"
         case m.InstancesChanged(name, version, before, count, reason):
-            change = f"{count} instances (before: {before}){_because(reason)}"
+            change = f"{count} instances (before: {before}){_reason_suffix(reason)}"
             return f"model {name} version {version}: {change}"
         case m.ProcessStarted(pid, title):
             return f"process {pid} {title}: runs"
@@ -102,9 +102,9 @@ def _text(event: Any) -> str:
             where = f"{key} from {offset}" if device < 0 else f"on device {device}"
             return f"region {name}: {byte_size} bytes, {where}, of uid {uid}"
         case m.RegionUnregistered(name, reason):
-            return f"region {name}: unregistered{_because(reason)}"
+            return f"region {name}: unregistered{_reason_suffix(reason)}"
         case m.RegionBlamed(name, reason):
-            return f"region {name}: a request failed{_because(reason)}"
+            return f"region {name}: a request failed{_reason_suffix(reason)}"
         case HealthChanged(_, ready, exiting):
             return f"server: {'stopping' if exiting else 'ready' if ready else 'not ready'}"
         case m.ModelCounted(name, version, counters):
@@ -113,5 +113,5 @@ def _text(event: Any) -> str:
     return str(event)
 
 
-def _because(reason: str) -> str:
+def _reason_suffix(reason: str) -> str:
     return f" ({reason.strip()})" if reason.strip() else ""

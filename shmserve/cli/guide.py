@@ -24,12 +24,12 @@ from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
 # Pages that a search lists last: the contents, and those for developers of the server.
-_LAST = frozenset(
+_LISTED_LAST = frozenset(
     f"{_CONTENTS} architecture design differences events measurements protocol trust".split()
 )
-_WIDEST = 140  # columns of text in a wide terminal
+_MAX_WIDTH = 140  # columns of text in a wide terminal
 # Methods of a region that only other modules of the client use.
-_INTERNAL = ("memory_range", "ref", "remember", "output_range", "within")
+_INTERNAL_METHODS = ("memory_range", "ref", "remember", "output_range", "within")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,34 +49,34 @@ def run(arguments: argparse.Namespace) -> int:
         InvalidArgument: The page is unknown, or no section has the words.
     """
     words = " ".join(arguments.search or ())
-    width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+    width = min(shutil.get_terminal_size((100, 24)).columns, _MAX_WIDTH)
     pydoc.pager(search(words) if words else with_columns(page(arguments.topic), width))
     return 0
 
 
 def _pages() -> dict[str, Callable[[], str]]:
-    """Return a function for each topic that returns the text of its page."""
+    """Return, for each topic, the function that returns the text of its page."""
     files = sorted(Path(shmserve.__path__[0]).glob("**/*.md"))
-    written = {file.stem.lower(): file.read_text for file in files}
-    return {**written, **_GENERATED}
+    file_pages = {file.stem.lower(): file.read_text for file in files}
+    return {**file_pages, **_GENERATED}
 
 
 def page(topic: str) -> str:
-    """Return the text of a page; raise InvalidArgument naming the nearest if it is unknown."""
+    """Return the text of a page; raise InvalidArgument with the nearest topic if it is unknown."""
     pages = _pages()
     name = topic.lower()
     if name in pages:
         links = rf"\[([^]]*)\]\([\w./]*?\b({'|'.join(pages)})\.md\)"
-        text = re.sub(links, _command, pages[name](), flags=re.IGNORECASE)
+        text = re.sub(links, _link_command, pages[name](), flags=re.IGNORECASE)
         return text.rstrip("\n") + "\n"
-    near = nearest(name, tuple(pages), likeness=0.55)
-    hint = f", did you mean '{near}'?" if near else ";"
+    nearest_topic = nearest(name, tuple(pages), likeness=0.55)
+    hint = f", did you mean '{nearest_topic}'?" if nearest_topic else ";"
     raise InvalidArgument(
         f"guide: there is no page '{topic}'{hint} `shmserve guide` lists the pages"
     )
 
 
-def _command(link: re.Match[str]) -> str:
+def _link_command(link: re.Match[str]) -> str:
     """Replace a link to another page by the command that shows it in a terminal."""
     label, topic = link[1], link[2].lower()
     command = f"shmserve guide {topic}"
@@ -94,12 +94,12 @@ def with_columns(text: str, width: int) -> str:
             cells = re.split(r"(?<!\\)\|", line)[1:-1]
             rows.append([cell.strip().replace("\\|", "|") for cell in cells])
             continue
-        lines += [*_columns(rows, width), line]
+        lines += [*_format_table(rows, width), line]
         rows = []
-    return "".join([*lines, *_columns(rows, width)])
+    return "".join([*lines, *_format_table(rows, width)])
 
 
-def _columns(rows: list[list[str]], width: int) -> Iterator[str]:
+def _format_table(rows: list[list[str]], width: int) -> Iterator[str]:
     """Yield the lines of a table.
 
     Narrow columns keep their width, and the others share the rest. An empty line follows each row
@@ -108,10 +108,10 @@ def _columns(rows: list[list[str]], width: int) -> Iterator[str]:
     if not rows:
         return
     widths = [max(map(len, column)) for column in zip(rows[0], *rows[2:], strict=True)]
-    free = width - 2 * (len(widths) - 1)
-    for done, index in enumerate(sorted(range(len(widths)), key=widths.__getitem__)):
-        widths[index] = max(1, min(widths[index], free // (len(widths) - done)))
-        free -= widths[index]
+    free_width = width - 2 * (len(widths) - 1)
+    for placed_count, index in enumerate(sorted(range(len(widths)), key=widths.__getitem__)):
+        widths[index] = max(1, min(widths[index], free_width // (len(widths) - placed_count)))
+        free_width -= widths[index]
     rows = [*(rows[:1] if any(rows[0]) else []), ["-" * size for size in widths], *rows[2:]]
     wrapped = [
         [
@@ -140,30 +140,30 @@ def search(words: str) -> str:
         InvalidArgument: No section has all words.
     """
     prefixes = words.lower().split()
-    singular = [re.escape(word.removesuffix("s")) for word in prefixes]
-    starts = [
-        re.compile(rf"(?<![a-z])({re.escape(word)}|{one}(?![a-z]))")
-        for word, one in zip(prefixes, singular, strict=True)
+    singulars = [re.escape(word.removesuffix("s")) for word in prefixes]
+    patterns = [
+        re.compile(rf"(?<![a-z])({re.escape(word)}|{singular}(?![a-z]))")
+        for word, singular in zip(prefixes, singulars, strict=True)
     ]
-    whole = [re.compile(rf"(?<![a-z]){one}s?(?![a-z])") for one in singular]
+    title_patterns = [re.compile(rf"(?<![a-z]){singular}s?(?![a-z])") for singular in singulars]
     ranked_sections: list[tuple[tuple[int, bool, bool, bool, int], str]] = []
-    for topic, text in _pages().items():
-        rank = 2 if topic in _LAST else topic in _GENERATED
-        for section in _sections(text()):
-            matches = [len(each.findall(section.lower())) for each in starts]
+    for topic, read_page in _pages().items():
+        rank = 2 if topic in _LISTED_LAST else topic in _GENERATED
+        for section in _sections(read_page()):
+            matches = [len(pattern.findall(section.lower())) for pattern in patterns]
             if not section or not all(matches):
                 continue
             title = section.splitlines()[0].lstrip("# ")
-            in_title = all(each.search(f"{topic} {title}".lower()) for each in whole)
-            lines = [line for line in section.splitlines() if starts[0].search(line.lower())]
-            shown = (f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), "")
+            in_title = all(pattern.search(f"{topic} {title}".lower()) for pattern in title_patterns)
+            lines = [line for line in section.splitlines() if patterns[0].search(line.lower())]
+            entry = (f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), "")
             phrase = words.lower() in section.lower()
             is_page = topic == words.lower() and section.startswith("# ")
-            order = (rank, not in_title, not is_page, not phrase, -sum(matches))
-            ranked_sections.append((order, "\n".join(shown)))
+            sort_key = (rank, not in_title, not is_page, not phrase, -sum(matches))
+            ranked_sections.append((sort_key, "\n".join(entry)))
     if not ranked_sections:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
-    return "\n".join(text for _, text in sorted(ranked_sections, key=lambda each: each[0]))
+    return "\n".join(entry for _, entry in sorted(ranked_sections, key=lambda ranked: ranked[0]))
 
 
 def _sections(text: str) -> Iterator[str]:
@@ -185,14 +185,14 @@ def client_reference() -> str:
     from shmserve.errors import ShmserveError
 
     public = {name: getattr(client, name) for name in client.__all__}
-    errors = [each for each in public.values() if _is_a(each, ShmserveError)]
-    documented = [each for each in public.values() if each not in errors]
+    errors = [value for value in public.values() if _is_subclass(value, ShmserveError)]
+    documented = [value for value in public.values() if value not in errors]
     lines = ["# The client: shmserve.client", ""]
     for member in sorted(documented, key=inspect.isclass):
-        lines += _described(client, member)
+        lines += _describe(client, member)
     lines += ["# For asyncio: shmserve.client.aio", ""]
     for member in (aio.connect, aio.Server, aio.ResponseStream):
-        lines += _described(aio, member)
+        lines += _describe(aio, member)
     lines += ["# Errors", "", "All are ShmserveError, and have `code`, `status` and `message`.", ""]
     for error in errors:
         parents = ", ".join(base.__name__ for base in error.__bases__)
@@ -201,10 +201,10 @@ def client_reference() -> str:
     return "\n".join(lines)
 
 
-def _described(module: ModuleType, documented: Any) -> Iterator[str]:
+def _describe(module: ModuleType, documented: Any) -> Iterator[str]:
     module_name = module.__name__
     if not inspect.isclass(documented):
-        yield from _function(f"{module_name}.{documented.__name__}", documented)
+        yield from _describe_function(f"{module_name}.{documented.__name__}", documented)
         return
     yield from (
         f"## {module_name}.{documented.__name__}",
@@ -213,17 +213,17 @@ def _described(module: ModuleType, documented: Any) -> Iterator[str]:
         "",
     )
     for name, member in vars(documented).items():
-        if not name.startswith("_") and name not in _INTERNAL:
-            yield from _function(f"{documented.__name__}.{name}", member)
+        if not name.startswith("_") and name not in _INTERNAL_METHODS:
+            yield from _describe_function(f"{documented.__name__}.{name}", member)
 
 
-def _function(name: str, function: Any) -> Iterator[str]:
+def _describe_function(name: str, function: Any) -> Iterator[str]:
     signature = str(inspect.signature(function)) if isinstance(function, FunctionType) else ""
     signature = re.sub(r"\(self(, /)?(, )?", "(", signature, count=1)
     # Annotations are strings in this signature.
     signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
-    waits = "await " if inspect.iscoroutinefunction(function) else ""
-    yield from textwrap.wrap(f"{waits}{name}{signature}", 96, subsequent_indent=" " * 8)
+    prefix = "await " if inspect.iscoroutinefunction(function) else ""
+    yield from textwrap.wrap(f"{prefix}{name}{signature}", 96, subsequent_indent=" " * 8)
     yield from (*_indented(inspect.getdoc(function)), "")
 
 
@@ -231,7 +231,7 @@ def _indented(text: str | None) -> list[str]:
     return [f"    {line}".rstrip() for line in (text or "").splitlines()]
 
 
-def _is_a(value: Any, kind: type) -> bool:
+def _is_subclass(value: Any, kind: type) -> bool:
     return inspect.isclass(value) and issubclass(value, kind)
 
 
@@ -246,10 +246,10 @@ def flags_reference() -> str:
         for flag in flags:
             lines += _flag_help(flag)
     lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
-    for instead, flags in IDLE.items():
+    for alternative, flags in IDLE.items():
         names = ", ".join(f"--{flag.name}" for flag in flags)
         lines += textwrap.wrap(
-            f"{names}: {instead}",
+            f"{names}: {alternative}",
             92,
             initial_indent="  ",
             subsequent_indent="    ",

@@ -13,7 +13,7 @@ from shmserve import __version__
 from shmserve.cli.arguments import add_flags, write_file
 from shmserve.errors import InvalidArgument
 from shmserve.perf import measure, report, targets
-from shmserve.perf.load import KINDS, LoadGenerator, loads_of
+from shmserve.perf.load import SCHEDULES, LoadGenerator, parse_loads
 from shmserve.protocols.connection import Poller
 
 
@@ -39,16 +39,16 @@ def run(args: argparse.Namespace) -> int:
         InvalidArgument: A flag, a file or the model is invalid.
         Unavailable: The server is unreachable or exits.
     """
-    kind, values = _loads(args)
-    plan = _plan(args)
-    old = report.older(args.compare) if args.compare else None
+    kind, values = _parse_loads(args)
+    plan = _parse_plan(args)
+    old = report.read_report(args.compare) if args.compare else None
     with contextlib.ExitStack() as stack:
         poller = stack.enter_context(contextlib.closing(Poller()))
-        target = targets.target(args, poller, stack)
+        target = targets.connect(args, poller, stack)
         points: list[measure.Point] = []
         try:
             for value in values:
-                points.append(_measured(args, plan, poller, target, kind, value))
+                points.append(_measure(args, plan, poller, target, kind, value))
                 if interrupted := points[-1].interrupted:
                     break
         except KeyboardInterrupt:  # the interrupt arrived between two loads
@@ -58,34 +58,37 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.model} at {target.where}\n{report.table(points)}")
     if old is not None:
         print(f"\n{report.comparison(old, points)}")
-    _write(args, target.where, points)
+    _write_files(args, target.where, points)
     if interrupted:
         return 130
     return 0 if all(point.requests for point in points) else 1
 
 
-def _loads(args: argparse.Namespace) -> tuple[str, list[float]]:
-    for name, least in (("batch", 1), ("windows", 1), ("sequence_length", 0), ("max_in_flight", 1)):
-        if getattr(args, name) < least:
-            flag = name.replace("_", "-")
-            raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {least}")
-    if args.rate:
-        return "rate", loads_of(args.rate, "rate", float)
-    return "concurrency", loads_of(args.concurrency or "1", "concurrency", int)
-
-
-def _plan(args: argparse.Namespace) -> measure.MeasurementPlan:
-    for flag, value in (
-        *(("window", args.window), ("stability", args.stability), ("patience", args.patience)),
+def _parse_loads(args: argparse.Namespace) -> tuple[str, list[float]]:
+    for name, low in (
+        ("batch", 1),
+        ("windows", 1),
+        ("sequence_length", 0),
+        ("max_in_flight", 1),
     ):
-        if not 0 < value < math.inf:
+        if getattr(args, name) < low:
+            flag = name.replace("_", "-")
+            raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {low}")
+    if args.rate:
+        return "rate", parse_loads(args.rate, "rate", float)
+    return "concurrency", parse_loads(args.concurrency or "1", "concurrency", int)
+
+
+def _parse_plan(args: argparse.Namespace) -> measure.MeasurementPlan:
+    for flag in ("window", "stability", "patience"):
+        if not 0 < (value := getattr(args, flag)) < math.inf:
             raise InvalidArgument(f"--{flag}: {value:g} is not more than 0")
     if not 0 <= args.warm_up < math.inf:
         raise InvalidArgument(f"--warm-up: {args.warm_up:g} is less than 0")
     return measure.MeasurementPlan(args.warm_up, args.window, args.windows, args.stability / 100)
 
 
-def _measured(
+def _measure(
     args: argparse.Namespace,
     plan: measure.MeasurementPlan,
     poller: Poller,
@@ -93,33 +96,33 @@ def _measured(
     kind: str,
     value: float,
 ) -> measure.Point:
-    due, slots = None, int(value)
+    schedule, slots = None, int(value)
     if kind == "rate":
-        due = KINDS[args.arrivals](value, args.seed)
+        schedule = SCHEDULES[args.arrivals](value, args.seed)
         slots = args.max_in_flight
     requests = target.requests(slots)
-    load = LoadGenerator(poller, target.door, requests, slots, due, args.patience)
+    load = LoadGenerator(poller, target.door, requests, slots, schedule, args.patience)
     with contextlib.closing(load):
-        point = measure.measured(load, plan, kind, value, target.streams, target.statistics)
+        point = measure.measure_load(load, plan, kind, value, target.streams, target.statistics)
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)
     return point
 
 
-def _write(args: argparse.Namespace, where: str, points: Sequence[measure.Point]) -> None:
-    about = {
+def _write_files(args: argparse.Namespace, where: str, points: Sequence[measure.Point]) -> None:
+    metadata = {
         "model": args.model,
         "server": where,
-        "at": measure.now(),
+        "at": measure.current_time(),
         "shmserve": __version__,
         "machine": {"processor": platform.machine(), "system": platform.platform()},
         "settings": {key: value for key, value in vars(args).items() if key != "header"},
     }
     writers: dict[str, Callable[[], str]] = {
-        "json": lambda: report.document(about, points),
+        "json": lambda: report.as_json(metadata, points),
         "csv": lambda: report.rows(points),
         "plot": lambda: report.draw(f"{args.model} at {where}", points),
     }
-    for flag, text in writers.items():
+    for flag, render in writers.items():
         path = getattr(args, flag)
         if path:
-            write_file(flag, path, text())
+            write_file(flag, path, render())

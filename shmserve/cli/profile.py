@@ -17,7 +17,7 @@ from shmserve.cli.arguments import add_flags
 from shmserve.errors import InvalidArgument, Unavailable
 
 _PREFIX = "shmserve_llm_"
-_WIDTH = 40  # width of a bar in characters
+_BAR_WIDTH = 40  # width of a bar in characters
 _PHASES = {
     "schedule": "plan the step (scheduler)",
     "gather": "block tables and copies",
@@ -72,21 +72,21 @@ def run(args: argparse.Namespace) -> int:
 
 def watch(url: str, token: str, model: str, seconds: float) -> Profile:
     """Observe a model for `seconds` and return its profile."""
-    first = _scrape(url, token, model)
-    began = last_at = time.monotonic()
-    last, throughput = first, []
-    while (remaining_s := began + seconds - last_at) > 0:
+    first_sample = _scrape(url, token, model)
+    began_s = last_s = time.monotonic()
+    last_sample, throughput = first_sample, []
+    while (remaining_s := began_s + seconds - last_s) > 0:
         time.sleep(min(1.0, remaining_s))
-        now, now_at = _scrape(url, token, model), time.monotonic()
-        generated = now["tokens_generated_total"] - last["tokens_generated_total"]
-        throughput.append(generated / (now_at - last_at))
-        last, last_at = now, now_at
+        sample, sampled_s = _scrape(url, token, model), time.monotonic()
+        generated = sample["tokens_generated_total"] - last_sample["tokens_generated_total"]
+        throughput.append(generated / (sampled_s - last_s))
+        last_sample, last_s = sample, sampled_s
 
     def grown(name: str) -> float:
-        return last.get(name, 0.0) - first.get(name, 0.0)
+        return last_sample.get(name, 0.0) - first_sample.get(name, 0.0)
 
     return Profile(
-        last_at - began,
+        last_s - began_s,
         grown("batch_size_count"),
         grown("tokens_generated_total"),
         grown("batch_size_sum"),
@@ -142,11 +142,11 @@ def table(model: str, profile: Profile) -> str:
         f"(per second: {rates[0]:,.1f} to {rates[-1]:,.1f}, median {rates[len(rates) // 2]:,.1f})",
         f"{'phase':<10}{'ms per step':>11}{'share':>8}",
     ]
-    whole = sum(seconds for phase, seconds in profile.phases.items() if phase != "text")
+    total_s = sum(seconds for phase, seconds in profile.phases.items() if phase != "text")
     for phase, meaning in _PHASES.items():
         seconds = profile.phases[phase]
-        share = seconds / whole if whole else 0.0
-        bar = "#" * round(share * _WIDTH)
+        share = seconds / total_s if total_s else 0.0
+        bar = "#" * round(share * _BAR_WIDTH)
         lines.append(f"{phase:<10}{seconds / steps * 1e3:>11.3f}{share:>8.1%}  {bar}  {meaning}")
     return "\n".join(lines)
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_LOW = 10  # number of terminal lines below which mainly models are shown
-_SILENT_S = 15.0  # a server that is silent for longer is considered gone
-_AGAIN_S = 1.0
-_KEYS = "sort: h problems n name r rate f fail w wait p p99  arrows Enter: open  q: quit"
-_SORTS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
-_ARROWS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10}
+_LOW_HEIGHT = 10  # number of terminal lines below which mainly models are shown
+_RECEIVE_TIMEOUT_S = 15.0  # a server that is silent for longer is considered gone
+_RETRY_DELAY_S = 1.0
+_KEYS_HELP = "sort: h problems n name r rate f fail w wait p p99  arrows Enter: open  q: quit"
+_SORT_KEYS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
+_CURSOR_STEPS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10}
 _KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
 _COLUMNS = {
     "name": "MODEL",
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         events = watch(request)
         for _ in range(2):  # rates are known from the second update on
-            top.take(next(events))
+            top.update(next(events))
         events.close()  # type: ignore[attr-defined]
         console.print(Group(*top.page(len(top.models) + 6)))
         return 0
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
     """Yield the server's figures each second; raise Unavailable when it stops responding."""
     try:
-        with urllib.request.urlopen(request, timeout=_SILENT_S) as response:
+        with urllib.request.urlopen(request, timeout=_RECEIVE_TIMEOUT_S) as response:
             for line in response:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
@@ -106,73 +106,74 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
 
 
 class Top:
-    """The displayed state: a sorted list of models with a selected one (pure)."""
+    """The displayed state: a sorted list of models, of which one is selected (pure)."""
 
     def __init__(self) -> None:
         self.models: dict[str, Row] = {}
         self.server: dict[str, Any] = {}
         self.events: list[dict[str, Any]] = []
-        self.trouble = "connecting"
+        self.problem = "connecting"
         self.sort = "hurts"
-        self.chosen = ""
-        self.open = False
-        self.ended = False
+        self.selected = ""
+        self.is_open = False
+        self.is_ended = False
 
-    def take(self, news: dict[str, Any]) -> None:
+    def update(self, figures: dict[str, Any]) -> None:
         """Update the state with the server's figures."""
-        if news.get("whole"):
+        if figures.get("whole"):
             self.models, self.events = {}, []
-        self.models |= news["models"]
-        for key in news.get("gone", ()):
+        self.models |= figures["models"]
+        for key in figures.get("gone", ()):
             self.models.pop(key, None)
-        self.server, self.trouble = news["server"], ""
-        self.events = [*self.events, *news["events"]][-50:]
+        self.server, self.problem = figures["server"], ""
+        self.events = [*self.events, *figures["events"]][-50:]
 
     def key(self, key: str) -> None:
         """Handle a key press."""
         keys = self.order()
-        if key in ("q", "\x03") or (key == "\x1b" and not self.open):
-            self.ended = True
-        elif key in _SORTS:
-            self.sort = _SORTS[key]
-        elif key in _ARROWS and keys:
-            at = keys.index(self.chosen) if self.chosen in keys else 0
-            self.chosen = keys[min(max(at + _ARROWS[key], 0), len(keys) - 1)]
+        if key in ("q", "\x03") or (key == "\x1b" and not self.is_open):
+            self.is_ended = True
+        elif key in _SORT_KEYS:
+            self.sort = _SORT_KEYS[key]
+        elif key in _CURSOR_STEPS and keys:
+            index = keys.index(self.selected) if self.selected in keys else 0
+            self.selected = keys[min(max(index + _CURSOR_STEPS[key], 0), len(keys) - 1)]
         elif key in ("\r", "\n", "\x1b"):
-            self.open = not self.open and key != "\x1b"
+            self.is_open = not self.is_open and key != "\x1b"
 
     def order(self) -> list[str]:
-        """Return the models in display order: names ascending, figures descending."""
+        """Return the models' keys in display order: names ascending, figures descending."""
         if self.sort == "name":
             return sorted(self.models)
         return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort), key))
 
     def page(self, height: int) -> list[RenderableType]:
-        """Return the lines of a page: the server, the models or the selected one, and problems."""
+        """Return the lines of a page: the server, the models or the selected model, its problem."""
         from rich.text import Text
 
         keys = self.order()
-        if self.chosen not in keys:
-            self.chosen = keys[0] if keys else ""
-        head = self._head()[: 1 if height < _LOW else 2]
+        if self.selected not in keys:
+            self.selected = keys[0] if keys else ""
+        header = self._header()[: 1 if height < _LOW_HEIGHT else 2]
         # The page without the problem, the keys and a spare line.
-        free_lines = max(height - len(head) - 3, 1)
-        body = (
-            self._model(free_lines) if self.open and self.chosen else self._list(keys, free_lines)
-        )
-        hurts = self.models.get(self.chosen, {}).get("because") or ""
-        because = Text(f"{self.chosen}: {hurts}" if hurts else "", "red")
-        foot = [because, Text(_KEYS, "dim")]
-        return [*map(_line, head), *body, *map(_line, foot)]
+        free_lines = max(height - len(header) - 3, 1)
+        if self.is_open and self.selected:
+            body = self._details(free_lines)
+        else:
+            body = self._overview(keys, free_lines)
+        problem = self.models.get(self.selected, {}).get("because") or ""
+        problem_line = Text(f"{self.selected}: {problem}" if problem else "", "red")
+        footer = [problem_line, Text(_KEYS_HELP, "dim")]
+        return [*map(_single_line, header), *body, *map(_single_line, footer)]
 
-    def _head(self) -> list[Text]:
+    def _header(self) -> list[Text]:
         from rich.text import Text
 
-        if self.trouble:
-            return [Text(self.trouble, "bold red")]
+        if self.problem:
+            return [Text(self.problem, "bold red")]
         server, rows = self.server, self.models.values()
         ready = sum(row["state"] == "READY" for row in rows)
-        rate, fail, waiting = (
+        rate, failed, waiting = (
             sum(_number(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
         died, sequences = (
@@ -180,8 +181,8 @@ class Top:
         )
         return [
             Text(
-                f"shmserve: {ready} of {len(rows)} ready  {_short(rate)} req/s"
-                f"  {_short(fail)} fail/s  {_short(waiting)} wait  {server['cpu']:.0%} cpu"
+                f"shmserve: {ready} of {len(rows)} ready  {_format(rate)} req/s"
+                f"  {_format(failed)} fail/s  {_format(waiting)} wait  {server['cpu']:.0%} cpu"
                 f"  {_gib(server['memory_used'])}/{_gib(server['memory_total'])} GiB",
                 "bold",
             ),
@@ -193,13 +194,13 @@ class Top:
             ),
         ]
 
-    def _list(self, keys: list[str], free_lines: int) -> list[RenderableType]:
+    def _overview(self, keys: list[str], free_lines: int) -> list[RenderableType]:
         """Return the lines of the models, and of the newest events if there is space."""
         from rich.text import Text
 
-        free_rows = free_lines - 2 - len(keys)
-        happened = [f"{when}  {text}" for when, text in self._happened("")][: max(free_rows, 0)]
-        events = map(_line, map(Text, ["", *happened])) if happened else ()
+        free_rows = max(free_lines - 2 - len(keys), 0)
+        event_lines = [f"{when}  {text}" for when, text in self._events_about("")][:free_rows]
+        events = map(_single_line, map(Text, ["", *event_lines])) if event_lines else ()
         return [self._table(keys, free_lines), *events]
 
     def _table(self, keys: list[str], free_lines: int) -> Table:
@@ -208,42 +209,40 @@ class Top:
         table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="reverse")
         for key, title in _COLUMNS.items():
             name = f"{title}*" if key == self.sort else title
-            wide: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
-            table.add_column(name, no_wrap=True, overflow="ellipsis", **wide)
-        at = keys.index(self.chosen) if self.chosen else 0
-        rows = free_lines - 1  # without the table's header
-        first = max(0, min(at - rows // 2, len(keys) - rows))
-        for key in keys[first : first + rows]:
+            sizing: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
+            table.add_column(name, no_wrap=True, overflow="ellipsis", **sizing)
+        selected_row = keys.index(self.selected) if self.selected else 0
+        row_count = free_lines - 1  # without the table's header
+        first_row = max(0, min(selected_row - row_count // 2, len(keys) - row_count))
+        for key in keys[first_row : first_row + row_count]:
             row = self.models[key]
             style = "red" if row.get("because") else ""
             cells = [_cell(row, column) for column in list(_COLUMNS)[1:]]
-            reverse = " reverse" if key == self.chosen else ""
+            reverse = " reverse" if key == self.selected else ""
             table.add_row(key.removesuffix("/1"), *cells, style=style + reverse)
         return table
 
-    def _model(self, free_lines: int) -> list[RenderableType]:
+    def _details(self, free_lines: int) -> list[RenderableType]:
         from rich.table import Table
 
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         table.add_column(no_wrap=True, style="bold")
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        name = self.chosen.rpartition("/")[0]
-        lines = [*details(self.models[self.chosen]), *self._happened(name)]
-        for name, text in [(self.chosen, ""), *lines][:free_lines]:
+        name = self.selected.rpartition("/")[0]
+        lines = [*details(self.models[self.selected]), *self._events_about(name)]
+        for name, text in [(self.selected, ""), *lines][:free_lines]:
             table.add_row(name, text)
         return [table]
 
-    def _happened(self, name: str) -> Iterator[tuple[str, str]]:
+    def _events_about(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield the events about `name`, newest first, as pairs of time and text."""
         for event in reversed(self.events):
-            about = str(event.get("name") or event.get("title") or "")
-            if name in about:
-                when = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-                body = (event.get("state"), event.get("reason"))
-                yield (
-                    when,
-                    " ".join(f"{event['event']} {about} {' '.join(filter(None, body))}".split()),
-                )
+            subject = str(event.get("name") or event.get("title") or "")
+            if name in subject:
+                time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
+                words = (event.get("state"), event.get("reason"))
+                text = f"{event['event']} {subject} {' '.join(filter(None, words))}"
+                yield time, " ".join(text.split())
 
 
 def details(row: Row) -> Iterator[tuple[str, str]]:
@@ -268,9 +267,9 @@ def details(row: Row) -> Iterator[tuple[str, str]]:
     if row.get("steps"):
         yield "steps", "  ".join(row["steps"])
     for name, value in row.get("generation", {}).items():
-        yield name, _counts(value) if isinstance(value, dict) else _short(value)
+        yield name, _counts(value) if isinstance(value, dict) else _format(value)
     if "tokens_rate" in recent:
-        yield "tokens/s", _short(recent["tokens_rate"])
+        yield "tokens/s", _format(recent["tokens_rate"])
         yield "first token ms", _quantiles(recent["first_token_ms"])
         yield "next token ms", _quantiles(recent["inter_token_ms"])
 
@@ -280,10 +279,10 @@ def _quantiles(quantiles: list[float] | None) -> str:
 
 
 def _counts(counts: dict[str, float]) -> str:
-    return "  ".join(f"{name} {_short(count)}" for name, count in counts.items())
+    return "  ".join(f"{name} {_format(count)}" for name, count in counts.items())
 
 
-def _line(text: Text) -> Text:
+def _single_line(text: Text) -> Text:
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
@@ -309,14 +308,14 @@ def _cell(row: Row, key: str) -> str:
             return "-"  # an ensemble has no instances
         busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
         return f"{busy}/{busy + idle}"
-    return _short(_number(row, key)) if "recent" in row or key == "pending" else "-"
+    return _format(_number(row, key)) if "recent" in row or key == "pending" else "-"
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.3g}"
 
 
-def _short(number: float) -> str:
+def _format(number: float) -> str:
     if number >= 100_000:
         return f"{number / 1000:.0f}k"
     return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
@@ -328,54 +327,54 @@ class _Screen:
     def __init__(self, top: Top, request: urllib.request.Request) -> None:
         self._top = top
         self._request = request
-        self._news: queue.SimpleQueue[dict[str, Any] | str] = queue.SimpleQueue()
-        self._woken, self._wake = os.pipe()
+        self._updates: queue.SimpleQueue[dict[str, Any] | str] = queue.SimpleQueue()
+        self._wake_reader, self._wake_writer = os.pipe()
 
     def run(self, console: Any) -> None:
         """Run until a key ends the program."""
         from rich.console import Group
         from rich.live import Live
 
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
         stdin = sys.stdin.fileno()
-        before = termios.tcgetattr(stdin)
+        terminal_mode = termios.tcgetattr(stdin)
         try:
             tty.setcbreak(stdin)
             with Live(console=console, screen=True, auto_refresh=False) as live:
-                while not self._top.ended:
+                while not self._top.is_ended:
                     height = shutil.get_terminal_size().lines
                     live.update(Group(*self._top.page(height)), refresh=True)
                     self._wait(stdin)
         finally:
-            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+            termios.tcsetattr(stdin, termios.TCSADRAIN, terminal_mode)
 
     def _wait(self, stdin: int) -> None:
         poll = select.poll()
         poll.register(stdin, select.POLLIN)
-        poll.register(self._woken, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
         ready = dict(poll.poll())
         if stdin in ready:
-            pressed = os.read(stdin, 64).decode(errors="replace")
-            for key in _KEY.findall(pressed) or "q":  # no input means that the terminal was closed
+            text = os.read(stdin, 64).decode(errors="replace")
+            for key in _KEY.findall(text) or "q":  # no input means that the terminal was closed
                 self._top.key(key)
-        if self._woken in ready:
-            os.read(self._woken, 4096)
-        while not self._news.empty():
-            news = self._news.get()
-            if isinstance(news, str):
-                self._top.trouble = news
+        if self._wake_reader in ready:
+            os.read(self._wake_reader, 4096)
+        while not self._updates.empty():
+            update = self._updates.get()
+            if isinstance(update, str):
+                self._top.problem = update
             else:
-                self._top.take(news)
+                self._top.update(update)
 
-    def _read(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
-                for news in watch(self._request):
-                    self._show(news)
+                for figures in watch(self._request):
+                    self._enqueue(figures)
             except Unavailable as error:
-                self._show(error.message)
-            threading.Event().wait(_AGAIN_S)
+                self._enqueue(error.message)
+            threading.Event().wait(_RETRY_DELAY_S)
 
-    def _show(self, news: dict[str, Any] | str) -> None:
-        self._news.put(news)
-        os.write(self._wake, b"\0")
+    def _enqueue(self, update: dict[str, Any] | str) -> None:
+        self._updates.put(update)
+        os.write(self._wake_writer, b"\0")

@@ -22,9 +22,9 @@ from shmserve.protocols.connection import Poller
 
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
 _MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
-_LEAST_WINDOW_S = 0.7
-_LEAST_LATENCIES = 10  # minimum window, in multiples of the target latency
-_MOST_WINDOWS = 5
+_MIN_WINDOW_S = 0.7
+_MIN_WINDOW_LATENCIES = 10  # minimum window, in multiples of the target latency
+_MAX_WINDOWS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,21 +49,21 @@ def run(args: argparse.Namespace) -> int:
         InvalidArgument: A flag or the model is invalid.
         Unavailable: The server rejects configurations, or exits.
     """
-    target_ms = _milliseconds(args.p99)
+    target_ms = _parse_milliseconds(args.p99)
     for flag in ("runs", "most_instances", "largest_batch"):
         minimum = 0 if flag == "largest_batch" else 1
-        text = getattr(args, flag)
-        if text is not None and text < minimum:
-            raise InvalidArgument(f"--{flag.replace('_', '-')}: {text} is less than {minimum}")
+        value = getattr(args, flag)
+        if value is not None and value < minimum:
+            raise InvalidArgument(f"--{flag.replace('_', '-')}: {value} is less than {minimum}")
     if args.openai:
         raise InvalidArgument("--openai: the settings of generative models are in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
         raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
     with contextlib.ExitStack() as stack:
-        return _tuned(args, target_ms, stack)
+        return _tune(args, target_ms, stack)
 
 
-def _milliseconds(text: str) -> float:
+def _parse_milliseconds(text: str) -> float:
     match = _TIME.fullmatch(text)
     value = float(match[1]) * _MS[match[2] or "ms"] if match else 0.0
     if not value:
@@ -71,25 +71,25 @@ def _milliseconds(text: str) -> float:
     return value
 
 
-def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
+def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
     server = stack.enter_context(contextlib.closing(servers.create_admin_transport(args)))
     config = server.config(args.model, "")
-    start = search.start(config)
+    start = search.current_candidate(config)
     processors = len(os.sched_getaffinity(0))
-    most = args.most_instances or processors
-    space = search.space(config, target_ms, processors, most, args.largest_batch)
+    max_instances = args.most_instances or processors
+    space = search.search_space(config, target_ms, processors, max_instances, args.largest_batch)
     poller = stack.enter_context(contextlib.closing(Poller()))
-    target = targets.target(args, poller, stack)
-    runs = _Runs(args, server, poller, target, config, target_ms)
-    attempt = Search(runs.measured, target_ms, space, args.runs)
+    target = targets.connect(args, poller, stack)
+    runner = _TrialRunner(args, server, poller, target, config, target_ms)
+    tuning = Search(runner.run_trial, target_ms, space, args.runs)
     interrupted = False
-    with _restored(server, args.model, config):
+    with _restore_at_end(server, args.model, config):
         try:
-            best = attempt.run(start)
+            best = tuning.run(start)
         except KeyboardInterrupt:
-            best, interrupted = attempt.best, True
+            best, interrupted = tuning.best, True
             print("interrupted: the model's configuration is restored", file=sys.stderr)
-    trials = list(attempt.trials.values())
+    trials = list(tuning.trials.values())
     if not trials:
         return 130
     if args.plot:
@@ -100,7 +100,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
         print(f"no tested configuration has a p99 within {target_ms:g} ms", file=sys.stderr)
         return 130 if interrupted else 1
     if args.apply and not interrupted:
-        server.load(args.model, search.configured(config, best.candidate, target_ms))
+        server.load(args.model, search.with_candidate(config, best.candidate, target_ms))
     text = search.recommendation(config, trials, best, target_ms)
     if interrupted:
         text = f"# interrupted after {len(trials)} runs: the best so far, measured once\n{text}"
@@ -112,7 +112,7 @@ def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitSta
 
 
 @contextlib.contextmanager
-def _restored(server: AdminTransport, model: str, config: dict[str, Any]) -> Iterator[None]:
+def _restore_at_end(server: AdminTransport, model: str, config: dict[str, Any]) -> Iterator[None]:
     """Restore the model's configuration at the end of the block.
 
     The configuration is read from the model's folder again, or sent in a load request.
@@ -126,7 +126,7 @@ def _restored(server: AdminTransport, model: str, config: dict[str, Any]) -> Ite
 
 
 @dataclass
-class _Runs:
+class _TrialRunner:
     """A runner of trials, which loads the model with each candidate's configuration."""
 
     args: argparse.Namespace
@@ -135,45 +135,42 @@ class _Runs:
     target: targets.LoadTarget
     config: dict[str, Any]
     target_ms: float
-    count: int = 0
+    trial_count: int = 0
 
-    def measured(self, candidate: Candidate) -> Trial:
+    def run_trial(self, candidate: Candidate) -> Trial:
         """Measure a candidate.
 
-        If the candidate cannot be loaded, all its requests count as errors; if it is the first one,
-        TransportError is raised.
+        All requests of a candidate that cannot be loaded count as errors. For the first candidate,
+        TransportError is raised instead.
         """
-        self.count += 1
+        self.trial_count += 1
         try:
-            config = search.configured(self.config, candidate, self.target_ms)
+            config = search.with_candidate(self.config, candidate, self.target_ms)
             self.server.load(self.args.model, config)
         except TransportError as error:
-            if self.count == 1:
+            if self.trial_count == 1:
                 raise
-            print(f"{search.described(candidate)}: {error}", file=sys.stderr)
+            print(f"{search.describe(candidate)}: {error}", file=sys.stderr)
             return Trial(candidate, 0.0, math.inf, 1)
-        point = self._point(candidate.in_flight)
+        point = self._measure_point(candidate.in_flight)
         if point.interrupted:
             raise KeyboardInterrupt
         trial = Trial(candidate, point.per_second, point.latency["p99"], point.errors)
         print(
-            f"{self.count}. {search.described(candidate)}, {candidate.in_flight} in flight: "
+            f"{self.trial_count}. {search.describe(candidate)}, {candidate.in_flight} in flight: "
             f"{trial.per_second:,.1f} requests/s, p99 {trial.p99_ms:.2f} ms",
             file=sys.stderr,
         )
         return trial
 
-    def _point(self, in_flight: int) -> measure.Point:
-        usual_s = max(_LEAST_WINDOW_S, _LEAST_LATENCIES * self.target_ms / 1000)
-        window_s = self.args.window or usual_s
-        plan = measure.MeasurementPlan(window_s / 2, window_s, _MOST_WINDOWS)
+    def _measure_point(self, in_flight: int) -> measure.Point:
+        default_s = max(_MIN_WINDOW_S, _MIN_WINDOW_LATENCIES * self.target_ms / 1000)
+        window_s = self.args.window or default_s
+        plan = measure.MeasurementPlan(window_s / 2, window_s, _MAX_WINDOWS)
         requests = self.target.requests(in_flight)
-        load = LoadGenerator(
-            *(self.poller, self.target.door, requests, in_flight),
-            schedule=None,
-            patience_s=self.args.patience,
-        )
+        patience_s = self.args.patience
+        load = LoadGenerator(self.poller, self.target.door, requests, in_flight, None, patience_s)
         with contextlib.closing(load):
-            return measure.measured(
-                *(load, plan, "concurrency", in_flight, self.target.streams, dict)
+            return measure.measure_load(
+                load, plan, "concurrency", in_flight, self.target.streams, dict
             )

@@ -17,8 +17,8 @@ from shmserve.ipc.tensors.inference import ResponseSchema
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
 
-_MOST_PREPARED = 64
-_MOST_RESPONSES = 64
+_MAX_PREPARED = 64
+_MAX_RESPONSES = 64
 
 
 class ClientModel:
@@ -42,9 +42,9 @@ class ClientModel:
         self.decoupled = published.config.decoupled
         self.may_lack = published.config.ensemble_scheduling is not None
         self.prepared: BoundedCache[Any, ClientTemplate] = BoundedCache(
-            _MOST_PREPARED, ClientTemplate.close
+            _MAX_PREPARED, ClientTemplate.close
         )
-        self.responses = Schemas(ResponseSchema, _MOST_RESPONSES)
+        self.responses = Schemas(ResponseSchema, _MAX_RESPONSES)
         self.closed = False
 
     @property
@@ -108,7 +108,7 @@ class ClientModels:
         """Check whether any version of a model is available."""
         return any(key[0] == name for key in list(self._models))
 
-    def awaits_load(self, name: str, version: str) -> bool:
+    def needs_load(self, name: str, version: str) -> bool:
         """Check whether a version is not available but its model can be loaded on demand."""
         return name in self.on_demand and (name, version) not in self._models
 
@@ -214,8 +214,8 @@ class ServerState(ABC):
         """Remove a closed channel; the last one frees the mappings of a closed connection."""
         with self._lock:
             self._channels.discard(channel)
-            last = not self._channels and not self.alive
-        if last:
+            is_last = not self._channels and not self.alive
+        if is_last:
             self.mappings.unmap_all()
 
     def wake(self, channel: Wakeable) -> None:

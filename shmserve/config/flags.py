@@ -319,17 +319,15 @@ _LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """The enabled latency metrics; summary quantiles outside [0, 1] act like the nearest bound."""
+    """The enabled latency metrics.
+
+    Summary quantiles outside [0, 1] act like the nearest bound. Without summaries there are none.
+    """
 
     counter_latencies: bool = True
     histogram_latencies: bool = False
     summary_latencies: bool = False
     summary_quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)
-
-    @property
-    def kept_quantiles(self) -> tuple[float, ...]:
-        """Return the quantiles that schedulers compute; none without summaries."""
-        return self.summary_quantiles if self.summary_latencies else ()
 
 
 def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
@@ -348,7 +346,7 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
         except InvalidArgument as error:
             reason = error.message if parse is _quantiles else "it is not true or false"
             raise InvalidArgument(f"{_METRICS}: {name}='{value}': {reason}") from None
-    return config
+    return config if config.summary_latencies else replace(config, summary_quantiles=())
 
 
 def _quantiles(text: str) -> tuple[float, ...]:
@@ -402,12 +400,12 @@ _CLASSES = {
 
 def header_pattern(value: Mapping[str, Any], flag: str) -> str:
     """Return a header-name pattern in Python's syntax; raise InvalidArgument naming the flag."""
-    given: str = value[flag] or ""
-    pattern = _in_python(given)
+    re2: str = value[flag] or ""
+    pattern = _in_python(re2)
     try:
         re.compile(pattern)
     except re.error as error:
-        raise InvalidArgument(f"--{flag}: '{given}' is not a regular expression: {error}") from None
+        raise InvalidArgument(f"--{flag}: '{re2}' is not a regular expression: {error}") from None
     return pattern
 
 
@@ -439,8 +437,8 @@ def _in_python(re2: str) -> str:
             case "close" if len(groups) > 1:
                 text = ")" * len(groups.pop()) + ")"
             case None if text.startswith("["):
-                for name, members in _CLASSES.items():
-                    text = text.replace(name, members)
+                for name, ranges in _CLASSES.items():
+                    text = text.replace(name, ranges)
         if match.lastgroup in ("open", "name"):
             groups.append([])
         parts.append(text)

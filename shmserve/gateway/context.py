@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ class Gateway:
         body_budget: The accounting of bodies that are arriving.
         mappings: The mappings of workers' arenas, but not of clients' regions.
         health: The health that the supervisor has published.
+        health_changed: An event that is set at the next change of `health`, and then replaced.
         failures: The models that failed to load.
         draining: Whether connections end with their next response.
         refusing: Whether every client was notified of the drain. Requests of open streams are then
@@ -44,6 +46,7 @@ class Gateway:
     malloc_trim: MallocTrim
     mappings: Mappings
     health: HealthChanged
+    health_changed: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
     refusing: bool = False
     failures: LoadsFailed = field(default_factory=partial(LoadsFailed, [], 0))

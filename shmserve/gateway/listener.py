@@ -4,6 +4,7 @@
     ClientIdentity       the client of one connection, identified once for all of its requests
     Acceptor             the connections of a listener, up to a limit
     LimitedConnection    the base class of connections
+    ActiveCount          the requests or connections that a drain waits for
 
 Idle connections never exclude other clients: at the limit, the connections that have been idle for
 longest are evicted for new ones. A peer (a user at a unix socket, or an address of another host)
@@ -309,6 +310,26 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     @abstractmethod
     def force_close(self) -> None:
         """Close the connection; written bytes may still be flushed."""
+
+
+class ActiveCount:
+    """The number (`active`) of requests or connections that a drain waits for."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self._on_idle: Callable[[], None] | None = None
+
+    def decrement(self) -> None:
+        """Decrease the count by one."""
+        self.active -= 1
+        if not self.active and self._on_idle is not None:
+            self.call_when_idle(self._on_idle)
+
+    def call_when_idle(self, on_idle: Callable[[], None]) -> None:
+        """Call `on_idle` once, as soon as the count is 0."""
+        self._on_idle = on_idle if self.active else None
+        if not self.active:
+            on_idle()
 
 
 class Acceptor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from typing import Any, Never
@@ -65,11 +64,10 @@ class GatewayModel:
         self.backend = published.config.backend
         # The settings of an engine that generates text.
         engine_settings = EngineSettings()
-        # Other backends may have a parameter of this name.
-        with suppress(ValueError, InvalidArgument):
-            engine_settings = EngineSettings.of(
-                json.loads(published.config.parameters.get(ENGINE_PARAMETER, "{}"))
-            )
+        if engine_text := published.config.parameters.get(ENGINE_PARAMETER):
+            # Other backends may have a parameter of this name.
+            with suppress(ValueError, InvalidArgument):
+                engine_settings = EngineSettings.read(engine_text)
         self.max_model_len = engine_settings.max_model_len or None
         self.aliases = list(engine_settings.aliases)
         is_vllm = published.config.backend == "vllm"

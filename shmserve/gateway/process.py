@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 from shmserve import logs
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
-from shmserve.gateway.inference.inference import ActiveCount
 from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
-from shmserve.gateway.listener import Acceptor, ListenerRules
+from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
@@ -96,9 +95,6 @@ class Frontend(ABC):
         for server in self._accepting:
             if not self._refuses_connections:
                 await server.start_serving()
-
-    def health_changed(self) -> None:  # noqa: B027
-        """Handle a change of the gateway's `health`."""
 
     def drain(self, on_notified: Callable[[], None], followed: bool) -> None:
         """Accept no more connections, and notify the clients that the server drains.
@@ -230,7 +226,8 @@ class _Process:
                 gateway.regions.remove_drained(memory_id)
             case HealthChanged():
                 gateway.health = message
-                self._frontend.health_changed()
+                gateway.health_changed.set()
+                gateway.health_changed = asyncio.Event()
                 self._state_received.set()
             case m.LoadsFailed():
                 gateway.failures = message

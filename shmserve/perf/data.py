@@ -25,13 +25,13 @@ from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, TransportError
 from shmserve.protocols.tensors import ModelTensor, encode, find_input, load_value, split_input
 
-_MOST = 1000  # maximum number of requests read from a file or a program
+_MAX_REQUESTS = 1000  # maximum number of requests read from a file or a program
 _SEED = 0
-_LARGEST_NUMBER = (
+_INTEGER_BOUND = (
     128  # exclusive bound of random integers, small because many models use them as indices
 )
 
-Item = list[InputTensor]
+Inputs = list[InputTensor]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ModelInterface:
 
 
 @dataclass(frozen=True)
-class Given:
+class DataOptions:
     """The command line's options for request data."""
 
     values: Sequence[str] = ()
@@ -67,26 +67,27 @@ class Given:
     text_length: int = 128
 
 
-def signature(transport: Any, model: str, ver: str) -> ModelInterface:
+def read_interface(transport: Any, model: str, version: str) -> ModelInterface:
     """Return a model's interface from the server. Raises TransportError.
 
-    A server may refuse the configuration (for want of a permission or of the extension).
+    The server may reject the request for the configuration: the client lacks a permission, or the
+    server lacks the extension.
     """
     config: Mapping[str, Any] = {}
     config_error = ""
     try:
-        config = transport.config(model, ver)
+        config = transport.config(model, version)
     except TransportError as error:
         config_error = str(error)
     steps = (config.get("ensemble_scheduling") or {}).get("step") or ()
     return ModelInterface(
-        transport.inputs(model, ver),
+        transport.inputs(model, version),
         {
-            each["name"]: (
-                FROM_CONFIG.get(each["data_type"], "BYTES"),
-                tuple(int(dim) for dim in each.get("dims", ())),
+            output["name"]: (
+                FROM_CONFIG.get(output["data_type"], "BYTES"),
+                tuple(int(dim) for dim in output.get("dims", ())),
             )
-            for each in config.get("output", ())
+            for output in config.get("output", ())
         },
         int(config.get("max_batch_size") or 0) > 0,
         bool((config.get("model_transaction_policy") or {}).get("decoupled")),
@@ -95,7 +96,7 @@ def signature(transport: Any, model: str, ver: str) -> ModelInterface:
     )
 
 
-def items(interface: ModelInterface, options: Given) -> list[Item]:
+def read_requests(interface: ModelInterface, options: DataOptions) -> list[Inputs]:
     """Return the requests that are sent in turn.
 
     Args:
@@ -109,29 +110,31 @@ def items(interface: ModelInterface, options: Given) -> list[Item]:
         raise InvalidArgument(
             f"--batch: {options.batch} rows, but the model does not support batches"
         )
-    shapes = dict(_shape(text, interface) for text in options.shapes)
-    fixed = dict(_value(text, interface) for text in options.values)
-    maker = _Maker(interface, options, shapes)
+    shapes = dict(_parse_shape(text, interface) for text in options.shapes)
+    flag_inputs = dict(_parse_value(text, interface) for text in options.values)
+    maker = _TensorMaker(interface, options, shapes)
     if options.source in ("random", "zero"):
         requests: Iterable[dict[str, InputTensor]] = [
-            {name: maker.generate(name) for name in interface.inputs if name not in fixed}
+            {name: maker.generate(name) for name in interface.inputs if name not in flag_inputs}
         ]
     else:
         path = Path(options.source)
-        read = _program if path.suffix == ".py" else _file
-        requests = itertools.islice(read(path, maker), _MOST)
-    found_items = [list((each | fixed).values()) for each in requests]
+        read_entries = _read_program if path.suffix == ".py" else _read_file
+        requests = itertools.islice(read_entries(path, maker), _MAX_REQUESTS)
+    found_items = [list((request | flag_inputs).values()) for request in requests]
     if not found_items:
         raise InvalidArgument(f"--data: '{options.source}' has no request")
     return found_items
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _TensorMaker:
+    """A factory of the input tensors of requests."""
+
     model: ModelInterface
-    given: Given
+    options: DataOptions
     shapes: Mapping[str, tuple[int, ...]]
-    draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
 
     def tensor(self, name: str) -> ModelTensor:
         """Return an input of the model; raise InvalidArgument."""
@@ -154,57 +157,57 @@ class _Maker:
                 f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
                 f"{remark if reason else ''}"
             )
-        return (self.given.batch, *row) if self.model.batches else row
+        return (self.options.batch, *row) if self.model.batches else row
 
     def generate(self, name: str) -> InputTensor:
         """Return an input with generated content: zeros, or random numbers or letters."""
         tensor, shape = self.tensor(name), self.shape(name)
-        zero = self.given.source == "zero"
-        kind = NUMPY_DTYPES.get(
+        is_zero = self.options.source == "zero"
+        dtype = NUMPY_DTYPES.get(
             tensor.datatype, np.dtype(np.float32)
         )  # BF16 is the upper half of FP32
         if tensor.datatype == "BYTES":
-            length = 0 if zero else self.given.text_length
-            letters = self.draw.integers(97, 123, (element_count(shape), length), np.uint8)
+            length = 0 if is_zero else self.options.text_length
+            letters = self.random.integers(97, 123, (element_count(shape), length), np.uint8)
             array: Any = np.array([row.tobytes() for row in letters], np.object_).reshape(shape)
-        elif zero:
-            array = np.zeros(shape, kind)
-        elif kind.kind == "f":
-            array = self.draw.random(shape).astype(kind)
+        elif is_zero:
+            array = np.zeros(shape, dtype)
+        elif dtype.kind == "f":
+            array = self.random.random(shape).astype(dtype)
         else:
-            upper_bound = 2 if tensor.datatype == "BOOL" else _LARGEST_NUMBER
-            array = self.draw.integers(0, upper_bound, shape).astype(kind)
-        return self.encoded(name, array)
+            upper_bound = 2 if tensor.datatype == "BOOL" else _INTEGER_BOUND
+            array = self.random.integers(0, upper_bound, shape).astype(dtype)
+        return self.encode_input(name, array)
 
-    def encoded(self, name: str, value: Any) -> InputTensor:
+    def encode_input(self, name: str, value: Any) -> InputTensor:
         """Return an input with the content `value`: JSON or an array."""
         tensor = self.tensor(name)
         shape, raw = encode(tensor, value)
         return InputTensor(name, tensor.datatype, shape, raw)
 
-    def of_elements(self, name: str, value: Any) -> InputTensor:
+    def from_elements(self, name: str, value: Any) -> InputTensor:
         """Return an input from its elements in a file, as a flat or nested list."""
         parts = value if isinstance(value, dict) else {"content": value}
         shape = self.shape(name, parts.get("shape"))
         if "b64" in parts:
-            return self._of_bytes(name, shape, base64.b64decode(parts["b64"], validate=True))
+            return self._from_bytes(name, shape, base64.b64decode(parts["b64"], validate=True))
         flat = np.array(parts["content"], np.object_).ravel()
-        if flat.size * self.given.batch == element_count(shape):
-            flat = np.tile(flat, self.given.batch)
+        if flat.size * self.options.batch == element_count(shape):
+            flat = np.tile(flat, self.options.batch)
         if flat.size != element_count(shape):
             raise InvalidArgument(
                 f"input '{name}': {flat.size} elements do not fit the shape {shape}"
             )
-        return self.encoded(name, flat.reshape(shape).tolist())
+        return self.encode_input(name, flat.reshape(shape).tolist())
 
-    def _of_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
+    def _from_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
         datatype = self.tensor(name).datatype
         if ITEM_SIZE[datatype] and len(raw) != ITEM_SIZE[datatype] * element_count(shape):
             raise InvalidArgument(f"input '{name}': {len(raw)} bytes do not fit the shape {shape}")
         return InputTensor(name, datatype, list(shape), raw)
 
 
-def _shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:
+def _parse_shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:
     name, colon, dims = text.rpartition(":")
     try:
         shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
@@ -219,14 +222,14 @@ def _shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:
     return name, shape
 
 
-def _value(text: str, model: ModelInterface) -> tuple[str, InputTensor]:
+def _parse_value(text: str, model: ModelInterface) -> tuple[str, InputTensor]:
     name, value = split_input(text)
     tensor = find_input(name, model.inputs)
     shape, raw = encode(tensor, load_value(name, value))
     return name, InputTensor(name, tensor.datatype, shape, raw)
 
 
-def entries(path: Path) -> list[Any]:
+def read_json(path: Path) -> list[Any]:
     """Return the entries of a JSON file: of a list, of its "data", or one per line (.jsonl)."""
     with refused(f"--data: cannot read '{path}'", "not text"):
         text = path.read_text()
@@ -242,20 +245,20 @@ def entries(path: Path) -> list[Any]:
     return [each for entry in document for each in (entry if isinstance(entry, list) else [entry])]
 
 
-def _file(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
-    for number, entry in enumerate(entries(path)):
+def _read_file(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTensor]]:
+    for number, entry in enumerate(read_json(path)):
         if not isinstance(entry, dict):
             raise InvalidArgument(
                 f"--data: request {number} of '{path}' must be a JSON object {{input: values}}"
             )
         try:
-            yield {name: maker.of_elements(name, value) for name, value in entry.items()}
+            yield {name: maker.from_elements(name, value) for name, value in entry.items()}
         except (InvalidArgument, KeyError, ValueError, TypeError) as error:
             text = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidArgument(f"--data: request {number} of '{path}': {text}") from None
 
 
-def yielded(path: Path, *arguments: Any) -> Iterator[Any]:
+def run_program(path: Path, *arguments: Any) -> Iterator[Any]:
     """Yield the values of the function `requests` of a Python file."""
     with refused(f"--data: cannot read '{path}'"), path.open():
         pass
@@ -270,24 +273,26 @@ def yielded(path: Path, *arguments: Any) -> Iterator[Any]:
         raise InvalidArgument(f"--data: '{path}' failed: {type(error).__name__}: {error}") from None
 
 
-def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
-    described = {name: (each.datatype, each.shape) for name, each in maker.model.inputs.items()}
-    for number, entry in enumerate(yielded(path, described)):
+def _read_program(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTensor]]:
+    interface = {
+        name: (tensor.datatype, tensor.shape) for name, tensor in maker.model.inputs.items()
+    }
+    for number, entry in enumerate(run_program(path, interface)):
         if not isinstance(entry, Mapping):
             raise InvalidArgument(
                 f"--data: request {number} of '{path}' is not a mapping of inputs to values"
             )
         try:
-            yield {name: maker.encoded(name, value) for name, value in entry.items()}
+            yield {name: maker.encode_input(name, value) for name, value in entry.items()}
         except (InvalidArgument, ValueError, TypeError) as error:
             raise InvalidArgument(f"--data: request {number} of '{path}': {error}") from None
 
 
-def output_sizes(interface: ModelInterface, batch: int, otherwise: int) -> dict[str, int]:
-    """Return the bytes of each output of a request; `otherwise` for variable sizes."""
+def output_sizes(interface: ModelInterface, batch: int, default_size: int) -> dict[str, int]:
+    """Return the bytes of each output of a request; `default_size` for variable sizes."""
     sizes = {}
     for name, (datatype, dims) in interface.outputs.items():
-        fixed = ITEM_SIZE[datatype] and -1 not in dims
+        is_fixed = ITEM_SIZE[datatype] and -1 not in dims
         rows = batch if interface.batches else 1
-        sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if fixed else otherwise
+        sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if is_fixed else default_size
     return sizes

@@ -21,10 +21,10 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.protocols import Door, Lane
 from shmserve.protocols.connection import Poller
 
-_MOST_ERRORS = 20  # maximum number of distinct error texts that are counted
-_OTHERS = "other errors"
-_LOOK_AROUND_NS = 1_000_000_000
-_MOST_LOADS = 1000  # maximum number of loads in a sweep
+_MAX_ERRORS = 20  # maximum number of distinct error texts that are counted
+_OTHER_ERRORS = "other errors"
+_CHECK_INTERVAL_NS = 1_000_000_000
+_MAX_LOADS = 1000  # maximum number of loads in a sweep
 _NS = 1e9
 _clock = time.monotonic_ns
 
@@ -40,21 +40,21 @@ class Records:
     Times are nanoseconds of one clock.
 
     Attributes:
-        began: The scheduled time.
+        scheduled_ns: The scheduled time.
         delays_ns: The delay between the scheduled time and the sending.
-        first: The time of the first response.
-        ended: The time of completion.
+        first_ns: The time of the first response.
+        ended_ns: The time of completion.
         responses: The number of responses.
-        gaps: The times between consecutive responses of any request.
+        gaps_ns: The times between consecutive responses of any request.
         errors: The number of failures by error text.
     """
 
-    began: array[int] = field(default_factory=_column)
+    scheduled_ns: array[int] = field(default_factory=_column)
     delays_ns: array[int] = field(default_factory=_column)
-    first: array[int] = field(default_factory=_column)
-    ended: array[int] = field(default_factory=_column)
+    first_ns: array[int] = field(default_factory=_column)
+    ended_ns: array[int] = field(default_factory=_column)
     responses: array[int] = field(default_factory=_column)
-    gaps: array[int] = field(default_factory=_column)
+    gaps_ns: array[int] = field(default_factory=_column)
     errors: Counter[str] = field(default_factory=Counter)
 
     def failed(self) -> int:
@@ -81,19 +81,19 @@ class Mark(NamedTuple):
 
 
 class LoadSlot:
-    """A lane, which has one request in flight, and the encoded requests that take turns on it."""
+    """A lane with one request in flight, and the encoded requests that it sends in turn."""
 
     def __init__(self, load: LoadGenerator, requests: Sequence[Any]) -> None:
         self._load = load
         self._requests = itertools.cycle(requests)
-        self._began_ns = self._late_ns = self._first_ns = self._latest_ns = 0
+        self._scheduled_ns = self._delay_ns = self._first_ns = self._last_response_ns = 0
         self._responses = 0
         self.lane: Lane
 
-    def start(self, began_ns: int, now_ns: int) -> None:
-        """Send the next request, whose scheduled time is `began_ns`."""
-        self._began_ns = began_ns
-        self._late_ns = now_ns - began_ns
+    def start(self, scheduled_ns: int, now_ns: int) -> None:
+        """Send the next request, whose scheduled time is `scheduled_ns`."""
+        self._scheduled_ns = scheduled_ns
+        self._delay_ns = now_ns - scheduled_ns
         self._responses = 0
         self.lane.send(next(self._requests))
 
@@ -101,10 +101,10 @@ class LoadSlot:
         """Record a response; implements `LaneObserver`."""
         now = _clock()
         if self._responses:
-            self._load.records.gaps.append(now - self._latest_ns)
+            self._load.records.gaps_ns.append(now - self._last_response_ns)
         else:
             self._first_ns = now
-        self._latest_ns = now
+        self._last_response_ns = now
         self._responses += 1
 
     def ended(self, error: str = "", responses: int = -1) -> None:
@@ -114,10 +114,10 @@ class LoadSlot:
             self._load.failed(error)
         else:
             records = self._load.records
-            records.began.append(self._began_ns)
-            records.delays_ns.append(self._late_ns)
-            records.first.append(self._first_ns if self._responses else now)
-            records.ended.append(now)
+            records.scheduled_ns.append(self._scheduled_ns)
+            records.delays_ns.append(self._delay_ns)
+            records.first_ns.append(self._first_ns if self._responses else now)
+            records.ended_ns.append(now)
             records.responses.append(self._responses if responses < 0 else responses)
         self._load.freed(self, now)
 
@@ -139,51 +139,51 @@ class LoadGenerator:
         self._poller = poller
         self._patience_ns = int(patience_s * 1e9)
         self._schedule = schedule
-        self._began_ns = 0
+        self._start_ns = 0
         self._due_ns = 0
-        self._waiting: deque[int] = deque()  # scheduled times of requests without a free slot
-        self._running = False
-        self._free: list[LoadSlot] = []
-        self._count = slots
-        self._last_ns = 0  # the time of the last completion
+        self._queued: deque[int] = deque()  # scheduled times of requests without a free slot
+        self._is_running = False
+        self._free_slots: list[LoadSlot] = []
+        self._slot_count = slots
+        self._last_completion_ns = 0  # the time of the last completion
         for number in range(slots):
             slot = LoadSlot(self, requests(number))
             slot.lane = door.lane(slot)
-            self._free.append(slot)
-        self._lanes = [slot.lane for slot in self._free]
+            self._free_slots.append(slot)
+        self._lanes = [slot.lane for slot in self._free_slots]
 
     def begin(self) -> None:
         """Start the load."""
-        self._running = True
-        self._began_ns = now = self._last_ns = _clock()
+        self._is_running = True
+        self._start_ns = now = self._last_completion_ns = _clock()
         if self._schedule is None:
-            free, self._free = self._free, []
-            for slot in free:
+            free_slots, self._free_slots = self._free_slots, []
+            for slot in free_slots:
                 slot.start(now, now)
         else:
             self._due_ns = now + next(self._schedule)
 
     def run(self, seconds: float) -> None:
-        """Run for this time, and until a request has completed.
+        """Run for this time, or longer until a request has completed.
 
         Raises:
             Unavailable: The server stops responding.
         """
-        ended = self._ended()
-        end = _clock() + int(seconds * 1e9)
-        while (now := _clock()) < end or self._ended() == ended:
-            wait = max(end - now, 0) or _LOOK_AROUND_NS
-            self._poller.run_turn(min(wait, _LOOK_AROUND_NS, self._send_due(now)))
+        completed = self._completed()
+        end_ns = _clock() + int(seconds * 1e9)
+        while (now := _clock()) < end_ns or self._completed() == completed:
+            wait_ns = max(end_ns - now, 0) or _CHECK_INTERVAL_NS
+            self._poller.run_turn(min(wait_ns, _CHECK_INTERVAL_NS, self._send_due(now)))
             self._check_alive()
 
-    def _ended(self) -> int:
-        return len(self.records.ended) + self.records.failed()
+    def _completed(self) -> int:
+        return len(self.records.ended_ns) + self.records.failed()
 
     def _check_alive(self) -> None:
         now = _clock()
-        if len(self._free) == self._count:
-            self._last_ns = now
-        elif now - self._last_ns > self._patience_ns:
+        if len(self._free_slots) == self._slot_count:
+            self._last_completion_ns = now
+        elif now - self._last_completion_ns > self._patience_ns:
             raise Unavailable(
                 f"the server has not responded to a request for {self._patience_ns / 1e9:g} s"
             )
@@ -191,53 +191,53 @@ class LoadGenerator:
     def _send_due(self, now: int) -> int:
         """Send the requests that are due, and return the nanoseconds until the next one."""
         if self._schedule is None:
-            return _LOOK_AROUND_NS
+            return _CHECK_INTERVAL_NS
         while self._due_ns <= now:
-            if self._free:
-                self._free.pop().start(self._due_ns, now)
+            if self._free_slots:
+                self._free_slots.pop().start(self._due_ns, now)
             else:
-                self._waiting.append(self._due_ns)
-            self._due_ns = self._began_ns + next(self._schedule)
+                self._queued.append(self._due_ns)
+            self._due_ns = self._start_ns + next(self._schedule)
         return self._due_ns - now
 
     def freed(self, slot: LoadSlot, now: int) -> None:
-        """Reuse or free a slot whose request has ended."""
-        self._last_ns = now
-        if self._running and self._schedule is None:
+        """Send the next request on a slot whose request has ended, or free the slot."""
+        self._last_completion_ns = now
+        if self._is_running and self._schedule is None:
             slot.start(now, now)
-        elif self._running and self._waiting:
-            slot.start(self._waiting.popleft(), now)
+        elif self._is_running and self._queued:
+            slot.start(self._queued.popleft(), now)
         else:
-            self._free.append(slot)
+            self._free_slots.append(slot)
 
     def failed(self, error: str) -> None:
         """Count a failed request."""
         errors = self.records.errors
-        name = error if error in errors or len(errors) < _MOST_ERRORS else _OTHERS
+        name = error if error in errors or len(errors) < _MAX_ERRORS else _OTHER_ERRORS
         errors[name] += 1
 
     def mark(self) -> Mark:
         """Return the current counts."""
         records = self.records
-        # Each column of a row that an interrupt has cut short is left out.
+        # An interrupt can leave an incomplete row, whose last column is then missing.
         return Mark(
-            *(_clock(), len(records.responses), len(records.gaps), records.failed()),
+            *(_clock(), len(records.responses), len(records.gaps_ns), records.failed()),
             time.process_time(),
         )
 
     def finish(self) -> None:
         """Stop sending, and wait for requests in flight. Raises Unavailable."""
-        self._running = False
-        self._waiting.clear()
-        self._last_ns = _clock()
-        while len(self._free) < self._count:
-            self._poller.run_turn(_LOOK_AROUND_NS)
+        self._is_running = False
+        self._queued.clear()
+        self._last_completion_ns = _clock()
+        while len(self._free_slots) < self._slot_count:
+            self._poller.run_turn(_CHECK_INTERVAL_NS)
             self._check_alive()
 
     def close(self) -> None:
         """Close the lanes; requests in flight after an interrupt have no successors."""
-        self._running = False
-        self._waiting.clear()
+        self._is_running = False
+        self._queued.clear()
         for lane in self._lanes:
             lane.close()
 
@@ -260,13 +260,13 @@ def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
     """Send a single request, and return its error or "". Raises Unavailable."""
     observer = Probe()
     lane = door.lane(observer)
-    end = _clock() + int(patience_s * 1e9)
+    end_ns = _clock() + int(patience_s * 1e9)
     try:
         lane.send(request)
         while observer.error is None:
-            if _clock() > end:
+            if _clock() > end_ns:
                 raise Unavailable(f"the server has not responded within {patience_s:g} s")
-            poller.run_turn(_LOOK_AROUND_NS)
+            poller.run_turn(_CHECK_INTERVAL_NS)
         return observer.error
     finally:
         lane.close()
@@ -282,21 +282,21 @@ def constant(per_second: float) -> Iterator[int]:
 
 def poisson(per_second: float, seed: int) -> Iterator[int]:
     """Yield the offsets of a Poisson process in nanoseconds."""
-    draw = random.Random(seed).expovariate
-    at = 0.0
+    draw_interval_s = random.Random(seed).expovariate
+    offset_s = 0.0
     while True:
-        at += draw(per_second)
-        yield round(at * _NS)
+        offset_s += draw_interval_s(per_second)
+        yield round(offset_s * _NS)
 
 
 # The schedules by kind, as functions of the rate per second and a seed.
-KINDS: dict[str, Callable[[float, int], Iterator[int]]] = {
+SCHEDULES: dict[str, Callable[[float, int], Iterator[int]]] = {
     "poisson": poisson,
     "constant": lambda per_second, _: constant(per_second),
 }
 
 
-def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]:
+def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[float]:
     """Return the loads of a flag: "1,2,8", or "FIRST:LAST[:STEP]" with both ends included.
 
     Raises:
@@ -311,15 +311,15 @@ def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]
             if step <= 0 or last < first or text.count(":") > 2:
                 raise refuse()
             count = int((last - first) / step + 1e-9) + 1
-            if count > _MOST_LOADS:
+            if count > _MAX_LOADS:
                 raise InvalidArgument(
-                    f"--{flag}: '{text}' defines {count} loads, but at most {_MOST_LOADS} are "
+                    f"--{flag}: '{text}' defines {count} loads, but at most {_MAX_LOADS} are "
                     "allowed"
                 )
             loads = [float(first + step * number) for number in range(count)]
     except ValueError:
         raise refuse() from None
-    if any(not 0 < each < float("inf") for each in loads):
+    if any(not 0 < load < float("inf") for load in loads):
         raise refuse()
     return loads
 

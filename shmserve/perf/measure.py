@@ -17,7 +17,7 @@ import numpy as np
 from shmserve.perf.load import LoadGenerator, Mark, Records
 from shmserve.protocols import TransportError
 
-AGREEING = 3  # number of consecutive windows that must agree
+AGREEING_WINDOWS = 3  # number of consecutive windows that must agree
 PERCENTILES = (50, 90, 95, 99, 99.9)
 # The two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal quantile.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -26,7 +26,7 @@ _NORMAL95 = 1.960
 Values = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def rates(marks: Sequence[Mark]) -> list[float]:
+def window_rates(marks: Sequence[Mark]) -> list[float]:
     """Return the requests per second in each window."""
     return [
         (after.requests - before.requests) * 1e9 / (after.at_ns - before.at_ns)
@@ -34,7 +34,7 @@ def rates(marks: Sequence[Mark]) -> list[float]:
     ]
 
 
-def means(records: Records, marks: Sequence[Mark]) -> list[float]:
+def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
     """Return the mean latency in each window in nanoseconds; 0 for a window without completions."""
     mean_values = []
     for before, after in itertools.pairwise(marks):
@@ -46,22 +46,21 @@ def means(records: Records, marks: Sequence[Mark]) -> list[float]:
 def latencies(records: Records, before: Mark, after: Mark) -> Values:
     """Return the latencies, in nanoseconds, of requests that completed between two marks."""
     rows = slice(before.requests, after.requests)
-    return np.array(records.ended[rows], np.int64) - np.array(records.began[rows], np.int64)
+    ended_ns, scheduled_ns = records.ended_ns[rows], records.scheduled_ns[rows]
+    return np.array(ended_ns, np.int64) - np.array(scheduled_ns, np.int64)
 
 
-def agree(values: Sequence[float], within: float) -> bool:
-    """Check whether the last `AGREEING` values are all within this share of their mean."""
-    last = values[-AGREEING:]
-    if len(last) < AGREEING:
+def agree(values: Sequence[float], tolerance: float) -> bool:
+    """Check whether the last `AGREEING_WINDOWS` values are within this share of their mean."""
+    last_values = values[-AGREEING_WINDOWS:]
+    if len(last_values) < AGREEING_WINDOWS:
         return False
-    mean = statistics.fmean(last)
-    return all(abs(value - mean) <= within * mean for value in last)
+    mean = statistics.fmean(last_values)
+    return all(abs(value - mean) <= tolerance * mean for value in last_values)
 
 
 def confidence(values: Sequence[float]) -> float:
-    """Return half the width of the mean's 95 % confidence interval.
-
-    Infinite for less than two values.
+    """Return half the width of the mean's 95 % confidence interval; inf for less than two values.
 
     The method is that of batch means: windows are assumed to be independent.
     """
@@ -80,7 +79,7 @@ def percentile(ordered: Values, percent: float) -> int:
     return int(ordered[max(rank, 1) - 1])
 
 
-def spread(values: Values) -> dict[str, float]:
+def summarize(values: Values) -> dict[str, float]:
     """Return mean, percentiles and maximum of nanoseconds, in milliseconds by name."""
     ordered = np.sort(values)
     figures = {"mean": float(ordered.mean()) if ordered.size else 0.0}
@@ -89,7 +88,7 @@ def spread(values: Values) -> dict[str, float]:
     return {name: value / 1e6 for name, value in figures.items()}
 
 
-PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
+PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 
 Statistics = Mapping[str, Any]
 
@@ -98,13 +97,13 @@ Statistics = Mapping[str, Any]
 class MeasurementPlan:
     """The parameters of a measurement, with durations in seconds.
 
-    Windows agree if they differ from their mean by at most the share `within`.
+    Windows agree if they differ from their mean by at most the share `tolerance`.
     """
 
     warm_up_s: float = 1.0
     window_s: float = 2.0
-    most_windows: int = 10
-    within: float = 0.1
+    max_windows: int = 10
+    tolerance: float = 0.1
 
 
 @dataclass
@@ -114,7 +113,23 @@ class Point:
     Attributes:
         kind: "concurrency" or "rate".
         value: The concurrency or the rate.
+        requests: The number of successful requests.
+        errors: The number of failed requests.
+        error: The most frequent error.
+        seconds: The duration of the measured windows.
+        per_second: The successful requests per second.
+        confidence: Half the width of the 95 % confidence interval of `per_second`.
         settled: Whether the last windows agreed.
+        latency: Mean, percentiles and maximum of the latency.
+        late: The same of the delay between the scheduled time and the sending.
+        client_us: The CPU time of the load generator per request, in microseconds.
+        client_busy: The CPU utilisation of the load generator; 1 is a whole core.
+        load_average: The machine's load average of one minute.
+        first: The statistics of the time to the first response of a stream.
+        gap: Those of the time between consecutive responses of a stream.
+        per_response: Those of the mean time between the responses of a request.
+        responses_per_second: The responses per second.
+        server: The statistics of the server by model.
         interrupted: Whether the user ended the measurement.
     """
 
@@ -145,7 +160,7 @@ class Point:
         return f"{self.kind} {self.value:g}"
 
 
-def measured(
+def measure_load(
     load: LoadGenerator,
     plan: MeasurementPlan,
     kind: str,
@@ -159,11 +174,11 @@ def measured(
     so far if there is no such window.
     """
     marks: list[Mark] = []
-    asked: list[Future[dict[str, Statistics]]] = []
-    with ThreadPoolExecutor(1) as asking:  # in a thread, so that queries do not delay the load
+    statistics_futures: list[Future[dict[str, Statistics]]] = []
+    with ThreadPoolExecutor(1) as executor:  # in a thread, so that queries do not delay the load
 
         def mark() -> None:
-            asked.append(asking.submit(_quietly, statistics))
+            statistics_futures.append(executor.submit(_query_statistics, statistics))
             marks.append(load.mark())
 
         settled = interrupted = False
@@ -173,53 +188,58 @@ def measured(
             load.run(plan.warm_up_s)
             mark()
             del marks[0]
-            while len(marks) <= plan.most_windows and not settled:
+            while len(marks) <= plan.max_windows and not settled:
                 load.run(plan.window_s)
                 mark()
-                figures = rates(marks), means(load.records, marks)
-                settled = all(agree(each, plan.within) for each in figures)
+                figures = window_rates(marks), window_means(load.records, marks)
+                settled = all(agree(each, plan.tolerance) for each in figures)
             load.finish()
         except KeyboardInterrupt:
             interrupted = True
             if len(marks) < 2:
                 mark()
-        reports = [each.result() for each in (asked[-1 - min(AGREEING, len(marks) - 1)], asked[-1])]
-    marks = marks[-1 - AGREEING :]
+        before, after = (
+            statistics_futures[index].result()
+            for index in (-1 - min(AGREEING_WINDOWS, len(marks) - 1), -1)
+        )
+    marks = marks[-1 - AGREEING_WINDOWS :]
     point = _point(load.records, marks, kind, value, settled)
     point.interrupted = interrupted
     if streams:
         _add_responses(point, load.records, marks[0], marks[-1])
     point.server = {
-        model: grown(reports[0].get(model, {}), now) for model, now in reports[1].items()
+        model: statistics_change(before.get(model, {}), now) for model, now in after.items()
     }
     return point
 
 
-def _quietly(statistics: Callable[[], dict[str, Statistics]]) -> dict[str, Statistics]:
+def _query_statistics(statistics: Callable[[], dict[str, Statistics]]) -> dict[str, Statistics]:
     try:
         return statistics()
     except TransportError:
         return {}
 
 
-def _point(records: Records, marks: Sequence[Mark], kind: str, value: float, ok: bool) -> Point:
+def _point(
+    records: Records, marks: Sequence[Mark], kind: str, value: float, settled: bool
+) -> Point:
     first, last = marks[0], marks[-1]
     count = last.requests - first.requests
     seconds = (last.at_ns - first.at_ns) / 1e9
     cpu_s = last.cpu_s - first.cpu_s
     failed = last.failed - first.failed
-    ended = max(count + failed, 1)
+    completed = max(count + failed, 1)
     delays = np.array(records.delays_ns[first.requests : last.requests], np.int64)
     return Point(
         *(kind, value, count, failed),
         records.errors.most_common(1)[0][0] if failed else "",
         seconds,
         count / seconds,
-        confidence(rates(marks)),
-        ok,
-        spread(latencies(records, first, last)),
-        spread(delays),
-        cpu_s / ended * 1e6,
+        confidence(window_rates(marks)),
+        settled,
+        summarize(latencies(records, first, last)),
+        summarize(delays),
+        cpu_s / completed * 1e6,
         cpu_s / seconds,
         os.getloadavg()[0],
     )
@@ -227,21 +247,21 @@ def _point(records: Records, marks: Sequence[Mark], kind: str, value: float, ok:
 
 def _add_responses(point: Point, records: Records, first: Mark, last: Mark) -> None:
     rows = slice(first.requests, last.requests)
-    began, came, ended, responses = (
+    scheduled_ns, first_ns, ended_ns, responses = (
         np.array(column[rows], np.int64)
-        for column in (records.began, records.first, records.ended, records.responses)
+        for column in (records.scheduled_ns, records.first_ns, records.ended_ns, records.responses)
     )
-    many = responses > 1
-    point.first = spread(came - began)
-    point.gap = spread(np.array(records.gaps[first.gaps : last.gaps], np.int64))
-    point.per_response = spread((ended - came)[many] // (responses[many] - 1))
+    is_stream = responses > 1
+    point.first = summarize(first_ns - scheduled_ns)
+    point.gap = summarize(np.array(records.gaps_ns[first.gaps : last.gaps], np.int64))
+    point.per_response = summarize((ended_ns - first_ns)[is_stream] // (responses[is_stream] - 1))
     point.responses_per_second = float(responses.sum()) / point.seconds
 
 
-def grown(before: Statistics, after: Statistics) -> dict[str, float]:
-    """Return the change between two statistics of a server, {} if there were no requests.
+def statistics_change(before: Statistics, after: Statistics) -> dict[str, float]:
+    """Return the change between two statistics of a server; {} if there were no requests.
 
-    The result has the mean microseconds per request of each part, and the rows per batch.
+    The result has the mean microseconds per request of each phase, and the rows per batch.
     """
 
     def count(found: Statistics, *path: str) -> int:
@@ -250,17 +270,17 @@ def grown(before: Statistics, after: Statistics) -> dict[str, float]:
             value = (value or {}).get(name)
         return int(value or 0)
 
-    def more(*path: str) -> int:
+    def increase(*path: str) -> int:
         return count(after, *path) - count(before, *path)
 
-    if not more("inference_stats", "success", "count"):
+    if not increase("inference_stats", "success", "count"):
         return {}
     figures = {}
-    for part in PARTS:
-        times = more("inference_stats", part, "count")
-        figures[part] = more("inference_stats", part, "ns") / 1000 / times if times else 0.0
-    figures["batch"] = more("inference_count") / max(more("execution_count"), 1)
-    figures["requests"] = more("inference_stats", "success", "count")
+    for phase in PHASES:
+        times = increase("inference_stats", phase, "count")
+        figures[phase] = increase("inference_stats", phase, "ns") / 1000 / times if times else 0.0
+    figures["batch"] = increase("inference_count") / max(increase("execution_count"), 1)
+    figures["requests"] = increase("inference_stats", "success", "count")
     return figures
 
 
@@ -269,11 +289,11 @@ def statistics_of(transport: Any, models: Sequence[str], version: str) -> dict[s
     by_model: dict[str, Statistics] = {}
     for number, model in enumerate(models):
         rows = transport.stats(model, "" if number else version)
-        if rows:  # the requests of clients use the latest version
+        if rows:  # requests without a version use the latest one
             by_model[model] = max(rows, key=lambda row: int(row.get("version") or 0))
     return by_model
 
 
-def now() -> str:
+def current_time() -> str:
     """Return the current time as text, for a report."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,9 +1,9 @@
 """The search for the configuration with the highest throughput within a latency target (pure).
 
 The method is coordinate descent (Wright, Coordinate descent algorithms, 2015): over the number of
-instances, then over the batching methods and thread counts, and again if that gained anything. For
-each such point, the largest batch within the target is found by exponential and binary search
-(Bentley and Yao, An almost optimal algorithm for unbounded searching, 1976).
+instances, then over the batching methods and thread counts. A second sweep follows if the first one
+increased the throughput. At each point, exponential and binary search finds the largest batch size
+within the target (Bentley and Yao, An almost optimal algorithm for unbounded searching, 1976).
 
 With as many requests in flight as fit into the batches, latency and throughput both grow with the
 batch size. A batch size that misses the target without exceeding the best throughput therefore ends
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import STRATEGY_PARAMETER, TARGET_PARAMETER, Strategy
 
-_GAIN = 1.02  # a throughput ratio below this is noise
-_NEAR = 1.04  # ratio of batch sizes that are considered equal
-_FALL = 0.9  # share of the best throughput below which larger batches are not tried
-_SWEEPS = 2
+_MIN_GAIN = 1.02  # a throughput ratio below this is noise
+_EQUAL_SIZES = 1.04  # ratio of batch sizes that are considered equal
+_MIN_SHARE_OF_PEAK = 0.9  # share of the best throughput below which larger batches are not tried
+_MAX_SWEEPS = 2
 # The parameter for the number of threads per instance, by backend.
-_THREADS = {"pytorch": "INTRA_OP_THREAD_COUNT", "onnxruntime": "intra_op_thread_count"}
-_DELAYS = (0.02, 0.1)  # queue delays to try, as shares of the latency target
+_THREAD_PARAMETERS = {"pytorch": "INTRA_OP_THREAD_COUNT", "onnxruntime": "intra_op_thread_count"}
+_DELAY_SHARES = (0.02, 0.1)  # queue delays to try, as shares of the latency target
 _DEPTHS = (1, 2, 4)  # requests in flight per instance of models that do not batch
 
 Config = Mapping[str, Any]
@@ -76,16 +76,16 @@ class Space:
 
     Attributes:
         instances: Numbers of instances, ascending.
-        ways: Alternative batching methods or thread counts, as fields of a candidate.
+        variants: Alternative batching methods or thread counts, as fields of a candidate.
         largest_batch: The largest batch size.
     """
 
     instances: Sequence[int]
-    ways: Sequence[Mapping[str, Any]]
+    variants: Sequence[Mapping[str, Any]]
     largest_batch: int
 
 
-class _Spent(Exception):
+class _OutOfTrials(Exception):
     """Raised when the maximum number of trials is reached."""
 
 
@@ -93,22 +93,22 @@ class Search:
     """A search for the best configuration; `trials` are its measurements in order."""
 
     def __init__(
-        self, measure: Callable[[Candidate], Trial], target_ms: float, space: Space, most_runs: int
+        self, measure: Callable[[Candidate], Trial], target_ms: float, space: Space, max_runs: int
     ) -> None:
         self.trials: dict[Candidate, Trial] = {}
         self._measure = measure
         self._target_ms = target_ms
         self._space = space
-        self._most_runs = most_runs
+        self._max_runs = max_runs
 
-    def holds(self, trial: Trial) -> bool:
+    def meets_target(self, trial: Trial) -> bool:
         """Check whether a run meets the target without errors."""
         return trial.p99_ms <= self._target_ms and not trial.errors
 
     @property
     def best(self) -> Trial | None:
         """Return the run with the highest throughput within the target, or None."""
-        within = filter(self.holds, self.trials.values())
+        within = filter(self.meets_target, self.trials.values())
         return max(within, key=lambda trial: trial.per_second, default=None)
 
     def run(self, start: Candidate) -> Trial | None:
@@ -118,99 +118,99 @@ class Search:
             The best run, measured a second time; None if no run meets the target.
         """
         try:
-            self._largest_batch(start)
-            for _ in range(_SWEEPS):
-                before = self._reached
+            self._search_batch(start)
+            for _ in range(_MAX_SWEEPS):
+                previous_rate = self._best_rate
                 self._sweep(start)
-                if self._reached <= before * _GAIN:
+                if self._best_rate <= previous_rate * _MIN_GAIN:
                     break
-        except _Spent:
+        except _OutOfTrials:
             pass
-        return self._confirmed()
+        return self._confirm_best()
 
     @property
-    def _reached(self) -> float:
+    def _best_rate(self) -> float:
         return self.best.per_second if self.best else 0.0
 
-    def _from(self, start: Candidate) -> Candidate:
+    def _best_or(self, start: Candidate) -> Candidate:
         return self.best.candidate if self.best else start
 
     def _sweep(self, start: Candidate) -> None:
-        instances = self._from(start).instances
-        more = [number for number in self._space.instances if number > instances]
-        fewer = [number for number in self._space.instances if number < instances]
-        if self.best and not self._climb(start, more):
-            self._climb(start, fewer[::-1])
-        for settings in self._space.ways:
-            self._largest_batch(replace(self._from(start), **settings))
+        instances = self._best_or(start).instances
+        larger = [number for number in self._space.instances if number > instances]
+        smaller = [number for number in self._space.instances if number < instances]
+        if self.best and not self._climb(start, larger):
+            self._climb(start, smaller[::-1])
+        for settings in self._space.variants:
+            self._search_batch(replace(self._best_or(start), **settings))
 
-    def _climb(self, start: Candidate, ahead: Sequence[int]) -> bool:
+    def _climb(self, start: Candidate, counts: Sequence[int]) -> bool:
         """Raise the number of instances while throughput grows; return whether it grew."""
-        for step_count, number in enumerate(ahead):
-            before = self._reached
-            self._largest_batch(replace(self._from(start), instances=number))
-            if self._reached <= before * _GAIN:
+        for step_count, count in enumerate(counts):
+            previous_rate = self._best_rate
+            self._search_batch(replace(self._best_or(start), instances=count))
+            if self._best_rate <= previous_rate * _MIN_GAIN:
                 return step_count > 0
-        return bool(ahead)
+        return bool(counts)
 
-    def _largest_batch(self, at: Candidate) -> None:
-        """Search for the largest batch size within the target, starting with that of `at`."""
-        low, high, size, peak = 0, self._space.largest_batch + 1, at.batch, 0.0
+    def _search_batch(self, base: Candidate) -> None:
+        """Search for the largest batch size within the target, starting with that of `base`."""
+        low, high, size, peak = 0, self._space.largest_batch + 1, base.batch, 0.0
         while True:
-            trial, before = self._try(replace(at, batch=size)), self._reached
-            if self.holds(trial):
-                low, fell = size, trial.per_second < peak * _FALL
+            trial, previous_rate = self._run_trial(replace(base, batch=size)), self._best_rate
+            if self.meets_target(trial):
+                low, fell = size, trial.per_second < peak * _MIN_SHARE_OF_PEAK
                 peak = max(peak, trial.per_second)
                 if fell:
                     return
             else:
                 high = size
-                if not trial.errors and trial.per_second <= before * _GAIN:
+                if not trial.errors and trial.per_second <= previous_rate * _MIN_GAIN:
                     return
-            size = self._between(low, high) if at.batch else 0
+            size = self._next_size(low, high) if base.batch else 0
             if not size:
                 return
 
-    def _between(self, low: int, high: int) -> int:
+    def _next_size(self, low: int, high: int) -> int:
         """Return the batch size to try next; 0: the search is finished.
 
         Args:
             low: The largest size known to meet the target; 0: none.
             high: The smallest size that misses the target or exceeds the maximum.
         """
-        most = self._space.largest_batch
+        max_size = self._space.largest_batch
         if not low:
             return high // 2
-        if high > most:
-            return min(low * 2, most) if low < most else 0
-        if high - low <= 1 or high <= low * _NEAR:
+        if high > max_size:
+            return min(low * 2, max_size) if low < max_size else 0
+        if high - low <= 1 or high <= low * _EQUAL_SIZES:
             return 0
         return min(max(round(math.sqrt(low * high)), low + 1), high - 1)
 
-    def _try(self, candidate: Candidate) -> Trial:
+    def _run_trial(self, candidate: Candidate) -> Trial:
         if candidate not in self.trials:
-            if len(self.trials) >= self._most_runs:
-                raise _Spent
+            if len(self.trials) >= self._max_runs:
+                raise _OutOfTrials
             self.trials[candidate] = self._measure(candidate)
         return self.trials[candidate]
 
-    def _confirmed(self) -> Trial | None:
+    def _confirm_best(self) -> Trial | None:
         """Return the best run that meets the target a second time."""
         while (best := self.best) is not None:
-            again = self.trials[best.candidate] = self._measure(best.candidate)
-            if self.holds(again):
-                return again
+            repeated = self.trials[best.candidate] = self._measure(best.candidate)
+            if self.meets_target(repeated):
+                return repeated
         return None
 
 
-def start(config: Config) -> Candidate:
+def current_candidate(config: Config) -> Candidate:
     """Return the candidate that corresponds to a model's current configuration.
 
     Raises:
         InvalidArgument: The model cannot be tuned.
     """
     name = config["name"]
-    for wrong, why in (
+    for is_unsupported, reason in (
         (config.get("sequence_batching"), "each of its sequences is bound to an instance"),
         (config.get("ensemble_scheduling"), "it is an ensemble: tune the models of its steps"),
         (
@@ -218,39 +218,39 @@ def start(config: Config) -> Candidate:
             "engine.yaml has its settings (shmserve guide generation)",
         ),
     ):
-        if wrong:
-            raise InvalidArgument(f"model '{name}' cannot be tuned: {why}")
+        if is_unsupported:
+            raise InvalidArgument(f"model '{name}' cannot be tuned: {reason}")
     batch = int(config.get("max_batch_size", 0))
     instances = sum(int(group["count"]) for group in config["instance_group"])
     if not batch or "dynamic_batching" not in config:
         return Candidate(instances, batch)
     delay_us = int(config["dynamic_batching"].get("max_queue_delay_microseconds", 0))
     strategy = _parameter(config, STRATEGY_PARAMETER) or Strategy.PREFER_BATCH
-    waits = strategy == Strategy.PREFER_BATCH and delay_us > 0
-    return Candidate(instances, batch, str(strategy), delay_us, depth=1 if waits else 2)
+    waits_for_batch = strategy == Strategy.PREFER_BATCH and delay_us > 0
+    return Candidate(instances, batch, str(strategy), delay_us, depth=1 if waits_for_batch else 2)
 
 
-def space(
+def search_space(
     config: Config, target_ms: float, processors: int, most_instances: int, largest_batch: int
 ) -> Space:
     """Return the search space of a model; `largest_batch` 0: the configuration's."""
     batch = int(config.get("max_batch_size", 0))
-    ways: list[Mapping[str, Any]] = []
+    variants: list[Mapping[str, Any]] = []
     if batch:
-        delays = [max(1, round(target_ms * 1000 * part)) for part in _DELAYS]
-        ways += [
+        delays = [max(1, round(target_ms * 1000 * part)) for part in _DELAY_SHARES]
+        variants += [
             {"strategy": str(Strategy.PREFER_LATENCY), "delay_us": 0, "depth": 2},
             *({"strategy": str(Strategy.PREFER_BATCH), "delay_us": d, "depth": 1} for d in delays),
             {"strategy": str(Strategy.ADAPTIVE), "delay_us": 0, "depth": 2},
         ]
     else:
-        ways += [{"depth": depth} for depth in _DEPTHS]
-    if config.get("backend") in _THREADS:
-        ways += [{"threads": number} for number in _ladder(processors)]
-    return Space(_ladder(most_instances), ways, (largest_batch or batch) if batch else 0)
+        variants += [{"depth": depth} for depth in _DEPTHS]
+    if config.get("backend") in _THREAD_PARAMETERS:
+        variants += [{"threads": number} for number in _ladder(processors)]
+    return Space(_ladder(most_instances), variants, (largest_batch or batch) if batch else 0)
 
 
-def configured(config: Config, candidate: Candidate, target_ms: float) -> dict[str, Any]:
+def with_candidate(config: Config, candidate: Candidate, target_ms: float) -> dict[str, Any]:
     """Return the model's configuration with a candidate's settings."""
     result = copy.deepcopy(dict(config))
     parameters = result.setdefault("parameters", {})
@@ -258,7 +258,7 @@ def configured(config: Config, candidate: Candidate, target_ms: float) -> dict[s
     if candidate.instances != sum(int(group["count"]) for group in groups):
         result["instance_group"] = [{**groups[0], "count": candidate.instances}]
     if candidate.threads:
-        parameters[_THREADS[result["backend"]]] = {"string_value": str(candidate.threads)}
+        parameters[_THREAD_PARAMETERS[result["backend"]]] = {"string_value": str(candidate.threads)}
     if candidate.batch:
         result["max_batch_size"] = candidate.batch
     if candidate.strategy:
@@ -272,9 +272,9 @@ def configured(config: Config, candidate: Candidate, target_ms: float) -> dict[s
     return result
 
 
-def described(candidate: Candidate) -> str:
+def describe(candidate: Candidate) -> str:
     """Return a short description of a candidate."""
-    words = [_counted(candidate.instances, "instance")]
+    words = [_with_count(candidate.instances, "instance")]
     if candidate.batch:
         words.append(f"batch {candidate.batch}")
     if candidate.strategy:
@@ -282,11 +282,11 @@ def described(candidate: Candidate) -> str:
     if candidate.delay_us:
         words.append(f"{candidate.delay_us} us")
     if candidate.threads:
-        words.append(_counted(candidate.threads, "thread"))
+        words.append(_with_count(candidate.threads, "thread"))
     return ", ".join(words)
 
 
-def _counted(number: int, noun: str) -> str:
+def _with_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -298,21 +298,21 @@ def table(trials: Sequence[Trial], target_ms: float) -> str:
         failed = f"  {trial.errors} errors" if trial.errors else ""
         lines.append(
             f"{trial.per_second:>12,.1f}{trial.p99_ms:>10.2f}{trial.candidate.in_flight:>11}  "
-            f"{described(trial.candidate)}{note}{failed}"
+            f"{describe(trial.candidate)}{note}{failed}"
         )
     return "\n".join(lines)
 
 
 def recommendation(config: Config, trials: Sequence[Trial], best: Trial, target_ms: float) -> str:
     """Return the recommended fields for config.pbtxt, with the measurements as comments."""
-    before = trials[0]
+    original = trials[0]
     lines = [
         f"# {config['name']}, p99 within {target_ms:g} ms: {best.per_second:,.1f} requests/s, p99 "
         f"{best.p99_ms:.2f} ms, with {best.candidate.in_flight} in flight",
-        f"# before: {before.per_second:,.1f} requests/s, p99 {before.p99_ms:.2f} ms, with "
-        f"{before.candidate.in_flight} in flight",
+        f"# before: {original.per_second:,.1f} requests/s, p99 {original.p99_ms:.2f} ms, with "
+        f"{original.candidate.in_flight} in flight",
         *(f"# {line}" for line in table(trials, target_ms).splitlines()),
-        *_fields(configured(config, best.candidate, target_ms), best.candidate),
+        *_fields(with_candidate(config, best.candidate, target_ms), best.candidate),
     ]
     return "\n".join(lines) + "\n"
 
@@ -326,7 +326,7 @@ def _fields(config: Mapping[str, Any], candidate: Candidate) -> Iterator[str]:
     for group in config["instance_group"]:
         gpus = f" gpus: {group['gpus']}" if group.get("gpus") else ""
         yield f"instance_group {{ kind: {group['kind']} count: {group['count']}{gpus} }}"
-    for name in (STRATEGY_PARAMETER, TARGET_PARAMETER, *_THREADS.values()):
+    for name in (STRATEGY_PARAMETER, TARGET_PARAMETER, *_THREAD_PARAMETERS.values()):
         text = _parameter(config, name)
         if text and text != Strategy.PREFER_BATCH:  # the default is omitted
             yield f'parameters {{ key: "{name}" value {{ string_value: {json.dumps(text)} }} }}'
@@ -336,6 +336,6 @@ def _parameter(config: Config, name: str) -> str:
     return str(config.get("parameters", {}).get(name, {}).get("string_value", ""))
 
 
-def _ladder(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and `most`."""
-    return sorted({*(2**power for power in range(most.bit_length()) if 2**power <= most), most})
+def _ladder(limit: int) -> list[int]:
+    """Return 1, 2, 4, ... and `limit`."""
+    return sorted({*(2**power for power in range(limit.bit_length()) if 2**power <= limit), limit})

@@ -22,7 +22,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.perf import data, measure
-from shmserve.perf.data import Item
+from shmserve.perf.data import Inputs
 from shmserve.perf.load import probe
 from shmserve.protocols import (
     Address,
@@ -59,7 +59,7 @@ class LoadTarget:
     where: str
 
 
-def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
+def connect(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
     """Return the target that the flags select, with its resources on the stack.
 
     Raises:
@@ -67,26 +67,26 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
         Unavailable: The server is unreachable.
     """
     if args.openai:
-        return _openai(args, poller, stack)
+        return _open_openai(args, poller, stack)
     address = servers.parse_address(args.url) if args.url else None
     run_dir = discovery.find(args.run_dir) if address is None else None
     transport: Any = stack.enter_context(contextlib.closing(_describing_transport(args, address)))
-    model = data.signature(transport, args.model, args.model_version)
-    options = data.Given(args.input, args.shape, args.data, args.batch, args.text_length)
-    items = data.items(model, options)
+    model = data.read_interface(transport, args.model, args.model_version)
+    options = data.DataOptions(args.input, args.shape, args.data, args.batch, args.text_length)
+    items = data.read_requests(model, options)
     sizes = data.output_sizes(model, args.batch, args.output_byte_size)
     door: Any
     if address is None:
-        door = _native(args, run_dir, poller, model, sizes)
+        door = _open_native_door(args, run_dir, poller, model, sizes)
     else:
-        door = _door(args, address, poller, model.decoupled)
+        door = _open_door(args, address, poller, model.decoupled)
     stack.callback(door.close)
     regions = None
     if args.shared_memory != "none" and address is not None:
         regions = stack.enter_context(Regions(transport, args.shared_memory))
         items = regions.inputs(items)
-    requests = partial(_requests, args, door, items, sizes, regions)
-    _try_one(args, poller, door, requests(1)(0)[0])
+    requests = partial(_slot_requests, args, door, items, sizes, regions)
+    _send_probe(args, poller, door, requests(1)(0)[0])
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
     where = address.where if address else str(run_dir)
@@ -107,7 +107,7 @@ def _describing_transport(args: argparse.Namespace, address: Address | None) -> 
         return servers.create_transport(args)
 
 
-def _native(
+def _open_native_door(
     args: argparse.Namespace,
     run_dir: Path | None,
     poller: Poller,
@@ -130,7 +130,7 @@ def _native(
     return NativeDoor(run_dir, poller, streams=model.decoupled, device=device, output_specs=specs)
 
 
-def _door(args: argparse.Namespace, address: Address, poller: Poller, streams: bool) -> Door:
+def _open_door(args: argparse.Namespace, address: Address, poller: Poller, streams: bool) -> Door:
     credentials = servers.read_credentials(args)
     if address.protocol == "grpc":
         from shmserve.protocols.grpc import GrpcDoor
@@ -145,20 +145,20 @@ def _door(args: argparse.Namespace, address: Address, poller: Poller, streams: b
     return HttpDoor(address, credentials, poller)
 
 
-def _requests(
+def _slot_requests(
     args: argparse.Namespace,
     door: Door,
-    items: Sequence[data.Item],
+    items: Sequence[data.Inputs],
     sizes: dict[str, int],
     regions: Regions | None,
     slots: int,
 ) -> Requests:
-    """Return the encoded requests of each slot, which slots share if they are identical."""
+    """Return a function that returns a slot's encoded requests; slots share identical requests."""
     output_parts = regions.outputs(sizes, slots) if regions is not None and sizes else None
     length = args.sequence_length
     first_sequence = random.getrandbits(62) + 1
 
-    def made(slot: int) -> list[Any]:
+    def encode_slot(slot: int) -> list[Any]:
         count = math.lcm(len(items), length) if length else len(items)
         parts = output_parts[slot] if output_parts else {}
         return [
@@ -176,17 +176,17 @@ def _requests(
         ]
 
     if length or args.shared_memory != "none":
-        return made
-    return partial(_turned, made(0))
+        return encode_slot
+    return partial(_rotated, encode_slot(0))
 
 
-def _turned(requests: Sequence[Any], slot: int) -> Sequence[Any]:
+def _rotated(requests: Sequence[Any], slot: int) -> Sequence[Any]:
     """Return the requests rotated for a slot, so that neighbouring slots start differently."""
     first = slot % len(requests)
     return [*requests[first:], *requests[:first]]
 
 
-def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any) -> None:
+def _send_probe(args: argparse.Namespace, poller: Poller, door: Door, request: Any) -> None:
     """Send one request before the load starts, and raise its error."""
     if args.sequence_length:
         return  # a test request would start a sequence
@@ -198,7 +198,9 @@ def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any)
         raise Unavailable(f"the first request to '{args.model}' failed: {error}")
 
 
-def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
+def _open_openai(
+    args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
+) -> LoadTarget:
     from shmserve.protocols.http import OPENAI_PATHS, OpenAIDoor, OpenAIRequest
 
     if args.url is None:
@@ -208,28 +210,28 @@ def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStac
         raise InvalidArgument(f"--openai requires --url http://HOST:PORT, got '{args.url}'")
     door = OpenAIDoor(address, servers.read_credentials(args), poller, OPENAI_PATHS[args.openai])
     requests = [door.encode(OpenAIRequest(body)) for body in _bodies(args)]
-    _try_one(args, poller, door, requests[0])
+    _send_probe(args, poller, door, requests[0])
     where = address.where + door.route
-    return LoadTarget(door, lambda slots: partial(_turned, requests), dict, True, where)
+    return LoadTarget(door, lambda slots: partial(_rotated, requests), dict, True, where)
 
 
 def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the bodies of requests: from --data, completed with defaults, or generated prompts."""
-    usual: dict[str, Any] = {"model": args.model, "max_tokens": args.max_tokens, "stream": True}
-    usual["stream_options"] = {"include_usage": True}
+    defaults: dict[str, Any] = {"model": args.model, "max_tokens": args.max_tokens, "stream": True}
+    defaults["stream_options"] = {"include_usage": True}
     path = Path(args.data)
     if args.data not in ("random", "zero"):
-        bodies = data.yielded(path, {}) if path.suffix == ".py" else iter(data.entries(path))
+        bodies = data.run_program(path, {}) if path.suffix == ".py" else iter(data.read_json(path))
         for number, entry in enumerate(bodies):
             if not isinstance(entry, dict):
                 raise InvalidArgument(f"--data: entry {number} of '{path}' is not a JSON object")
-            yield {**usual, **entry}
+            yield {**defaults, **entry}
         return
-    draw = random.Random(args.seed)
+    rng = random.Random(args.seed)
     for _ in range(16):  # prompts differ, so that prefix caches do not serve all of them
-        prompt = " ".join(draw.choices(_WORDS, k=args.prompt_words))
+        prompt = " ".join(rng.choices(_WORDS, k=args.prompt_words))
         chat = {"messages": [{"role": "user", "content": prompt}]}
-        yield {**usual, **(chat if args.openai == "chat" else {"prompt": prompt})}
+        yield {**defaults, **(chat if args.openai == "chat" else {"prompt": prompt})}
 
 
 _ALIGNMENT = 64
@@ -288,7 +290,7 @@ class CudaMemory:
         self._memory = None
 
 
-KINDS: dict[str, type[SystemMemory] | type[CudaMemory]] = {
+MEMORY_TYPES: dict[str, type[SystemMemory] | type[CudaMemory]] = {
     "system": SystemMemory,
     "cuda": CudaMemory,
 }
@@ -303,21 +305,21 @@ class Regions:
 
     def __init__(self, transport: AdminTransport, kind: str) -> None:
         self._transport = transport
-        self._make = KINDS[kind]
+        self._memory_type = MEMORY_TYPES[kind]
         self._memories: dict[str, SystemMemory | CudaMemory] = {}
 
-    def inputs(self, items: Sequence[Item]) -> list[Item]:
+    def inputs(self, items: Sequence[Inputs]) -> list[Inputs]:
         """Return the same requests with their inputs in a region.
 
         Raises Unavailable or TransportError.
         """
         parts: list[RegionPart] = []
         name = self._name("in")
-        at = 0
+        offset = 0
         for tensor in (tensor for item in items for tensor in item):
-            parts.append(RegionPart(name, at, len(tensor.raw)))
-            at += _aligned(len(tensor.raw))
-        memory = self._region(name, at)
+            parts.append(RegionPart(name, offset, len(tensor.raw)))
+            offset += _aligned(len(tensor.raw))
+        memory = self._region(name, offset)
         unused_parts = iter(parts)
         assigned = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
         for tensor, part in (pair for item in assigned for pair in item):
@@ -328,20 +330,20 @@ class Regions:
         """Reserve space for the outputs of each slot. Raises Unavailable, TransportError."""
         name = self._name(f"out{slots}")
         output_parts: list[dict[str, RegionPart]] = []
-        at = 0
+        offset = 0
         for _ in range(slots):
             output_parts.append({})
             for output, size in sizes.items():
-                output_parts[-1][output] = RegionPart(name, at, size)
-                at += _aligned(size)
-        self._region(name, at)
+                output_parts[-1][output] = RegionPart(name, offset, size)
+                offset += _aligned(size)
+        self._region(name, offset)
         return output_parts
 
     def _name(self, purpose: str) -> str:
         return f"perf-{os.getpid()}-{purpose}-{len(self._memories)}"
 
     def _region(self, name: str, byte_size: int) -> SystemMemory | CudaMemory:
-        memory = self._make(name, max(byte_size, _ALIGNMENT))
+        memory = self._memory_type(name, max(byte_size, _ALIGNMENT))
         self._memories[name] = memory
         self._transport.register(memory.kind, name, memory.fields)
         return memory

@@ -27,7 +27,7 @@ from shmserve.ipc.messages.control_requests import (
     CheckHolders,
     TicketReturned,
 )
-from shmserve.ipc.messages.publications import ProcessExited, ProcessStarted
+from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.processes import set_process_title, with_large_copies, with_mark
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.access import configured_run_directory, tcp_listeners
@@ -51,7 +51,7 @@ from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, Publications
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
-from shmserve.supervisor.processes.children import Child, ProcessTable, Zygote, worker_preloads
+from shmserve.supervisor.processes.children import ProcessTable, Zygote, worker_preloads
 from shmserve.supervisor.processes.control_socket import (
     Address,
     ControlSocket,
@@ -201,7 +201,7 @@ def compose(
     registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
-    processes = ProcessTable(partial(_publish_start, events))
+    processes = ProcessTable(events.process_started)
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(accelerators.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
@@ -223,18 +223,17 @@ def compose(
     )
     state_sources = (registry.states, processes.all, snapshot.regions, health.current)
     feed = EventFeed(events, *state_sources, registry.publish_counters)
-    progress = StartupReport(registry.progress)
 
     def state() -> str:
         return progress_line(registry.progress())
 
-    def models_changed() -> None:
-        progress.update()
-        manager.status(state())
-        feed.models_changed()
-        announce(context, health)
-
-    parts = (context, planner, registry, publications, models_changed)
+    observers: list[Callable[[], None]] = [
+        feed.models_changed,
+        partial(announce, context, health),
+    ]
+    if manager.is_present:
+        observers.append(lambda: manager.status(state()))
+    parts = (context, planner, registry, publications, observers)
     models = ModelManager(LifecycleExecutor(*parts))
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
@@ -269,7 +268,7 @@ def compose(
         autoscaler=autoscaler,
         health=health,
         feed=feed,
-        progress=progress,
+        progress=StartupReport(registry.progress, observers),
         manager=manager,
         handover=handover,
         watchdog=Watchdog(control, processes, manager),
@@ -318,10 +317,6 @@ def _compose_context(
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
         hosts=SchedulerHosts(control, front_zygote, run_dir.path, logging),
     )
-
-
-def _publish_start(events: EventPublisher, child: Child) -> None:
-    events.publish(ProcessStarted(child.pid, child.title))
 
 
 def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, number: int) -> None:

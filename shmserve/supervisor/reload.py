@@ -24,7 +24,7 @@ from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.orders import LoggedFailure
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder
 from shmserve.supervisor.regions.opener import RegionOpener
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class RepositoryPoller:
     def _may_serve(self, name: str, folder: ModelFolder | None) -> bool:
         model = self._registry.models.get(name)
         serves = model is not None and bool(model.serving)
-        return folder is not None and not (serves and folder.problem == IN_SEVERAL)
+        return folder is not None and not (serves and folder.problem == DUPLICATE_MODEL)
 
     async def _apply(self, name: str, present: bool) -> None:
         try:
@@ -96,7 +96,7 @@ class RepositoryPoller:
         if not present:
             self._retries.pop(name, None)
             if model is not None and (
-                model.serving or model.orders or model.failed or model.on_demand
+                model.serving or model.orders or model.has_failed or model.on_demand
             ):
                 await self._models.unload(name)
             return
@@ -214,7 +214,7 @@ class Reload:
             **_select_applied(config, {**_SERVER_FIELDS, _TOKENS_FLAG: "tokens"}, applied),
         )
         context.logging.change(_select_applied(config.log, _LOG_FIELDS, applied))
-        self._opener.limit(context.config.shm)
+        self._opener.set_limits(context.config.shm)
         if _TOKENS_FLAG in applied:
             context.control.broadcast(SetTokens(dict(config.tokens)), "gateway")
 

@@ -223,7 +223,7 @@ def test_a_model_that_broke_is_loaded_again(
     change(pool, "once").result().ok()
     code.write_text("raise SystemError('not again')")
     server.find_one("worker once").kill()
-    until("it has failed", lambda: state(server, "once") == "UNAVAILABLE", 20)
+    until("it has failed", lambda: state(server, "once") == "UNAVAILABLE")
     assert not server.answers("/v2/health/ready")
     code.write_text(good)
     change(pool, "once").result().ok()

@@ -74,7 +74,7 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
         waiting = pool.number("once", 1)
         assert values(waiting.result()) == [1]
         server.find_one("worker once.0").kill()
-        until("it has failed", lambda: pool.number("once", 1).result().status == 503, 20)
+        until("it has failed", lambda: pool.number("once", 1).result().status == 503)
         assert http.get("/v2/health/live").status == 200
         assert http.get("/v2/health/ready").status == 400
         assert http.get("/v2/models/once/ready").status == 400
@@ -123,7 +123,7 @@ def test_a_model_that_crashes_on_every_request_becomes_unavailable(
                 assert http.infer("simple", request).status == 200
                 return statuses[-1] == 503
 
-            until("it is given up", given_up, 20)
+            until("it is given up", given_up)
             assert statuses == [500] * 5 + [503]  # each request is retried once
             rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
             assert rows["bad"]["state"] == "UNAVAILABLE"
@@ -134,4 +134,4 @@ def test_a_model_that_crashes_on_every_request_becomes_unavailable(
             code.write_text(good)
             if mode == "explicit":
                 http.load("bad").ok()
-            until("it serves", lambda: http.infer("bad", request).status == 200, 10)
+            until("it serves", lambda: http.infer("bad", request).status == 200)

@@ -75,7 +75,7 @@ class CalledModels:
 
     def __exit__(self, *_: object) -> None:
         before = self.done
-        until("the others are served", lambda: self.done > before + 3, within_s=30)
+        until("the others are served", lambda: self.done > before + 3)
         self._stop.set()
         self._thread.join()
 
@@ -102,7 +102,7 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     before = State.of(server)
     with shmserve.client.connect(server.run_dir) as connected:
         yield connected
-    until("all is as it was", lambda: not before.differences(State.of(server), MEMORY), within_s=20)
+    until("all is as it was", lambda: not before.differences(State.of(server), MEMORY))
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
 
@@ -185,7 +185,6 @@ def test_a_client_opens_very_many_and_ends_none(
     until(
         "nothing of it waits",
         lambda: server.metric("nv_inference_pending_request_count") == 0,
-        within_s=30,
     )
     with CalledModels(server) as called_models:
         pass

@@ -27,7 +27,7 @@ from tests.support.wire.http2 import (
     post,
 )
 
-_MOST_STEPS = 40
+_MAX_STEPS = 40
 _FIELDS: list[tuple[tuple[bytes, bytes], ...]] = [
     *((), (), (), ((b"grpc-encoding", b"gzip"),), ((b"grpc-timeout", b"9S"),)),
     *(((b"grpc-timeout", b"0n"),), ((b"grpc-encoding", b"br"),), ((b"grpc-timeout", b"x"),)),
@@ -169,7 +169,7 @@ async def _play(data: bytes) -> None:
     try:
         scene = Scene()
         client = _Client(scene, data)
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             if not client.has_more or scene.transport.closed or scene.connection._is_closing:
                 break
             client.step()

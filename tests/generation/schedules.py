@@ -20,7 +20,7 @@ import torch
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Step, Stepped
 from shmserve.scheduler.generative.sequences import Generation
-from shmserve.workers.backends.llm.engine import Planned, WorkerEngine
+from shmserve.workers.backends.llm.engine import RowPlan, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
@@ -57,11 +57,11 @@ class NotingEngine(WorkerEngine):
 
     bits: dict[int, Bits]
 
-    def _forward(self, planned: list[Planned]) -> torch.Tensor:
+    def _forward(self, planned: list[RowPlan]) -> torch.Tensor:
         logits = super()._forward(planned)
         for settings in planned:
             if settings.row.samples:
-                sequence, line = settings.sequence, logits[settings.logits].numpy()
+                sequence, line = settings.sequence, logits[settings.logit_row].numpy()
                 noted = self.bits.setdefault(sequence.prompt.key, {})
                 digest = hashlib.blake2b(line.tobytes(), digest_size=8).digest()
                 noted[sequence.sample, len(sequence.tokens)] = digest

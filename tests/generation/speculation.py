@@ -64,7 +64,7 @@ def spoken(
         drawn = pick(chances, [row.draw(PROPOSAL) for row in sampled])
         for proposal, token, chance in zip(proposals, drawn, chances, strict=True):
             proposal.tokens.append(token)
-            proposal.chances.append(chance)
+            proposal.probabilities.append(chance)
     by_length = [
         rows([p.tokens[:size] for p in proposals], parameters, seeds) for size in range(LENGTH + 1)
     ]

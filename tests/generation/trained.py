@@ -22,7 +22,7 @@ from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
 
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "generation"
-_MOST_MORE = 0.01  # of perplexity
+_MAX_INCREASE = 0.01  # of perplexity
 _ROWS, _LENGTH = 24, 128  # of the text that perplexity is measured on
 _PROMPTS, _MOST = 4, 24  # of greedy texts
 _CLOSE = 1e-4
@@ -78,7 +78,7 @@ def run(size: int, first: int = 0) -> str:
         check_greedy(path, Path(folder) / "rig", tokens)
         exact, rounded = (perplexity(path, kind, tokens) for kind in ("fp32", "int8"))
     more = rounded / exact - 1
-    assert abs(more) < _MOST_MORE, f"perplexity {exact:.3f}, and {rounded:.3f} with int8 weights"
+    assert abs(more) < _MAX_INCREASE, f"perplexity {exact:.3f}, and {rounded:.3f} with int8 weights"
     return (
         f"trained for {size} s: greedy texts are transformers'; perplexity {exact:.3f}, and "
         f"{rounded:.3f} with int8 weights ({more:+.2%})"

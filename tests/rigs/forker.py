@@ -28,7 +28,7 @@ GATEWAY = "shmserve.gateway.http.main:run"
 GRPC = "shmserve.gateway.grpc.main:run"
 WORKER = "shmserve.workers.main:run"
 _LARGEST = 1 << 16
-_MOST_FDS = 16
+_MAX_FDS = 16
 
 
 class Forked:
@@ -106,7 +106,7 @@ def main(link_fd: int, entry: str) -> None:
     link = socket.socket(fileno=link_fd)
     running: set[int] = set()
     while True:
-        data, fds, _, _ = socket.recv_fds(link, _LARGEST, _MOST_FDS)
+        data, fds, _, _ = socket.recv_fds(link, _LARGEST, _MAX_FDS)
         if not data:
             for pid in running:
                 os.kill(pid, signal.SIGKILL)

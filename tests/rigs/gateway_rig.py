@@ -182,7 +182,7 @@ class Rig:
         self._log = b""
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
-        until("the gateway says that it is there", lambda: self._peer, 20)
+        until("the gateway says that it is there", lambda: self._peer)
 
     def _read_log(self) -> None:
         with self._log_pipe as lines:

@@ -15,7 +15,7 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
-from shmserve.supervisor.models.manager import News, Publications
+from shmserve.supervisor.models.manager import Publication, Publications
 from shmserve.supervisor.models.orders import LoadPlan, Order
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -47,7 +47,7 @@ class Generation:
     def update_to(self, spec: VersionSpec) -> None:
         pass
 
-    def hand_counts_to(self, successor: Generation | None) -> None:
+    def pass_counters_to(self, successor: Generation | None) -> None:
         pass
 
     def changed(self) -> None:
@@ -66,7 +66,7 @@ class LifecycleRig:
 
     def __init__(self) -> None:
         self.registry = ModelRegistry()
-        self.lifecycle = Lifecycle(self.registry, self, hosted=True)
+        self.lifecycle = Lifecycle(self.registry, self, shares_hosts=True)
         self.publications = Publications()
         self.pending: list[tuple[str, Callable[[], None]]] = []
         self.answers: list[Order] = []
@@ -96,7 +96,7 @@ class LifecycleRig:
 
     # --- the executor
 
-    def announce(self, news: News) -> int:
+    def announce(self, news: Publication) -> int:
         self.number += 1
         return self.number
 
@@ -119,7 +119,7 @@ class LifecycleRig:
         config = ModelSpec.of(written)
         spec = VersionSpec(name, "1", folder, folder, config)
         plan = LoadPlan("", [spec], self.steps)
-        self.pending.append(("read", lambda: self.lifecycle.was_read(order, plan)))
+        self.pending.append(("read", lambda: self.lifecycle.was_planned(order, plan)))
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
         version = Generation(spec, self, next(self._endpoints))

@@ -21,8 +21,7 @@ from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_infe
 from shmserve.workers.backends.llm import LlmBackend
 from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
 from tests.support.messages import inferred_of
-
-_PATIENCE_S = 60.0
+from tests.support.waiting import DEADLINE_S
 
 ALL = (
     "text_output",
@@ -259,19 +258,19 @@ class Scheduler:
             self.step()
         self.finish()
 
-    def finish(self, timeout_s: float = 10.0) -> None:
+    def finish(self) -> None:
         """Wait for the ends of all requests."""
-        self._wait("all requests end", lambda: self.prepared.keys() <= self.ended, timeout_s)
+        self._wait("all requests end", lambda: self.prepared.keys() <= self.ended)
 
-    def _wait(self, what: str, holds: Callable[[], bool], within_s: float = _PATIENCE_S) -> None:
+    def _wait(self, what: str, holds: Callable[[], bool]) -> None:
         """Take the worker's messages until a condition holds.
 
         Raises:
-            AssertionError: The condition does not hold within `within_s` seconds.
+            AssertionError: The condition does not hold within `DEADLINE_S` seconds.
         """
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + DEADLINE_S
         while not holds():
-            assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
             self.listen(0.2)
 
     @property

@@ -75,7 +75,7 @@ class Host:
         done: list[tuple[float, float, float]] = []  # start of waiting, arrival, start of execution
         ready, starting = self.count, 0
         executed = 0
-        waited_s = took_s = 0.0
+        queueing_s = execution_s = 0.0
         at_s = came_s = 0.0
         looks = changes_at = math.inf
         looks = SAMPLE_EVERY_S
@@ -85,8 +85,8 @@ class Host:
                 _, came, began = heapq.heappop(done)
                 run.took.append((came, at_s - came))
                 executed += 1
-                waited_s += began - came
-                took_s += at_s - began
+                queueing_s += began - came
+                execution_s += at_s - began
             elif at_s == changes_at:
                 ready, starting, changes_at = ready + 1, 0, math.inf
                 self._change(run, at_s, +1)
@@ -95,7 +95,7 @@ class Host:
                 came_s = self._next(shape, at_s)
             else:
                 looks += SAMPLE_EVERY_S
-                counts = executed, executed, waited_s, executed, took_s
+                counts = executed, executed, queueing_s, executed, execution_s
                 load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(done)))
                 change = self.policy.sample(load, self.count)
                 if change is not None and not starting and change.total > self.count:

@@ -104,7 +104,7 @@ def booted() -> Iterator[Systemd]:
                     raise Unavailable(f"systemd does not start: {log.read().strip()[-200:]}")
                 return systemd.run("systemctl", "is-active", "start.target") == "active"
 
-            until("systemd", has_started, within_s=30)
+            until("systemd", has_started)
             yield systemd
         finally:
             # All processes of the namespace exit with the manager before it can be awaited.

@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import Inference, byte_size_of, pack_inference
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
-from tests.simulation.oracles import MOST_BEGINNINGS, Ledger, Request
+from tests.simulation.oracles import MAX_STARTS, Ledger, Request
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, US, Link, Process, Violation, World
 from tests.support.messages import inferred_of
@@ -46,7 +46,7 @@ class ClientRequest(InflightRequest):
             self.client.schedulers.discard(self.endpoint, message)
         else:
             # A generation may run on several workers, and each worker has its own credit.
-            workers = MOST_BEGINNINGS if self.request.model.generative else 1
+            workers = MAX_STARTS if self.request.model.generative else 1
             if self.responses - self.read > FIRST_CREDIT * workers + 1:
                 self.request.fail(f"{self.responses} responses came, and {self.read} were read")
             self.client.world_ledger.responded(self.request, message)

@@ -16,7 +16,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import byte_size_of
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.texts import STOP, Asked, Piece, asked, texts
-from tests.simulation.worker import MOST_WAIT_NS, Stream, Worker
+from tests.simulation.worker import MAX_WAIT_NS, Stream, Worker
 from tests.simulation.world import US, Violation
 from tests.support.generative_worker import GenerativeWorker
 
@@ -241,7 +241,7 @@ class Generator(Worker):
     def _hold(self, answer: Answer) -> None:
         if not answer.waits_since_ns:
             answer.waits_since_ns = self.world.now_ns
-            self.world.after(MOST_WAIT_NS, self._overdue, answer, answer.waits_since_ns)
+            self.world.after(MAX_WAIT_NS, self._overdue, answer, answer.waits_since_ns)
 
     def _overdue(self, answer: Answer, since_ns: int) -> None:
         mine = self._streams.get(answer.work.key) is answer

@@ -22,7 +22,7 @@ from tests.simulation import texts
 from tests.simulation.models import Model
 from tests.simulation.world import Violation, World
 
-MOST_BEGINNINGS = 3  # a generation may begin on this many workers, because workers die
+MAX_STARTS = 3  # a generation may begin on this many workers, because workers die
 
 
 @dataclass(eq=False)
@@ -334,7 +334,7 @@ class SchedulerTrace:
             self._fail(f"request {work.request_id} begins, which nobody waits for")
             return
         self._may_begin(entry)
-        if entry.begun >= MOST_BEGINNINGS:
+        if entry.begun >= MAX_STARTS:
             self._fail(f"request {work.request_id} has ended {entry.begun} workers, and begins")
         entry.begun += 1
         entry.at = peer

@@ -277,6 +277,10 @@ class Supervisor(Process):
     ) -> None:
         version.drained = False
         self.send(version.former, supervision.Drain())
+        if self.world.chance(0.3):
+            # The move continues, although the former scheduler still has requests.
+            for worker in workers:
+                self.world.after(self.world.between(5 * US, 500 * US), self.kill, worker)
         self._await_drained(version, workers, then)
 
     def _await_drained(

@@ -25,7 +25,7 @@ from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
 from tests.support.messages import inference_of
 
-MOST_WAIT_NS = 30 * SECOND
+MAX_WAIT_NS = 30 * SECOND
 # After this number of batches, a worker returns a batch that it did not receive.
 _NONSENSE_EVERY = 499
 
@@ -340,12 +340,12 @@ class Worker(Process):
         if stream.left and not cancelled:
             if not stream.window.is_open:
                 stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
-                if self.world.now_ns - stream.waits_since_ns >= MOST_WAIT_NS:
+                if self.world.now_ns - stream.waits_since_ns >= MAX_WAIT_NS:
                     raise Violation(
                         f"{self}: nobody reads the responses to {stream.work.request_id}"
                     )
                 else:
-                    self.world.after(MOST_WAIT_NS, self._emit, stream)
+                    self.world.after(MAX_WAIT_NS, self._emit, stream)
                 return
             final = stream.left == 1 and self.world.chance(0.5)
             self._respond(stream, final)

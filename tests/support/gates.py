@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.waiting import until
-
-_PATIENCE_S = 20.0
+from tests.support.waiting import DEADLINE_S, until
 
 # The first lines of a model's file. `wait` blocks until the test stops holding.
 WAITING = """
@@ -62,7 +60,7 @@ class Visit:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._connection.settimeout(_PATIENCE_S)
+        self._connection.settimeout(DEADLINE_S)
         with connection.makefile("rb") as stream:
             self.message: dict[str, Any] = json.loads(stream.readline())
         self.batch: list[Any] = self.message["batch"]
@@ -85,7 +83,7 @@ class Gate:
         self._listener.listen(64)
         self._visits: list[Visit] = []
 
-    def next(self, within_s: float = _PATIENCE_S) -> Visit:
+    def next(self, within_s: float = DEADLINE_S) -> Visit:
         """Return the next execution that arrives.
 
         Raises:

@@ -19,7 +19,6 @@ from tests.support.process_table import Entry, descendants, table
 from tests.support.waiting import until
 
 _SHM = Path("/dev/shm")
-_SETTLE_S = 3.0
 # The names that tests/support/regions.py creates. Several test runs may be active at once.
 _TEST_OBJECT = re.compile(r"test-(\d+)-")
 
@@ -62,7 +61,7 @@ class Snapshot:
             return not leaks
 
         try:
-            until("nothing is left behind", nothing_left, _SETTLE_S)
+            until("nothing is left behind", nothing_left)
         except AssertionError:
             raise AssertionError("left behind: " + "; ".join(leaks)) from None
 

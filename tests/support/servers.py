@@ -24,11 +24,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support import watchdog
 from tests.support.gates import Gate
 from tests.support.process_table import descendants, table
-from tests.support.waiting import until
+from tests.support.waiting import DEADLINE_S, until
 from tests.support.wire.raw_http import Http
 
 ROOT = Path(__file__).resolve().parents[2]
-_READY_S = 60.0
 _STOP_S = 40.0
 _TITLE = "shmserve: "
 _GONE = "(gone)"
@@ -135,7 +134,7 @@ class Server:
 
     # --- waiting ---
 
-    def wait_ready(self, path: str = "/v2/health/ready", within_s: float = _READY_S) -> Server:
+    def wait_ready(self, path: str = "/v2/health/ready", within_s: float = DEADLINE_S) -> Server:
         """Wait until `path` returns 200.
 
         Raises:
@@ -159,7 +158,7 @@ class Server:
         except (OSError, http_client_error):
             return False
 
-    def wait_listening(self, within_s: float = 10.0) -> None:
+    def wait_listening(self) -> None:
         """Wait until a process accepts connections on gRPC's port."""
 
         def accepts() -> bool:
@@ -168,7 +167,7 @@ class Server:
                 return True
             return False
 
-        until(f"gRPC listens:\n{self.log()}", accepts, within_s)
+        until(f"gRPC listens:\n{self.log()}", accepts)
 
     def wait_named(self) -> None:
         """Wait until each process has its own title, by which the leak guard identifies it.
@@ -184,7 +183,7 @@ class Server:
             titles = self.titles()
             return all(titles[title] == 1 for title in own)
 
-        until(f"its processes are named:\n{self.log()}", named, _READY_S)
+        until(f"its processes are named:\n{self.log()}", named)
 
     def wait_exit(self, within_s: float) -> int | None:
         """Return the exit status, or None if the server still runs after `within_s`."""
@@ -192,8 +191,8 @@ class Server:
             return self.process.wait(within_s)
         return None
 
-    def wait_log(self, text: str, within_s: float = 10.0) -> None:
-        until(f"the log says {text!r}:\n{self.log()}", lambda: text in self.log(), within_s)
+    def wait_log(self, text: str) -> None:
+        until(f"the log says {text!r}:\n{self.log()}", lambda: text in self.log())
 
     # --- inspection ---
 
@@ -240,7 +239,6 @@ class Server:
         until(
             f"{count} requests of {model} are pending",
             lambda: self.metric("nv_inference_pending_request_count", model=model) == count,
-            within_s=10,
         )
 
     # --- ending ---
@@ -374,7 +372,7 @@ def unload_all(server: Server, repository: Path) -> None:
     for folder in repository.iterdir():
         shutil.rmtree(folder)
     hosts = ("scheduler", "ensemble")  # the roles of a model's processes that end last
-    until("all have ended", lambda: not any(map(server.find, hosts)), 10)
+    until("all have ended", lambda: not any(map(server.find, hosts)))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from shmserve.errors import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.batch.request import Input, Output, Request, Response, Unpacker
-from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
+from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter
 from shmserve.workers.context import ModelContext, Stopwatch
 from shmserve.workers.links.scheduler import HandlerTable
 
@@ -26,9 +26,9 @@ __all__ = [
     "Input",
     "ModelContext",
     "Output",
+    "OutputStream",
     "Request",
     "Response",
-    "ResponseStream",
     "Stopwatch",
     "find",
 ]
@@ -135,7 +135,7 @@ class Backend(ABC):
                 with writable inputs.
         """
 
-    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+    def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Execute one batch of a decoupled model.
 
         The default implementation sends one response to each request.
@@ -157,7 +157,7 @@ class Backend(ABC):
 
         The handlers run in the instance's only loop and must not block it. For each request
         `opened` of a message, `unpacker.request(opened.work)` returns the backend's request, and
-        `ResponseStream(writer, opened, request)` accepts its responses.
+        `OutputStream(writer, opened, request)` accepts its responses.
 
         Args:
             writer: The writer of responses; `writer.link` is the link to the scheduler.

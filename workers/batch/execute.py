@@ -24,7 +24,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Request, Response, Unpacker
-from shmserve.workers.batch.response_stream import RehearsedStream, ResponseStream, ResponseWriter
+from shmserve.workers.batch.response_stream import OutputStream, RehearsedStream, ResponseWriter
 from shmserve.workers.context import WrongCount, client_error, is_models_own
 from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
 from shmserve.workers.memory.device_memory import free_cached_memory, is_out_of_memory
@@ -220,7 +220,7 @@ class Executor:
 
     # --- decoupled
 
-    def _run_streams(self, streams: list[ResponseStream]) -> list[Reply]:
+    def _run_streams(self, streams: list[OutputStream]) -> list[Reply]:
         # No second execution: the model may have begun to respond.
         try:
             self._call_backend(self._backend.execute_decoupled, streams)
@@ -242,7 +242,7 @@ class Executor:
         """
         if self._decoupled:
             pairs = zip(open_requests, requests, strict=True)
-            return self._run_streams([ResponseStream(self._writer, *pair) for pair in pairs])
+            return self._run_streams([OutputStream(self._writer, *pair) for pair in pairs])
         replies: list[Reply] = []
         failed: list[WorkerRequest] = []
         too_large = False

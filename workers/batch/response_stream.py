@@ -139,7 +139,7 @@ class ResponseWriter:
     scatterer: Scatterer
     metrics: MetricsReports
     context: ModelContext
-    abandoned: deque[tuple[ResponseStream, BaseException | None]] = field(default_factory=deque)
+    abandoned: deque[tuple[OutputStream, BaseException | None]] = field(default_factory=deque)
 
     def refuse(self, open_request: WorkerRequest, error: ShmserveError) -> None:
         """Fail a request that cannot be read."""
@@ -168,7 +168,7 @@ class ResponseWriter:
             stream.end_abandoned(error)
 
 
-class ResponseStream:
+class OutputStream:
     """The responses to one `request`; safe to use in any thread.
 
     If the client does not read further responses, only the final response is sent.
@@ -380,7 +380,7 @@ class ResponseStream:
         self._writer.link.close(self._open)
 
 
-class RehearsedStream(ResponseStream):
+class RehearsedStream(OutputStream):
     """A stream that drops its responses; `error` is the first error among them."""
 
     __slots__ = ("_ended", "error")

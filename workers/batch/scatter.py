@@ -69,13 +69,16 @@ def _is_repeatable(ready: list[ReadyOutput], request: Request, response: Respons
 
     If so, the next response with the same key is written in the same way.
     """
-    if len(ready) != len(response.outputs) or any(item.datatype == "BYTES" for item in ready):
+    if len(ready) != len(response.outputs):
         return False
     if request.memory_ranges and len(ready) < len(request.requested):
         return False
     pairs = zip(ready, response.outputs, strict=True)
     return all(
-        item.data is output.data or type(output.data) is not np.ndarray for item, output in pairs
+        item.name not in request.memory_ranges
+        if item.datatype == "BYTES"
+        else item.data is output.data or type(output.data) is not np.ndarray
+        for item, output in pairs
     )
 
 
@@ -139,11 +142,17 @@ class Scatterer:
             return self._write_new(request, response, key)
         schema, destinations = request.response_kinds[key]
         packed: list[Any] = []
+        message_bytes = 0
         for output, source in zip(response.outputs, destinations, strict=True):
             data = output.data
             if source is None:
-                raw = (data if type(data) is np.ndarray else _host_array(output)).tobytes()
-                self._context.copy_counter.outputs += data.nbytes
+                array = data if type(data) is np.ndarray else _host_array(output)
+                if output.datatype == "BYTES":
+                    raw = encode_bytes(array)
+                    message_bytes += len(raw)
+                else:
+                    raw = array.tobytes()
+                    message_bytes += array.nbytes
                 packed += [raw]
                 continue
             if not source:
@@ -160,6 +169,9 @@ class Scatterer:
                 assert source_range is not None
                 memory_range = source_range
             packed += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
+        if message_bytes > INLINE_LIMIT:  # the size of BYTES outputs varies
+            return self._write_new(request, response, None)
+        self._context.copy_counter.outputs += message_bytes
         return schema, packed
 
     def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
@@ -386,8 +398,9 @@ class Scatterer:
         Raises:
             DeviceLost: A write has failed.
         """
-        if self._context.device_memory is not None:
-            self._context.device_memory.finish_writes()
+        memory = self._context.device_memory
+        if memory is not None and memory.written_devices:
+            memory.finish_writes()
 
 
 def _used_range(name: str, memory_range: Range, byte_size: int) -> Range:

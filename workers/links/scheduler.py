@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # A message that may be delayed is sent together with the next one. This saves a wake-up of the
 # scheduler, which on few cores preempts the gateway. After HOLD_NS, about the duration of a hop,
 # messages are sent immediately: the first one has reached the client by then. No message is delayed
-# longer than `_MOST_HELD_NS`.
+# longer than `_MAX_HOLD_NS`.
 HOLD_NS = 200_000
 _MAX_HOLD_NS = 400_000
 

@@ -113,7 +113,11 @@ class _Mapping:
 
 @dataclass(eq=False)
 class DeviceMemory:
-    """The device memory of other processes that this process has open."""
+    """The device memory of other processes that this process has open.
+
+    Attributes:
+        written_devices: The devices with writes that `finish_writes` has not waited for.
+    """
 
     _create_driver: Callable[[], Cuda] = Driver
     _as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor
@@ -123,7 +127,7 @@ class DeviceMemory:
     )
     # The pointers and devices of the allocations to close.
     _unused: deque[tuple[int, int]] = field(default_factory=deque)
-    _written_devices: set[int] = field(default_factory=set)
+    written_devices: set[int] = field(default_factory=set)
     _working_devices: set[int] = field(
         default_factory=set
     )  # devices that have worked at least once
@@ -257,7 +261,7 @@ class DeviceMemory:
 
         The number is 0 if the tensor is at the destination. `finish_writes` waits for the copy.
         """
-        self._written_devices.add(device)
+        self.written_devices.add(device)
         source = source.detach().resolve_conj().resolve_neg()
         if source.data_ptr() == destination.data_ptr() and source.is_contiguous():
             return 0
@@ -275,8 +279,8 @@ class DeviceMemory:
         Raises:
             DeviceLost: This process cannot use a device any more.
         """
-        while self._written_devices:
-            self.synchronize(self._written_devices.pop())
+        while self.written_devices:
+            self.synchronize(self.written_devices.pop())
 
     def synchronize(self, device: int) -> None:
         """Wait until a device has completed the work of this process; safe in any thread.

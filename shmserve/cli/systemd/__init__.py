@@ -31,15 +31,15 @@ _SOCKETS = {
     "shmserve-metrics.socket": ("metrics", 8002, ""),
     "shmserve-local.socket": ("local", 0, "local.sock"),
 }
-_PACKETS = "local.sock"  # the socket of local clients (shmserve.client)
+_LOCAL_SOCKET = "local.sock"  # the socket of local clients (shmserve.client)
 # The template units of further servers, by the units of the first server.
 _TEMPLATES = {unit: unit.replace(".", "@.") for unit in _SOCKETS}
 UNITS = (*SERVICES, *_SOCKETS, *_TEMPLATES.values(), "shmserve.slice")
 _STOP_MARGIN_S = 10
-_KNOWS_RELOADS = 253  # since this version `systemctl reload` waits for completion
-_RELOADS = "Type=notify-reload"
-_IS_SIGNALLED = "Type=notify\nExecReload=/bin/sh -c 'kill -HUP $MAINPID'"
-_MARK = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
+_MIN_RELOAD_VERSION = 253  # since this version `systemctl reload` waits for completion
+_TYPE_RELOAD = "Type=notify-reload"
+_TYPE_SIGNAL = "Type=notify\nExecReload=/bin/sh -c 'kill -HUP $MAINPID'"
+_STAMP = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Installation:
     device: str = "cpu"
     token: bool = False
     exit_timeout_s: int = 30
-    version: int = 0  # the version of systemd; 0: unknown
+    version: int = 0
 
     @property
     def units(self) -> Path:
@@ -96,20 +96,25 @@ class File:
         path: Its path.
         purpose: Its purpose.
         text: Its text; None: not installed on this host.
-        own: Whether the operator edits the file in place.
+        is_editable: Whether the operator may edit the file in place.
     """
 
     path: Path
     purpose: str
     text: str | None
-    own: bool = False
+    is_editable: bool = False
 
 
 def files(host: Installation) -> list[File]:
     """Return all files that may be installed, in the order of writing."""
-    own = host.settings / "shmserve.yaml"
+    settings_file = host.settings / "shmserve.yaml"
     return [
-        File(path, purpose, None if body is None else stamped(body, path == own), path == own)
+        File(
+            path,
+            purpose,
+            None if body is None else stamp(body, path == settings_file),
+            path == settings_file,
+        )
         for path, purpose, body in _bodies(host)
     ]
 
@@ -118,7 +123,7 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None]]:
     user = host.home is not None
     models = json.dumps(str(host.models), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
-    config = _filled("config.yaml", models=models, group=group)
+    config = _render("config.yaml", models=models, group=group)
     yield host.settings / "shmserve.yaml", "the server's flags", config
     yield host.units / SERVICES[0], "the server", _service(host, instance=False)
     purpose = f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.yaml"
@@ -130,19 +135,19 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None]]:
         listen = _listen("", f"%i-{name}.sock", user)
         yield host.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
     limits = "the resource limits of all servers together"
-    yield host.units / UNITS[-1], limits, _filled("slice.conf")
+    yield host.units / UNITS[-1], limits, _render("slice.conf")
     for service in SERVICES:
         folder = host.units / f"{service}.d"
         for device in DEVICES:
-            text = None if user or device != host.device else _filled(f"{device}.conf")
+            text = None if user or device != host.device else _render(f"{device}.conf")
             yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
-        text = _filled("token.conf", credential=_credential(user)) if host.token else None
+        text = _render("token.conf", credential=_credential(user)) if host.token else None
         yield folder / "20-token.conf", "the tokens that clients must send", text
     if user:
-        text = _filled("user-tmpfiles.conf", models=quoted(str(host.models)))
+        text = _render("user-tmpfiles.conf", models=quote(str(host.models)))
     else:
-        text = _filled("tmpfiles.conf")
-        yield SYSUSERS, "the user shmserve, the group shmclients", _filled("sysusers.conf")
+        text = _render("tmpfiles.conf")
+        yield SYSUSERS, "the user shmserve, the group shmclients", _render("sysusers.conf")
     yield host.tmpfiles, "the required folders", text
 
 
@@ -150,15 +155,15 @@ def _service(host: Installation, instance: bool) -> str:
     user = host.home is not None
     sockets = " ".join(_SOCKETS)
     name = "shmserve" if user else "shmserve/server"
-    return _filled(
+    return _render(
         "service.conf",
         title=" %i" if instance else "",
-        type=_RELOADS if host.version >= _KNOWS_RELOADS else _IS_SIGNALLED,
-        program=" ".join(map(quoted, host.program)),
+        type=_TYPE_RELOAD if host.version >= _MIN_RELOAD_VERSION else _TYPE_SIGNAL,
+        program=" ".join(map(quote, host.program)),
         config="%i" if instance else "shmserve",
         run_dir=f"{name}-%i" if instance else name,
         stop_timeout_s=host.exit_timeout_s + _STOP_MARGIN_S,
-        system="" if user else _filled("system.conf"),
+        system="" if user else _render("system.conf"),
         sockets="" if instance else f"Sockets={sockets}\n",
         target="default.target" if user else "multi-user.target",
         also="" if instance else f"Also={sockets}",
@@ -167,7 +172,7 @@ def _service(host: Installation, instance: bool) -> str:
 
 def _listen(address: str, path: str, user: bool) -> list[str]:
     lines = [f"ListenStream={address}"] if address else []
-    kind = "ListenSequentialPacket" if path.endswith(_PACKETS) else "ListenStream"
+    kind = "ListenSequentialPacket" if path.endswith(_LOCAL_SOCKET) else "ListenStream"
     if path and user:
         lines += [f"{kind}=%t/shmserve-{path}", "SocketMode=0600"]
     elif path:
@@ -179,8 +184,8 @@ def _listen(address: str, path: str, user: bool) -> list[str]:
 
 def _socket(name: str, listen: list[str], instance: str) -> str:
     title = instance.replace("@", " ")
-    words = {"name": name, "title": title, "instance": instance}
-    return _filled("socket.conf", listen="\n".join(listen), **words)
+    fields = {"name": name, "title": title, "instance": instance}
+    return _render("socket.conf", listen="\n".join(listen), **fields)
 
 
 def _credential(user: bool) -> str:
@@ -191,13 +196,13 @@ def _credential(user: bool) -> str:
     return f"LoadCredential=token:{file}\n{flags}"
 
 
-def _filled(template: str, /, **words: object) -> str:
+def _render(template: str, /, **fields: object) -> str:
     text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
-    filled = text.format_map(words)
-    return re.sub(r"\n{3,}", "\n\n", filled).rstrip("\n") + "\n"
+    rendered = text.format_map(fields)
+    return re.sub(r"\n{3,}", "\n\n", rendered).rstrip("\n") + "\n"
 
 
-def quoted(word: str) -> str:
+def quote(word: str) -> str:
     """Return a word quoted for a systemd command line."""
     word = word.replace("%", "%%").replace("$", "$$")
     if re.fullmatch(r"[\w%$@:=,./+-]+", word):
@@ -205,22 +210,22 @@ def quoted(word: str) -> str:
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def stamped(body: str, own: bool) -> str:
+def stamp(body: str, is_editable: bool) -> str:
     """Return `body` after a line with the file's origin and a hash, by which edits are detected."""
     digest = hashlib.sha256(body.encode()).hexdigest()
-    advice = "edit it as needed" if own else "change it by drop-ins, systemctl edit"
+    advice = "edit it as needed" if is_editable else "change it by drop-ins, systemctl edit"
     return f"# Written by `shmserve systemd install` (sha256 {digest}); {advice}.\n{body}"
 
 
-def untouched(text: str) -> bool:
+def is_untouched(text: str) -> bool:
     """Check whether a text is unchanged since `install` wrote it."""
     head, _, body = text.partition("\n")
-    match = _MARK.match(head)
+    match = _STAMP.match(head)
     return match is not None and match[1] == hashlib.sha256(body.encode()).hexdigest()
 
 
-_RUN = Path("/run/shmserve")
-_HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
+_RUN_ROOT = Path("/run/shmserve")
+_HIDDEN_FOLDERS = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -254,7 +259,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.user and arguments.root:
         raise InvalidArgument("--root: an image has no user's manager; leave out --user")
     root = arguments.root or Path("/")
-    host = _host(arguments, root)
+    host = _target(arguments, root)
     if arguments.verb == "show":
         for file in files(host):
             if file.text is not None:
@@ -264,12 +269,12 @@ def run(arguments: argparse.Namespace) -> int:
         return _Change(host, root, arguments).run(arguments.verb)
 
 
-def _host(arguments: argparse.Namespace, root: Path) -> Installation:
+def _target(arguments: argparse.Namespace, root: Path) -> Installation:
     home = None
     if arguments.user:
         config, data = (
-            Path(os.environ.get(f"XDG_{name}_HOME") or Path.home() / usual)
-            for name, usual in (("CONFIG", ".config"), ("DATA", ".local/share"))
+            Path(os.environ.get(f"XDG_{name}_HOME") or Path.home() / default)
+            for name, default in (("CONFIG", ".config"), ("DATA", ".local/share"))
         )
         home = (config, data)
     has_gpu = (root / "dev/nvidiactl").exists()
@@ -280,30 +285,34 @@ def _host(arguments: argparse.Namespace, root: Path) -> Installation:
         program=_program(arguments, arguments.verb == "show" or arguments.dry_run),
         home=home,
         device=arguments.device or ("nvidia" if has_gpu else "cpu"),
-        token=_below(root, installation.settings / "token").exists(),
+        token=_path_in(root, installation.settings / "token").exists(),
         version=_version(root),
-        exit_timeout_s=_exit_timeout_s(_below(root, installation.settings / "shmserve.yaml")),
+        exit_timeout_s=_exit_timeout_s(_path_in(root, installation.settings / "shmserve.yaml")),
     )
 
 
 def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
-    """Return the command line of the server; a preview only warns if the units cannot read it."""
+    """Return the command line of the server; a preview only warns if the units cannot run it."""
     script = Path(sys.executable).with_name("shmserve")
     program = (str(script),) if script.exists() else (sys.executable, "-m", "shmserve")
     if arguments.program:
         program = (arguments.program,)
     if not Path(program[0]).is_absolute():
         raise InvalidArgument(f"--program: '{program[0]}' is not an absolute path")
-    real = () if arguments.program else (Path(sys.executable).resolve(),)
-    for path in (Path(program[0]), *real):
-        if not arguments.user and any(path.is_relative_to(folder) for folder in _HIDDEN):
+    interpreter = () if arguments.program else (Path(sys.executable).resolve(),)
+    for path in (Path(program[0]), *interpreter):
+        problem = ""
+        if not arguments.user and any(path.is_relative_to(folder) for folder in _HIDDEN_FOLDERS):
             problem = (
                 f"--program: the units cannot read '{path}', because /home, /root and /tmp are "
                 "hidden from them; install shmserve elsewhere, with a Python that is elsewhere, "
                 "too (/usr/bin/python3 -m venv /opt/shmserve)"
             )
-            if not preview:
-                raise InvalidArgument(problem)
+        elif arguments.root is None and not path.exists():
+            problem = f"--program: '{path}' does not exist"
+        if problem and not preview:
+            raise InvalidArgument(problem)
+        if problem:
             print(f"warning: {problem}", file=sys.stderr)
             break
     return program
@@ -320,11 +329,11 @@ def _version(root: Path) -> int:
 
 
 def _exit_timeout_s(file: Path) -> int:
-    values = command_line.read(str(file)).values if file.exists() else {}
-    return int(values.get("exit-timeout-secs", 30))
+    flags = command_line.read(str(file)).values if file.exists() else {}
+    return int(flags.get("exit-timeout-secs", 30))
 
 
-def _below(root: Path, path: Path) -> Path:
+def _path_in(root: Path, path: Path) -> Path:
     return root / path.relative_to("/")
 
 
@@ -332,58 +341,62 @@ class _Change:
     """The installation or removal of files on a host, and the lines printed about it."""
 
     def __init__(self, host: Installation, root: Path, arguments: argparse.Namespace) -> None:
-        self._host = host
+        self._target = host
         self._root = root
-        self._dry = arguments.dry_run
+        self._dry_run = arguments.dry_run
         self._force = arguments.force
         self._manager = ("systemctl", "--user") if arguments.user else ("systemctl",)
-        running = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if arguments.user else "/run")
-        self._live = arguments.root is None and (running / "systemd/private").exists()
+        runtime_dir = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if arguments.user else "/run")
+        self._has_manager = arguments.root is None and (runtime_dir / "systemd/private").exists()
         self._kept: list[File] = []
         self._failed = False
 
     def run(self, verb: str) -> int:
-        installed = files(self._host)
+        installed = files(self._target)
         if verb == "install":
             for file in installed:
                 self._install(file)
         else:
-            if any(_below(self._root, file.path).exists() for file in installed):
-                self._command(*self._manager, "stop", *_STOPPED, may_fail=True)
+            if not any(_path_in(self._root, file.path).exists() for file in installed):
+                print(f"No units are installed in {_path_in(self._root, self._target.units)}.")
+            else:
+                self._command(*self._manager, "stop", *_STOPPED_UNITS, may_fail=True)
             for file in installed:
                 self._remove(file)
             self._remove_links()
             self._remove_folders()
-        blocked = any(verb == "remove" or not file.own for file in self._kept)
-        if blocked:
-            tense = "would be" if self._dry else "were"
+        is_blocked = any(verb == "remove" or not file.is_editable for file in self._kept)
+        if is_blocked:
+            tense = "would be" if self._dry_run else "were"
             print(f"Changed files {tense} kept; --force overwrites or removes them.")
         self._finish(verb)
-        return int(blocked or self._failed)
+        return int(is_blocked or self._failed)
 
     def _install(self, file: File) -> None:
-        path = _below(self._root, file.path)
-        there = _text(path)
+        path = _path_in(self._root, file.path)
+        current = _read_text(path)
         if file.text is None:
-            if there is not None:
+            if current is not None:
                 self._remove(file)
-        elif there == file.text:
+        elif current == file.text:
             print(f"unchanged  {path}: {file.purpose}")
-        elif there is not None and not (untouched(there) or (self._force and not file.own)):
+        elif current is not None and not (
+            is_untouched(current) or (self._force and not file.is_editable)
+        ):
             self._keep(file, path)
-            self._show_difference(path, there, file.text)
+            self._show_difference(path, current, file.text)
         else:
-            self._report("written" if there is None else "updated", f"{path}: {file.purpose}")
-            self._show_difference(path, there, file.text)
+            self._report("written" if current is None else "updated", f"{path}: {file.purpose}")
+            self._show_difference(path, current, file.text)
             self._write(path, file.text)
 
-    def _report(self, done: str, object_text: str) -> None:
+    def _report(self, outcome: str, subject: str) -> None:
         """Print what was done; with --dry-run, what would be done."""
-        verb = {"written": "write", "updated": "update", "removed": "remove", "run": "run"}[done]
-        print(f"{f'would {verb}' if self._dry else done:<10} {object_text}", flush=True)
+        verb = {"written": "write", "updated": "update", "removed": "remove", "run": "run"}[outcome]
+        print(f"{f'would {verb}' if self._dry_run else outcome:<10} {subject}", flush=True)
 
     def _write(self, path: Path, text: str) -> None:
-        if not self._dry:
+        if not self._dry_run:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
             new = path.with_name(f"{path.name}.new")
             new.write_text(text, encoding="utf-8")
@@ -398,56 +411,56 @@ class _Change:
 
     def _keep(self, file: File, path: Path) -> None:
         self._kept.append(file)
-        verb = "would keep" if self._dry else "kept"
+        verb = "would keep" if self._dry_run else "kept"
         print(f"{verb:<10} {path}: changed since it was written")
 
     def _remove(self, file: File) -> None:
-        path = _below(self._root, file.path)
-        there = _text(path)
-        if there is None:
+        path = _path_in(self._root, file.path)
+        current = _read_text(path)
+        if current is None:
             return
-        if not (untouched(there) or self._force):
+        if not (is_untouched(current) or self._force):
             self._keep(file, path)
             return
         self._report("removed", str(path))
-        if not self._dry:
+        if not self._dry_run:
             path.unlink()
             if "shmserve" in path.parent.name and not any(path.parent.iterdir()):
                 path.parent.rmdir()
 
     def _remove_links(self) -> None:
         # Links made by `systemctl enable`, including those of shmserve@NAME.
-        for link in sorted(_below(self._root, self._host.units).glob("*.wants/shmserve[.@-]*")):
+        for link in sorted(_path_in(self._root, self._target.units).glob("*.wants/shmserve[.@-]*")):
             if link.is_symlink():
                 self._report("removed", str(link))
-                if not self._dry:
+                if not self._dry_run:
                     link.unlink()
 
     def _remove_folders(self) -> None:
         # The empty folders created by tmpfiles.d.
-        models = self._host.models
-        for folder in (models, models.parent, *(() if self._host.home else (_RUN,))):
-            path = _below(self._root, folder)
-            if not self._dry and path.is_dir() and not any(path.iterdir()):
+        models = self._target.models
+        for folder in (models, models.parent, *(() if self._target.home else (_RUN_ROOT,))):
+            path = _path_in(self._root, folder)
+            if not self._dry_run and path.is_dir() and not any(path.iterdir()):
                 self._report("removed", str(path))
                 path.rmdir()
 
     def _finish(self, verb: str) -> None:
         if verb == "remove":
             print("Not removed: models, tokens, other drop-ins, the user and the group.")
-        elif self._host.home is None:
+        elif self._target.home is None:
             self._command("systemd-sysusers", str(SYSUSERS))
-            self._command("systemd-tmpfiles", "--create", str(self._host.tmpfiles))
+            self._command("systemd-tmpfiles", "--create", str(self._target.tmpfiles))
         else:
-            self._command("systemd-tmpfiles", "--user", "--create", str(self._host.tmpfiles))
+            self._command("systemd-tmpfiles", "--user", "--create", str(self._target.tmpfiles))
         self._command(*self._manager, "daemon-reload")
-        if verb == "install" and not self._dry:
+        if verb == "install" and not self._dry_run:
             manager = " ".join(self._manager)
             print(
-                f"Models go to {self._host.models}. Then: {manager} enable --now shmserve.service"
+                f"Models go to {self._target.models}. Then: {manager} enable --now shmserve.service"
             )
-            if not self._host.token:
-                token = self._host.settings / "token"
+            if not self._target.token:
+                token = self._target.settings / "token"
                 print(
                     f"No {token}: any client that reaches the sockets is served. "
                     "Write the file and install again."
@@ -455,16 +468,16 @@ class _Change:
 
     def _command(self, *words: str, may_fail: bool = False) -> None:
         # Without a running manager, as in an image, the next boot applies the change.
-        if self._live:
+        if self._has_manager:
             self._report("run", " ".join(words))
-            if not self._dry and subprocess.run(words, check=False).returncode and not may_fail:
+            if not self._dry_run and subprocess.run(words, check=False).returncode and not may_fail:
                 self._failed = True
 
 
-_STOPPED = (*(unit for unit in UNITS if "@" not in unit), "shmserve*@*")
+_STOPPED_UNITS = (*(unit for unit in UNITS if "@" not in unit), "shmserve*@*")
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

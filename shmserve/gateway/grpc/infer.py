@@ -32,7 +32,6 @@ from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, 
 from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.inference import (
-    ActiveCount,
     StreamedResponse,
     StreamingInference,
     UnaryInference,
@@ -49,6 +48,7 @@ from shmserve.gateway.inference.prepare import (
     reserve_tensors,
 )
 from shmserve.gateway.inference.request import InferInput, InferRequest, select_forwarded_headers
+from shmserve.gateway.listener import ActiveCount
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE

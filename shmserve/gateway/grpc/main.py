@@ -18,8 +18,7 @@ from shmserve.gateway.grpc.calls.messages import Deflater
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
-from shmserve.gateway.inference.inference import ActiveCount
-from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
+from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules, listener_kind
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc.messages.supervision import decode_start
 
@@ -52,11 +51,10 @@ class GrpcFrontend(process.Frontend):
         self._gateway = gateway
         self._sockets = sockets
         self._inferences = Inferences(gateway)
-        self._service = Service(gateway, self._inferences)
         compression_level = settings.compression_level
         self._front = GrpcFront(
             settings=settings,
-            create_call=self._service.begin_call,
+            create_call=Service(gateway, self._inferences).begin_call,
             budget=gateway.body_budget,
             header_timeout_s=gateway_settings.header_timeout_s,
             body_timeout_s=gateway_settings.body_timeout_s,
@@ -81,10 +79,6 @@ class GrpcFrontend(process.Frontend):
             await self.listen(
                 sock, Acceptor(partial(GrpcConnection, front=front), listener, max_connections)
             )
-
-    def health_changed(self) -> None:
-        """Notify the Watch calls."""
-        self._service.health_changed()
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         # Requests in streams count; a stream without requests, or a Watch, does not.

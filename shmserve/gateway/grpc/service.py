@@ -114,7 +114,6 @@ class Service:
 
     def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
         self._gateway = gateway
-        self._health_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._factories: dict[str, CallFactory] = {
             path: _unary_factory(self._create_task_handler(path, rpc))
@@ -147,11 +146,6 @@ class Service:
             call.fail(*(ending or UNKNOWN_METHOD))
             return call
         return create_call(connection, stream, head)
-
-    def health_changed(self) -> None:
-        """Wake the Watch calls."""
-        self._health_changed.set()
-        self._health_changed = asyncio.Event()
 
     def _create_task_handler(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
         """Return the handler of an RPC of `AdminCall`, which creates a task for each call."""
@@ -187,7 +181,7 @@ class Service:
             return MISSING_REQUEST
         sent_status = None
         while True:
-            health_event = self._health_changed
+            health_event = self._gateway.health_changed
             status = serving_status(self._gateway)
             if status != sent_status:
                 sent_status = status

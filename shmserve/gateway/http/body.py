@@ -70,8 +70,8 @@ JSON_TOO_LARGE = (
     "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
     "Use --http-max-input-size to increase the limit."
 )
-_MOST_CHUNKS = 65536
-_MOST_CHUNKS_AT_ONCE = 1024
+_MAX_CHUNKS = 65536
+_MAX_CHUNKS_AT_ONCE = 1024
 _BODY_TOO_LARGE = (
     "request body of {size} bytes exceeds the {limit} bytes of server memory for tensors "
     "(--arena-byte-size)"
@@ -205,14 +205,14 @@ class Body:
         while True:
             data, ends = await content.readchunk()
             self._chunks += ends and bool(data)
-            if self._chunks > _MOST_CHUNKS:
+            if self._chunks > _MAX_CHUNKS:
                 raise BrokenBody(
-                    f"Chunked request body exceeds maximum of {_MOST_CHUNKS} non-empty chunks. "
+                    f"Chunked request body exceeds maximum of {_MAX_CHUNKS} non-empty chunks. "
                     "Send fewer or larger HTTP chunks."
                 )
             pieces.append(data)
             size += len(data)
-            is_last = content.total_bytes <= received + size or len(pieces) >= _MOST_CHUNKS_AT_ONCE
+            is_last = content.total_bytes <= received + size or len(pieces) >= _MAX_CHUNKS_AT_ONCE
             if (size and is_last) or not (data or ends):
                 return b"".join(pieces)
 

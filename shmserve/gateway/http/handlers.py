@@ -23,7 +23,7 @@ from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped
 from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai.models import find_embedder
 from shmserve.ipc.tensors.descriptors import MAX_UINT64, CudaHandle, require_integer
-from shmserve.logs import FORMATS, MOST_VERBOSE
+from shmserve.logs import FORMATS, MAX_LOG_LEVEL
 
 _TEXT_HEADER = b"Content-Type: text/plain; charset=utf-8\r\n"
 
@@ -161,7 +161,7 @@ def _read_log_changes(body: Any) -> dict[str, Any]:
             raise management.log_file_error()
         if key in LOG_SWITCHES and type(value) is not bool:
             raise mistyped_value_error("boolean")
-        if key == LOG_LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
+        if key == LOG_LEVEL and (type(value) is not int or not 0 <= value <= MAX_LOG_LEVEL):
             raise mistyped_value_error("unsigned-integer")
         if key == LOG_FORMAT and type(value) is not str:
             raise mistyped_value_error("string")

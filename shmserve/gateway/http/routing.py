@@ -38,8 +38,7 @@ from shmserve.gateway.http.messages import (
     traceparent_header,
 )
 from shmserve.gateway.inference.body_arrival import BodyTimeout
-from shmserve.gateway.inference.inference import ActiveCount
-from shmserve.gateway.listener import ListenerKind
+from shmserve.gateway.listener import ActiveCount, ListenerKind
 from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)

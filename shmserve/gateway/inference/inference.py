@@ -62,26 +62,6 @@ _MAX_TEMPLATES = 8  # maximum number of response templates of one stream
 R = TypeVar("R", bound=GatewayRequest)
 
 
-class ActiveCount:
-    """The number (`active`) of requests or connections that a drain waits for."""
-
-    def __init__(self) -> None:
-        self.active = 0
-        self._on_idle: Callable[[], None] | None = None
-
-    def decrement(self) -> None:
-        """Decrease the count by one."""
-        self.active -= 1
-        if not self.active and self._on_idle is not None:
-            self.call_when_idle(self._on_idle)
-
-    def call_when_idle(self, on_idle: Callable[[], None]) -> None:
-        """Call `on_idle` once, as soon as the count is 0."""
-        self._on_idle = on_idle if self.active else None
-        if not self.active:
-            on_idle()
-
-
 def submit(
     gateway: Gateway,
     built_request: BuiltRequest,

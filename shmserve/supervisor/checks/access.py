@@ -90,43 +90,50 @@ def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
 class PortFacts(NamedTuple):
     """The addresses of a server's listeners.
 
-    `refused` contains the errors of listeners that cannot be opened, with the pids of the processes
-    that use their ports. `server_pid` is the pid of the server that uses the run directory.
+    `refused` contains each address that cannot be opened, the error, and the pids of the processes
+    that use the port. `server_pid` is the pid of the server that uses the run directory.
     """
 
-    addresses: tuple[str, ...]
-    refused: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    free: tuple[str, ...]
+    refused: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     server_pid: int = 0
 
 
 def gather_ports(config: ServerConfig) -> PortFacts:
     """Collect the facts about the listeners' addresses, by opening each for a moment."""
-    addresses, refused = [], []
+    free, refused = [], []
     for _, address, port, flag in tcp_listeners(config):
-        addresses.append(f"{address}:{port}")
+        endpoint = f"{address}:{port}"
         try:
             for sock in listen(address, port, flag, config.guarded):
                 sock.close()
+            free.append(endpoint)
         except InvalidArgument as error:
-            refused.append((error.message, tuple(pid for pid, _ in port_users(port))))
-    return PortFacts(tuple(addresses), tuple(refused), server_pid(configured_run_directory(config)))
+            pids = tuple(pid for pid, _ in port_users(port))
+            refused.append((endpoint, error.message, pids))
+    return PortFacts(tuple(free), tuple(refused), server_pid(configured_run_directory(config)))
 
 
 def judge_ports(ports: PortFacts) -> Verdict:
     """Return WRONG if a port is unavailable, since a server does not start without one of them."""
     problems = [
         error
-        for error, pids in ports.refused
+        for _, error, pids in ports.refused
         if not ports.server_pid or ports.server_pid not in pids
     ]
     if problems:
         return wrong(
             "; ".join(problems), "stop the process that listens there, or choose another port"
         )
-    user = f"in use by the running server (pid {ports.server_pid})" if ports.refused else "free"
-    if not ports.addresses:
-        return ok("all listeners are disabled")
-    return ok(f"{', '.join(ports.addresses)}: {user}")
+    in_use = [endpoint for endpoint, *_ in ports.refused]
+    states = (
+        (ports.free, "free"),
+        (in_use, f"in use by the running server (pid {ports.server_pid})"),
+    )
+    found = "; ".join(
+        f"{', '.join(endpoints)}: {state}" for endpoints, state in states if endpoints
+    )
+    return ok(found or "all listeners are disabled")
 
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:

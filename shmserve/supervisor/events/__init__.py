@@ -34,8 +34,8 @@ from shmserve.supervisor.regions.region import OpenRegion
 
 logger = logging.getLogger(__name__)
 
-_MOST_RECENT = 50  # number of recent events that are stored for each topic
-MOST_QUEUED = 1000  # maximum messages queued for a subscriber; further messages are lost
+_MAX_RECENT = 50  # number of recent events that are stored for each topic
+MAX_QUEUED = 1000  # maximum messages queued for a subscriber; further messages are lost
 _LONGEST_MESSAGE = 256  # maximum bytes of a subscriber's message, which contains only a topic
 
 
@@ -83,7 +83,7 @@ class Xpub:
             self._context.set(zmq.MAX_SOCKETS, 4)
             self._socket = self._context.socket(zmq.XPUB)
             self._socket.set(zmq.LINGER, 0)
-            self._socket.set(zmq.SNDHWM, MOST_QUEUED)
+            self._socket.set(zmq.SNDHWM, MAX_QUEUED)
             self._socket.set(zmq.MAXMSGSIZE, _LONGEST_MESSAGE)
             self._socket.bind(endpoint)
             os.chmod(endpoint.removeprefix("ipc://"), 0o600)
@@ -150,11 +150,15 @@ class EventPublisher:
         """Send an event to the subscribers of its topic, and keep it unless it has counters."""
         topic = TOPICS[type(event)]
         if topic != COUNTERS:
-            recent = self._recent.setdefault(topic, deque(maxlen=_MOST_RECENT))
+            recent = self._recent.setdefault(topic, deque(maxlen=_MAX_RECENT))
             recent.append((time.time_ns(), event))
         if self.is_followed(topic):
             self._sequences[topic] += 1
             self._send(topic, self._sequences[topic], (event,))
+
+    def process_started(self, child: Child) -> None:
+        """Publish the start of a process."""
+        self.publish(ProcessStarted(child.pid, child.title))
 
     def send_snapshot(self, topic: str, events: Iterable[Any]) -> None:
         """Send a snapshot on the topic of the subscriber that requested it."""

@@ -17,7 +17,7 @@ from typing import Any
 from shmserve.errors import refused
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 
-_MOST_ELEMENTS = 64  # maximum number of elements of the inputs in an example
+_MAX_ELEMENTS = 64  # maximum number of elements of the inputs in an example
 _STATUS_WIDTH = 80  # maximum width of a state in the table of models
 
 
@@ -60,27 +60,27 @@ logger = logging.getLogger(__name__)
 class StartupReport:
     """The report of the loads at the start, while the context is entered.
 
-    `progress()` returns the progress by model. `update` is called when it may have changed.
+    `progress()` returns the progress by model. `observers` are called when it may have changed.
     """
 
-    def __init__(self, progress: Callable[[], dict[str, str]]) -> None:
+    def __init__(
+        self, progress: Callable[[], dict[str, str]], observers: list[Callable[[], None]]
+    ) -> None:
         self._progress = progress
+        self._observers = observers
         self._is_terminal = sys.stderr.isatty()
         self._started_at: dict[str, float] = {}
         self._states: dict[str, str] = {}
-        self._entered = False
 
     def __enter__(self) -> None:
-        self._entered = True
+        self._observers.append(self._update)
 
     def __exit__(self, *_: object) -> None:
-        self._entered = False
+        self._observers.remove(self._update)
         self._write("")
 
-    def update(self) -> None:
+    def _update(self) -> None:
         """Report the changes."""
-        if not self._entered:
-            return
         before, self._states = self._states, self._progress()
         for model, state in self._states.items():
             if before.get(model) != state:
@@ -130,7 +130,7 @@ def example_command(models: Iterable[ModelSpec], url: str) -> str:
     candidates = [spec for spec in models if spec.input and spec.sequence_batching is None]
     for spec in candidates:
         required = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
-        if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MOST_ELEMENTS:
+        if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MAX_ELEMENTS:
             inputs = " ".join(
                 f"--input {shlex.quote(_example_input(tensor))}" for tensor in required
             )

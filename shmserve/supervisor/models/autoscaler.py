@@ -48,38 +48,38 @@ _RETRY_S = 10.0  # the pause after an instance could not be added
 SAMPLE_EVERY_S = 0.1
 _LATE_SAMPLES = 2  # consecutive samples with a wait that is too long
 _CATCH_UP_S = 1.0  # no instance is added if the queue will be empty by then
-_SERVED_S = 5.0  # the window of the mean wait
-_LEAST_REQUESTS = 20  # the fewest requests for a mean
-_TAIL = math.log(100)  # the ratio of the p99 to the mean of an exponential distribution
+_MEAN_WINDOW_S = 5.0  # the window of the mean wait
+_MIN_REQUESTS = 20  # the fewest requests for a mean
+_P99_RATIO = math.log(100)  # the ratio of the p99 to the mean of an exponential distribution
 _IDLE_S = 20.0  # the time without long waits before a removal
-_AT_WORK_S = 0.5  # the window of the mean number of busy instances
-_STEP_S = 2.0  # the shortest time between a change and a removal
+_BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
+_REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
 _TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
 _SOON_FACTOR = 3.0  # the idle time is doubled if an instance is added within this many idle times
-_LONGEST_IDLE_S = 320.0
-_LEAST_ALLOWED = 0.25  # the smallest allowed p99 of the wait, as a fraction of the target
+_MAX_IDLE_S = 320.0
+_MIN_SHARE = 0.25  # the share of the target that is always allowed as p99 of the wait
 
 # The host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PRIVATE = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
-_SPARE = 0.05  # the fraction of the host's memory that must stay available
-_MEASURED_S = 0.5  # the execution time after which the processors per instance are measured
-_FADES = 0.98  # the decay of the maximum per measurement
+_PRIVATE_KIB = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
+_MIN_FREE_MEMORY = 0.05  # the fraction of the host's memory that must stay available
+_MEASURE_EVERY_S = 0.5  # the execution time after which the processors per instance are measured
+_DECAY = 0.98  # the decay of the maximum per measurement
 _READ_EVERY_S = 1.0
-_FULL = 0.95  # the utilization at which the host's processors are fully used
-_LITTLE = 0.25  # processors per instance up to which a model does not compete for processors
-_HALF = 0.5  # processors by which the demand may exceed the limit
+_FULLY_USED = 0.95  # the utilization at which the host's processors are fully used
+_MIN_COMPETING = 0.25  # a model with fewer processors per instance does not compete for them
+_EXCESS = 0.5  # the number of processors by which the demand may exceed the limit
 
 
 @dataclass(slots=True, eq=False)
-class _Watch:
+class _ScalingState:
     """The scaling state of a serving version."""
 
     policy: ScalingPolicy
     capacity: HostCapacity
-    pending: asyncio.Future[dict[str, Any]] | None = None
-    not_before_s: float = 0.0  # the earliest time of the next change
-    changing: bool = False
+    statistics: asyncio.Future[dict[str, Any]] | None = None  # of the last request
+    next_change_s: float = 0.0  # the earliest time of the next change
+    is_changing: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ class Autoscaler:
 
     _context: SupervisorContext
     _registry: ModelRegistry
-    _watches: WeakKeyDictionary[ModelVersion, _Watch] = field(
+    _states: WeakKeyDictionary[ModelVersion, _ScalingState] = field(
         init=False, default_factory=WeakKeyDictionary
     )
 
@@ -110,58 +110,58 @@ class Autoscaler:
                     self._request_statistics(model, version, bounds)
 
     def _request_statistics(self, model: ModelEntry, version: ModelVersion, bounds: Bounds) -> None:
-        watch = self._watches.get(version)
-        if watch is None:
-            watch = self._watches[version] = _watch(version.config, bounds)
-        if watch.pending is None or watch.pending.done():
-            watch.pending = version.scheduler.snapshot()
-            watch.pending.add_done_callback(partial(self._on_statistics, model, version, watch))
+        state = self._states.get(version)
+        if state is None:
+            state = self._states[version] = _create_state(version.config, bounds)
+        if state.statistics is None or state.statistics.done():
+            state.statistics = version.scheduler.snapshot()
+            state.statistics.add_done_callback(partial(self._on_statistics, model, version, state))
 
     def _on_statistics(
         self,
         model: ModelEntry,
         version: ModelVersion,
-        watch: _Watch,
-        answer: asyncio.Future[dict[str, Any]],
+        state: _ScalingState,
+        statistics: asyncio.Future[dict[str, Any]],
     ) -> None:
-        if answer.cancelled():
+        if statistics.cancelled():
             return
-        load = LoadSample.of(answer.result(), time.monotonic(), version.config.decoupled)
-        change = watch.policy.sample(load, version.instances.count)
+        load = LoadSample.of(statistics.result(), time.monotonic(), version.config.decoupled)
+        change = state.policy.sample(load, version.instances.count)
         if not version.instances.all_serve:
             return
-        watch.capacity.sample(version.instances.pids(), load.took_s, load.at_s)
-        if change is not None and not (watch.changing or model.orders):
-            self._apply(version, watch, change)
+        state.capacity.sample(version.instances.pids(), load.execution_s, load.at_s)
+        if change is not None and not (state.is_changing or model.orders):
+            self._apply(version, state, change)
 
-    def _apply(self, version: ModelVersion, watch: _Watch, change: Change) -> None:
+    def _apply(self, version: ModelVersion, state: _ScalingState, change: Change) -> None:
         before, now_s = version.instances.count, time.monotonic()
-        if now_s < watch.not_before_s:
+        if now_s < state.next_change_s:
             return
         missing_resources = (
-            watch.capacity.missing_resources(change.total) if change.total > before else ""
+            state.capacity.missing_resources(change.total) if change.total > before else ""
         )
         if missing_resources:
-            watch.not_before_s = now_s + _RETRY_S
+            state.next_change_s = now_s + _RETRY_S
             text = "model '%s' keeps %d instances although %s: %s"
             logger.warning(text, version.spec.name, before, change.reason, missing_resources)
             return
-        watch.changing = True
-        self._context.background(self._change(version, watch, change))
+        state.is_changing = True
+        self._context.background(self._change(version, state, change))
 
-    async def _change(self, version: ModelVersion, watch: _Watch, change: Change) -> None:
+    async def _change(self, version: ModelVersion, state: _ScalingState, change: Change) -> None:
         before, name = version.instances.count, version.spec.name
         try:
             await version.instances.resize(change.total)
         except ShmserveError as error:
-            watch.not_before_s = time.monotonic() + _RETRY_S
+            state.next_change_s = time.monotonic() + _RETRY_S
             text = "model '%s' keeps %d instances: %s"
             logger.error(text, name, version.instances.count, error.message)
             return
         finally:
-            watch.changing = False
+            state.is_changing = False
         after = version.instances.count
-        watch.policy.changed(time.monotonic(), before, after)
+        state.policy.changed(time.monotonic(), before, after)
         text = "model '%s' has %d instances (before: %d): %s"
         logger.info(text, name, after, before, change.reason)
         event = InstancesChanged(name, version.spec.version, before, after, change.reason)
@@ -169,7 +169,7 @@ class Autoscaler:
         version.scheduler.send(CountChange(after > before))
 
 
-def _watch(config: ModelSpec, bounds: Bounds) -> _Watch:
+def _create_state(config: ModelSpec, bounds: Bounds) -> _ScalingState:
     target_ms = (
         model_spec.parse_target_ms(config.parameters.get(model_spec.TARGET_PARAMETER, "")) or 0.0
     )
@@ -177,7 +177,7 @@ def _watch(config: ModelSpec, bounds: Bounds) -> _Watch:
     delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
     policy = ScalingPolicy(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)
     count, quota = processors()
-    return _Watch(policy, HostCapacity(count if quota is None else min(count, quota)))
+    return _ScalingState(policy, HostCapacity(count if quota is None else min(count, quota)))
 
 
 # --- the scaling policy (pure)
@@ -190,9 +190,9 @@ class LoadSample(NamedTuple):
         at_s: The time, on the monotonic clock.
         executed: The number of executed requests.
         succeeded: The number of executed requests that succeeded.
-        waited_s: The total queueing time of executed requests in seconds.
+        queueing_s: The total queueing time of executed requests in seconds.
         executions: The number of executions (batches).
-        took_s: The total execution time in seconds.
+        execution_s: The total execution time in seconds.
         pending: The current number of requests in the queue.
         ready: The current number of instances.
         busy: The current number of executing instances.
@@ -201,9 +201,9 @@ class LoadSample(NamedTuple):
     at_s: float
     executed: int
     succeeded: int
-    waited_s: float
+    queueing_s: float
     executions: int
-    took_s: float
+    execution_s: float
     pending: int
     ready: int
     busy: int
@@ -221,9 +221,9 @@ class LoadSample(NamedTuple):
             at_s=at_s,
             executed=succeeded + statistics["failures"]["BACKEND"],
             succeeded=succeeded,
-            waited_s=statistics["queue_ns"] / 1e9,
+            queueing_s=statistics["queue_ns"] / 1e9,
             executions=compute["count"],
-            took_s=compute["sum"],
+            execution_s=compute["sum"],
             pending=statistics["pending"],
             ready=ready,
             busy=min(ready, statistics["executing"]) if decoupled else instances["busy"],
@@ -242,9 +242,9 @@ class ScalingPolicy:
     """The policy that decides the number of instances of a model.
 
     Attributes:
-        minimum: The minimum.
-        maximum: The maximum.
-        target_s: The latency target, including the execution; 0 for none.
+        minimum: The minimum number of instances.
+        maximum: The maximum number of instances.
+        target_s: The latency target, which includes the execution; 0 for none.
         delay_s: The allowed mean wait without a target, if it is longer than one execution.
     """
 
@@ -253,15 +253,15 @@ class ScalingPolicy:
     target_s: float = 0.0
     delay_s: float = 0.0
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
-    _changed_s: float = field(init=False, default=-math.inf)
+    _last_change_s: float = field(init=False, default=-math.inf)
     _long_wait_s: float = field(init=False, default=-math.inf)  # the time of the last long wait
     _window_start_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
-    _progress_s: float = field(init=False, default=math.inf)  # the last time of progress
+    _last_progress_s: float = field(init=False, default=math.inf)  # the last time of progress
     _late_samples: int = field(init=False, default=0)  # consecutive samples with a long wait
-    _request_s: float = field(init=False, default=0.0)  # mean execution time per request
-    _execution_s: float = field(init=False, default=0.0)
+    _mean_request_s: float = field(init=False, default=0.0)  # mean execution time per request
+    _mean_execution_s: float = field(init=False, default=0.0)
     _idle_s: float = field(init=False, default=_IDLE_S)
-    _removed_s: float = field(init=False, default=-math.inf)  # the time of the last removal
+    _last_removal_s: float = field(init=False, default=-math.inf)  # the time of the last removal
 
     def sample(self, load: LoadSample, count: int) -> Change | None:
         """Return the change of the number of instances, `count`, that a sample requires."""
@@ -270,97 +270,100 @@ class ScalingPolicy:
             return Change(count + 1, f"at least {self.minimum}")
         if count > self.maximum:
             return Change(count - 1, f"at most {self.maximum}")
-        wait = self._too_long(load)
+        wait = self._long_wait_text(load)
         if not wait:
             self._late_samples = 0
             return self._remove_idle(load, count)
         self._long_wait_s, self._late_samples = load.at_s, self._late_samples + 1
-        if self._late_samples < _LATE_SAMPLES or count == self.maximum or self._catching_up(load):
+        if self._late_samples < _LATE_SAMPLES or count == self.maximum or self._catches_up(load):
             return None
         return Change(count + 1, wait)
 
     def changed(self, at_s: float, before: int, after: int) -> None:
         """Record that the number of instances has changed from `before` to `after` at `at_s`."""
         if after < before:
-            self._removed_s = at_s
+            self._last_removal_s = at_s
         else:
-            if at_s - self._removed_s < _SOON_FACTOR * self._idle_s:
-                self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
-            self._removed_s, self._long_wait_s = -math.inf, at_s
+            if at_s - self._last_removal_s < _SOON_FACTOR * self._idle_s:
+                self._idle_s = min(2 * self._idle_s, _MAX_IDLE_S)
+            self._last_removal_s, self._long_wait_s = -math.inf, at_s
         self._late_samples = 0
-        self._window_start_s = self._changed_s = at_s
+        self._window_start_s = self._last_change_s = at_s
 
     def _update_estimates(self, load: LoadSample) -> None:
         loads = self._loads
-        last = loads[-1] if loads else load
-        if load.executions < last.executions or load.executed < last.executed:
+        previous = loads[-1] if loads else load
+        if load.executions < previous.executions or load.executed < previous.executed:
             loads.clear()  # the counters of a new scheduler start at zero
-            last = load
+            previous = load
         loads.append(load)
         while load.at_s - loads[0].at_s > self._idle_s:
             loads.popleft()
-        executions, executed = load.executions - last.executions, load.executed - last.executed
-        took_s = load.took_s - last.took_s
+        executions = load.executions - previous.executions
+        executed = load.executed - previous.executed
+        execution_s = load.execution_s - previous.execution_s
         if executions and executed:
             # A moving average over about sixteen executions.
-            gain = max(1 / 16, min(1.0, executions / 16)) if self._execution_s else 1.0
-            self._request_s += (took_s / executed - self._request_s) * gain
-            self._execution_s += (took_s / executions - self._execution_s) * gain
-        if executions or not last.pending:
-            self._progress_s = load.at_s
+            gain = max(1 / 16, min(1.0, executions / 16)) if self._mean_execution_s else 1.0
+            self._mean_request_s += (execution_s / executed - self._mean_request_s) * gain
+            self._mean_execution_s += (execution_s / executions - self._mean_execution_s) * gain
+        if executions or not previous.pending:
+            self._last_progress_s = load.at_s
 
     @property
     def _allowed_s(self) -> float:
         """Return the allowed mean wait."""
         if self.target_s:
-            left_s = max(self.target_s - self._execution_s, _LEAST_ALLOWED * self.target_s)
-            return left_s / _TAIL
-        return max(self.delay_s, self._execution_s)
+            left_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
+            return left_s / _P99_RATIO
+        return max(self.delay_s, self._mean_execution_s)
 
-    def _too_long(self, load: LoadSample) -> str:
+    def _long_wait_text(self, load: LoadSample) -> str:
         """Return a description of the wait if it is too long, else ""."""
         allowed_s = self._allowed_s
         if not allowed_s:
             return ""  # nothing has been executed yet
         if load.pending and load.ready and load.busy == load.ready:
-            coming_s = load.pending * self._request_s / load.ready
-            coming_s = max(coming_s, load.at_s - self._progress_s)
-            if coming_s > _TAIL * allowed_s:
+            expected_s = load.pending * self._mean_request_s / load.ready
+            expected_s = max(expected_s, load.at_s - self._last_progress_s)
+            if expected_s > _P99_RATIO * allowed_s:
                 self._window_start_s = load.at_s
-                return f"requests wait {_ms(coming_s)}, the limit is {_ms(_TAIL * allowed_s)}"
-        first_s = max(load.at_s - _SERVED_S, self._window_start_s)
-        first = next((each for each in self._loads if each.at_s >= first_s), load)
+                return (
+                    f"requests wait {_ms(expected_s)}, the limit is {_ms(_P99_RATIO * allowed_s)}"
+                )
+        start_s = max(load.at_s - _MEAN_WINDOW_S, self._window_start_s)
+        first = next((sample for sample in self._loads if sample.at_s >= start_s), load)
         count = load.succeeded - first.succeeded
-        mean_s = (load.waited_s - first.waited_s) / count if count >= _LEAST_REQUESTS else 0.0
+        mean_s = (load.queueing_s - first.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
         if mean_s <= allowed_s:
             return ""
         return f"requests wait {_ms(mean_s)} on average, the limit is {_ms(allowed_s)}"
 
-    def _catching_up(self, load: LoadSample) -> bool:
+    def _catches_up(self, load: LoadSample) -> bool:
         """Check whether the queue will be empty soon."""
-        before = self._loads[-min(4, len(self._loads))]
-        passed_s, dequeued = load.at_s - before.at_s, before.pending - load.pending
-        return dequeued > 0 and load.pending / dequeued * passed_s < _CATCH_UP_S
+        earlier = self._loads[-min(4, len(self._loads))]
+        elapsed_s, dequeued = load.at_s - earlier.at_s, earlier.pending - load.pending
+        return dequeued > 0 and load.pending / dequeued * elapsed_s < _CATCH_UP_S
 
     def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
-        at_s, first_s = load.at_s, self._loads[0].at_s
-        quiet_s = at_s - max(self._long_wait_s, first_s)
+        at_s, start_s = load.at_s, self._loads[0].at_s
+        without_wait_s = at_s - max(self._long_wait_s, start_s)
         if (
             count == self.minimum
-            or at_s - self._changed_s < _STEP_S
-            or quiet_s < 0.95 * self._idle_s
+            or at_s - self._last_change_s < _REMOVAL_PAUSE_S
+            or without_wait_s < 0.95 * self._idle_s
         ):
             return None
-        busy = self._busiest()
+        busy = self._max_mean_busy()
         if busy > _TARGET_UTILIZATION * (count - 1):
             return None
         return Change(count - 1, f"at most {busy:.1f} instances were busy for {self._idle_s:g} s")
 
-    def _busiest(self) -> float:
+    def _max_mean_busy(self) -> float:
         """Return the maximum of the mean number of busy instances over half a second."""
-        busy, samples = [each.busy for each in self._loads], round(_AT_WORK_S / SAMPLE_EVERY_S)
-        ends = range(samples, len(busy) + 1, samples)
-        return max((fmean(busy[end - samples : end]) for end in ends), default=math.inf)
+        busy, size = [sample.busy for sample in self._loads], round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
+        ends = range(size, len(busy) + 1, size)  # of the windows
+        return max((fmean(busy[end - size : end]) for end in ends), default=math.inf)
 
 
 def _ms(seconds: float) -> str:
@@ -376,10 +379,10 @@ def private_bytes(pid: int) -> int:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0
-    return 1024 * sum(map(int, _PRIVATE.findall(text)))
+    return 1024 * sum(map(int, _PRIVATE_KIB.findall(text)))
 
 
-def processor_s(pid: int) -> float:
+def processor_time_s(pid: int) -> float:
     """Return the processor time of a process in seconds; 0 if it has exited."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -400,47 +403,43 @@ class HostCapacity:
 
     processors: float
     _processor_times: dict[int, float] = field(init=False, default_factory=dict)
-    _took_s: float = field(init=False, default=0.0)  # total execution time at the last measurement
+    _last_execution_s: float = field(init=False, default=0.0)  # at the last measurement
     _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
     _executed_s: float = field(init=False, default=0.0)
-    _processors_each: float = field(init=False, default=0.0)  # processors of a busy instance
-    _host: CpuUtilization = field(init=False, default_factory=CpuUtilization)
-    _host_utilization: float = field(
-        init=False, default=0.0
-    )  # share of the host's processors in use
-    _read_s: float = field(init=False, default=-math.inf)
+    _busy_processors: float = field(init=False, default=0.0)  # those of a busy instance
+    _host_cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
+    _host_utilization: float = field(init=False, default=0.0)  # from 0 to 1
+    _host_read_s: float = field(init=False, default=-math.inf)
 
-    def sample(self, pids: list[int], took_s: float, at_s: float) -> None:
-        """Measure the workers, whose executions have taken `took_s` seconds in total."""
-        if at_s - self._read_s >= _READ_EVERY_S:
-            self._host_utilization, self._read_s = self._host.read(), at_s
-        processor_times = {pid: processor_s(pid) for pid in pids}
-        if self._processor_times and took_s >= self._took_s:
+    def sample(self, pids: list[int], execution_s: float, at_s: float) -> None:
+        """Measure the workers, whose executions have taken `execution_s` seconds in total."""
+        if at_s - self._host_read_s >= _READ_EVERY_S:
+            self._host_utilization, self._host_read_s = self._host_cpu.read(), at_s
+        processor_times = {pid: processor_time_s(pid) for pid in pids}
+        if self._processor_times and execution_s >= self._last_execution_s:
             self._used_s += sum(
-                max(0.0, now - self._processor_times.get(p, now))
-                for p, now in processor_times.items()
+                max(0.0, total_s - self._processor_times.get(pid, total_s))
+                for pid, total_s in processor_times.items()
             )
-            self._executed_s += took_s - self._took_s
-        self._processor_times, self._took_s = processor_times, took_s
-        if self._executed_s > _MEASURED_S:
+            self._executed_s += execution_s - self._last_execution_s
+        self._processor_times, self._last_execution_s = processor_times, execution_s
+        if self._executed_s > _MEASURE_EVERY_S:
             # Workers that compete for processors use less of them, so high values fade slowly.
-            self._processors_each = max(
-                self._used_s / self._executed_s, _FADES * self._processors_each
+            self._busy_processors = max(
+                self._used_s / self._executed_s, _DECAY * self._busy_processors
             )
             self._used_s = self._executed_s = 0.0
 
     def missing_resources(self, count: int) -> str:
         """Return a description of the resource that `count` instances lack, or ""."""
-        if self._processors_each * count > self.processors + _HALF:
-            each = f"{self._processors_each:.2g}"
-            return f"there are {self.processors:g} processors, and a busy instance uses {each}"
-        if self._processors_each > _LITTLE and self._host_utilization > _FULL:
+        if self._busy_processors * count > self.processors + _EXCESS:
+            used = f"{self._busy_processors:.2g}"
+            return f"there are {self.processors:g} processors, and a busy instance uses {used}"
+        if self._busy_processors > _MIN_COMPETING and self._host_utilization > _FULLY_USED:
             return f"the processors are busy for {100 * self._host_utilization:.0f} % of the time"
-        available, largest = (
-            available_memory(),
-            max(map(private_bytes, self._processor_times), default=0),
-        )
-        if available - largest < _SPARE * memory_bytes()[0]:
+        available = available_memory()
+        largest = max(map(private_bytes, self._processor_times), default=0)
+        if available - largest < _MIN_FREE_MEMORY * memory_bytes()[0]:
             return (
                 f"{available >> 20} MiB of memory are free, and an instance needs "
                 f"{largest >> 20} MiB"

@@ -34,29 +34,29 @@ from shmserve.supervisor.models.instances import (
     Lifetime,
     VersionSpec,
     bounds_of,
-    change_between,
+    create_inbox,
     expand_instances,
-    inbox,
-    one_line,
-    sized,
+    find_changes,
+    format_stacks,
     stacks_of,
-    watched,
+    wait_for_load,
+    with_count,
 )
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.children import Child
 
 logger = logging.getLogger(__name__)
 
-_ENTRY = "shmserve.workers.main:run"
+_WORKER_ENTRY = "shmserve.workers.main:run"
 _STOP_PATIENCE_S = 5.0
 # A load or an unload waits this long for requests in flight on the instances that it removes.
 REQUEST_PATIENCE_S = 1.0
-_MOST_FAILED_LOADS = 5
+_MAX_FAILED_LOADS = 5
 # The consecutive crashes without an executed request after which an instance has failed. They take
 # about 5 s if the model loads immediately.
-_MOST_CRASHES = 10
-_LONGEST_PAUSE_S = 30.0  # maximum pause before the restart of a process that is killed repeatedly
-_DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
+_MAX_CRASHES = 10
+_MAX_PAUSE_S = 30.0  # maximum pause before the restart of a process that is killed repeatedly
+_DOWN_STATES = {InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED}
 
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ T = TypeVar("T")
 ConfigCompleter = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
 
 
-def first_of(error: BaseException) -> BaseException:
+def first_error(error: BaseException) -> BaseException:
     """Return the error, or the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -82,7 +82,7 @@ class Instances:
     Attributes:
         config: The configuration; final once it has been completed.
         labels: The label texts of each output that has labels.
-        completed: The properties that the model reported for its configuration.
+        reported_config: The properties that the model reported for its configuration.
         failure: The reason why no instance is restarted; otherwise empty.
     """
 
@@ -94,21 +94,21 @@ class Instances:
     _complete: ConfigCompleter
     config: ModelSpec = field(init=False)
     labels: dict[str, list[str]] = field(init=False)
-    completed: dict[str, Any] = field(init=False, default_factory=dict)
+    reported_config: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
-    _all: list[Instance] = field(init=False)
+    _instances: list[Instance] = field(init=False)
     # The number of instances of the version that this version replaces.
     _replaced_count: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.config, self.labels = self._spec.config, self._spec.labels
-        self._all = expand_instances(self.config)
+        self._instances = expand_instances(self.config)
 
     def keep_count_of(self, replaced: Instances) -> None:
         """Start as many instances as the replaced version has, if it is scaled automatically."""
         if bounds_of(replaced.config) is not None:
             self._replaced_count = replaced.count
-            self._all = expand_instances(self.config, self._replaced_count)
+            self._instances = expand_instances(self.config, self._replaced_count)
 
     @property
     def problem(self) -> str:
@@ -118,30 +118,30 @@ class Instances:
     @property
     def any_ready(self) -> bool:
         """Return whether an instance accepts requests."""
-        return any(instance.state is InstanceState.READY for instance in self._all)
+        return any(instance.state is InstanceState.READY for instance in self._instances)
 
     @property
     def count(self) -> int:
         """Return the number of instances that serve or will serve."""
-        return sum(instance.state not in _DOWN for instance in self._all)
+        return sum(instance.state not in _DOWN_STATES for instance in self._instances)
 
     @property
     def hangs(self) -> bool:
         """Return whether a load of an instance takes so long that it was reported."""
-        return any(instance.hangs for instance in self._all)
+        return any(instance.hangs for instance in self._instances)
 
     @property
     def all_serve(self) -> bool:
         """Return whether all instances are ready, none is starting or restarting."""
-        return self.count == sum(each.state is InstanceState.READY for each in self._all)
+        return self.count == self.states().count(InstanceState.READY)
 
     def states(self) -> list[InstanceState]:
         """Return the state of each instance, in order."""
-        return [instance.state for instance in self._all]
+        return [instance.state for instance in self._instances]
 
     def children(self) -> list[Child]:
         """Return the processes of the instances, whether they run or have exited."""
-        return [instance.child for instance in self._all if instance.child is not None]
+        return [instance.child for instance in self._instances if instance.child is not None]
 
     def pids(self) -> list[int]:
         """Return the running processes."""
@@ -149,48 +149,48 @@ class Instances:
 
     def pids_on(self, device_id: int) -> list[int]:
         """Return the processes that serve on a GPU."""
-        on_device = [i for i in self._all if (i.kind, i.device_id) == ("GPU", device_id)]
+        on_device = [i for i in self._instances if (i.kind, i.device_id) == ("GPU", device_id)]
         serving = [i for i in on_device if i.state in (InstanceState.READY, InstanceState.RETIRING)]
         return [i.child.pid for i in serving if i.child is not None]
 
-    def checking_ready(self) -> list[int]:
+    def readiness_pids(self) -> list[int]:
         """Return the serving processes whose models implement a readiness check."""
-        ready = [i for i in self._all if i.state is InstanceState.READY and i.checks_ready]
+        ready = [i for i in self._instances if i.state is InstanceState.READY and i.checks_ready]
         return [i.child.pid for i in ready if i.child is not None]
 
     @property
     def device_byte_size(self) -> int:
         """Return the accelerator memory in bytes that the running processes used after loading."""
-        return sum(instance.device_byte_size for instance in self._all if instance.alive)
+        return sum(instance.device_byte_size for instance in self._instances if instance.alive)
 
     @property
     def checks_ready(self) -> bool:
         """Return whether the model implements a readiness check."""
-        return any(instance.checks_ready for instance in self._all)
+        return any(instance.checks_ready for instance in self._instances)
 
     # --- start
 
     async def complete_config(self) -> None:
         """Complete the configuration with the first instance, and reserve resources for all."""
-        first = self._all[0]
-        await self._spawn(first, self._spec.config, len(self._all))
+        first = self._instances[0]
+        await self._spawn(first, self._spec.config, len(self._instances))
         self._send(first, m.CompleteConfig(self._spec.config))
-        self.completed = (await self._watched(first, m.ConfigCompleted)).config
-        self.config = self._complete(self._spec, self.completed)
+        self.reported_config = (await self._loaded_response(first, m.ConfigCompleted)).config
+        self.config = self._complete(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
-        if [i.device for i in instances] == [i.device for i in self._all]:
+        if [i.device for i in instances] == [i.device for i in self._instances]:
             first.rate_limit = instances[0].rate_limit
             instances[0] = first
-        self._all = instances
+        self._instances = instances
         if first not in instances and first.child is not None:
             # The completed configuration has no instance with this process's device.
             first.child.kill()
             await first.child.until_exit()
-        self._scheduler.reserve(self.config, self._all)
+        self._scheduler.reserve(self.config, self._instances)
 
     async def load(self) -> None:
         """Load the model in every instance; raises an ExceptionGroup if an instance fails."""
-        await self._load_all(self._all, self.config, len(self._all))
+        await self._load_all(self._instances, self.config, len(self._instances))
 
     async def _load_all(self, instances: list[Instance], config: ModelSpec, count: int) -> None:
         async with asyncio.TaskGroup() as group:
@@ -210,7 +210,7 @@ class Instances:
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
-        message = await self._watched(instance, m.InstanceLoaded)
+        message = await self._loaded_response(instance, m.InstanceLoaded)
         instance.loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
         if current != endpoint:  # the scheduler was replaced while the model loaded
@@ -239,8 +239,8 @@ class Instances:
             log=self._context.log,
             environment=config.environment,
         )
-        instance.inbox = inbox()
-        child = await self._context.worker_zygote.spawn(title, _ENTRY, encode_start(start))
+        instance.inbox = create_inbox()
+        child = await self._context.worker_zygote.spawn(title, _WORKER_ENTRY, encode_start(start))
         instance.child = child
         child.exited.add_done_callback(partial(self._exited, instance, child))
 
@@ -253,12 +253,12 @@ class Instances:
         instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")
 
-    async def _watched(self, instance: Instance, kind: type[T]) -> T:
+    async def _loaded_response(self, instance: Instance, kind: type[T]) -> T:
         """Wait for the response of a step that runs the model's code, which may hang."""
         limit_s = self._context.config.load_timeout_s
         response = self._response(instance, kind)
         folder = self._spec.model_dir
-        return await watched(response, instance, folder, limit_s, self._on_change)
+        return await wait_for_load(response, instance, folder, limit_s, self._on_change)
 
     async def _response(self, instance: Instance, kind: type[T]) -> T:
         """Return the worker's next message, which must be of this kind.
@@ -267,21 +267,21 @@ class Instances:
             ShmserveError: The load failed.
             Unavailable: The worker died.
         """
-        child, ended = (
+        child, problem = (
             instance.child,
             f"the process of instance '{instance.name}' ended while loading",
         )
         assert child is not None
-        get = asyncio.ensure_future(instance.inbox.get())
+        receiving = asyncio.ensure_future(instance.inbox.get())
         try:
-            await either(get, child.exited)
+            await either(receiving, child.exited)
         finally:
-            get.cancel()
-        if not get.done() and instance.inbox.empty():
+            receiving.cancel()
+        if not receiving.done() and instance.inbox.empty():
             self._check_needed(instance)
-            raise Unavailable(f"{ended} ({child.exited.result()})")
+            raise Unavailable(f"{problem} ({child.exited.result()})")
         # A worker that has ended may have sent the reason before.
-        message = get.result() if get.done() else instance.inbox.get_nowait()
+        message = receiving.result() if receiving.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
             error = from_code(message.code, message.message)
             if message.frames:
@@ -291,7 +291,7 @@ class Instances:
             raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
         self._check_needed(instance)
         if not instance.alive:  # the process died right after its message
-            raise Unavailable(ended)
+            raise Unavailable(problem)
         return message
 
     def _check_needed(self, instance: Instance) -> None:
@@ -313,11 +313,11 @@ class Instances:
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
         """Return the update to the instances of `config`, the final configuration of `spec`."""
-        differs, instances = config != self.config, config
-        if bounds_of(config) is not None and not differs:
-            instances = sized(config, self.count)  # an unchanged model keeps its scale
-        change = change_between(self._all, instances, self.count)
-        return InstanceUpdate(spec, config, differs, *change)
+        config_differs, scaled_config = config != self.config, config
+        if bounds_of(config) is not None and not config_differs:
+            scaled_config = with_count(config, self.count)  # an unchanged model keeps its scale
+        changes = find_changes(self._instances, scaled_config, self.count)
+        return InstanceUpdate(spec, config, config_differs, *changes)
 
     async def add(self, update: InstanceUpdate) -> None:
         """Load the added instances of an update, which then serve immediately.
@@ -326,12 +326,12 @@ class Instances:
             ShmserveError: An instance could not be loaded.
         """
         self._scheduler.reserve(update.config, update.added)
-        self._all += update.added
-        count = len(self._all) - len(update.removed)
+        self._instances += update.added
+        count = len(self._instances) - len(update.removed)
         try:
             await self._load_all(update.added, update.config, count)
         except ExceptionGroup as failures:
-            raise first_of(failures) from None
+            raise first_error(failures) from None
 
     def commit(self, update: InstanceUpdate) -> None:
         """Adopt the configuration of an update, and retire the instances that it removes."""
@@ -344,7 +344,7 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        added, removed = change_between(self._all, sized(self.config, count))
+        added, removed = find_changes(self._instances, with_count(self.config, count))
         try:
             await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
         except ShmserveError:
@@ -355,36 +355,36 @@ class Instances:
     def retire(self, instances: list[Instance]) -> None:
         """Retire instances, which finish their requests and end."""
         for instance in instances:
-            if instance not in self._all:
+            if instance not in self._instances:
                 continue  # the instance has ended
             if instance.state is InstanceState.READY:
                 instance.transition("retire")
             else:
-                self._all.remove(instance)
+                self._instances.remove(instance)
                 self._scheduler.release(instance)
                 if instance.child is not None:
                     instance.child.kill()
             self._scheduler.send(m.RetireInstance(instance.index))
 
     @staticmethod
-    async def finalized(retired: list[Instance]) -> None:
+    async def await_exits(retired: list[Instance]) -> None:
         """Wait for the exits of retired instances, except for those with long requests."""
         exits = {i.child.exited: i for i in retired if i.child is not None}
         if exits:
             await asyncio.wait(exits, timeout=REQUEST_PATIENCE_S)
-        idle = [each for each, i in exits.items() if i.state is not InstanceState.RETIRING]
-        if idle:
-            await asyncio.wait(idle)
+        idle_exits = [e for e, i in exits.items() if i.state is not InstanceState.RETIRING]
+        if idle_exits:
+            await asyncio.wait(idle_exits)
 
-    def retired(self, process: int) -> None:
+    def retired(self, pid: int) -> None:
         """End a retiring instance that has finished its requests."""
-        instance = self._instance_of(process)
+        instance = self._instance_of(pid)
         if instance is not None and instance.state is InstanceState.RETIRING:
             self._context.background(self._end(instance))
 
-    def _instance_of(self, process: int) -> Instance | None:
-        """Return the instance whose current process this is, if any."""
-        matches = (i for i in self._all if i.child is not None and i.child.pid == process)
+    def _instance_of(self, pid: int) -> Instance | None:
+        """Return the instance that currently runs in a process, if any."""
+        matches = (i for i in self._instances if i.child is not None and i.child.pid == pid)
         return next(matches, None)
 
     async def _end(self, instance: Instance) -> None:
@@ -394,42 +394,42 @@ class Instances:
 
     # --- schedulers
 
-    def introduce(self, workers: list[int]) -> None:
+    def introduce(self, worker_pids: list[int]) -> None:
         """Notify a new scheduler of its instances, and of the exits since it was started.
 
         Args:
-            workers: The worker processes that the scheduler was started with.
+            worker_pids: The worker processes that the scheduler was started with.
         """
-        for pid in set(workers) - set(self.pids()):
+        for pid in set(worker_pids) - set(self.pids()):
             self._scheduler.send(ProcessExited(pid, ""))
-        for instance in self._all:
+        for instance in self._instances:
             if instance.state is InstanceState.RETIRING:
                 # Clients have resubmitted the requests that it executes.
                 self._context.background(self._end(instance))
             elif instance.state is InstanceState.FAILED:
-                self._send_gone(instance)
+                self._send_instance_gone(instance)
             elif instance.state is not InstanceState.STOPPED:
                 self._announce(instance)
 
     def attach(self) -> None:
         """Connect every ready instance to the current scheduler."""
         attach = m.Attach(self._scheduler.instances_endpoint)
-        for instance in self._all:
+        for instance in self._instances:
             if instance.state is InstanceState.READY:
                 self._send(instance, attach)
 
     # --- deaths
 
-    def kill_overrunning(self, process: int, reason: str) -> None:
+    def kill_overdue(self, pid: int, reason: str) -> None:
         """Kill an instance that exceeded its time limit, unless its process has been replaced."""
-        instance = self._instance_of(process)
+        instance = self._instance_of(pid)
         if instance is not None and instance.child is not None:
             instance.child.cause = reason
             self._context.background(self._kill(instance, instance.child))
 
     @staticmethod
     async def _kill(instance: Instance, child: Child) -> None:
-        stacks = one_line(await stacks_of(instance))
+        stacks = format_stacks(await stacks_of(instance))
         logger.error(
             "instance '%s' is killed: %s; its stacks: %s", instance.name, child.cause, stacks
         )
@@ -437,16 +437,16 @@ class Instances:
 
     def _exited(self, instance: Instance, child: Child, _: object) -> None:
         """Restart an instance whose process has ended; its scheduler was notified before."""
-        if instance.child is not child or instance not in self._all:
+        if instance.child is not child or instance not in self._instances:
             return
-        before = instance.state
+        previous_state = instance.state
         instance.transition("exited")
-        if self._lifetime.stopping:
+        if self._lifetime.is_stopping:
             return  # `stop` waits for the exit
         if instance.state is InstanceState.STOPPED:
-            self._all.remove(instance)
+            self._instances.remove(instance)
             self._scheduler.release(instance)
-        if before not in (InstanceState.READY, InstanceState.RETIRING):
+        if previous_state not in (InstanceState.READY, InstanceState.RETIRING):
             return  # the coroutine that starts or ends the process waits for the exit
         instance.child = None
         logger.error("%s ended (%s)", child.title, child.exited.result())
@@ -455,78 +455,78 @@ class Instances:
             self._context.background(self._restart(instance, child))
 
     def _is_needed(self, instance: Instance) -> bool:
-        return not self._lifetime.stopping and instance in self._all
+        return not self._lifetime.is_stopping and instance in self._instances
 
-    def served(self, process: int) -> None:
+    def served(self, pid: int) -> None:
         """Reset the crash counter of an instance that has executed a request."""
-        instance = self._instance_of(process)
+        instance = self._instance_of(pid)
         if instance is not None:
             instance.crashes = 0
             instance.backoff.worked()
 
-    async def _restart(self, instance: Instance, ended: Child) -> None:
-        ended_at = time.monotonic()
-        pause = self._pause_s(instance, ended, ended_at - instance.ready_at)
+    async def _restart(self, instance: Instance, exited_child: Child) -> None:
+        exited_at = time.monotonic()
+        pause_s = self._pause_s(instance, exited_child, exited_at - instance.ready_at)
         # A long lifetime also resets the number of consecutive crashes.
-        before = min(instance.crashes, instance.backoff.deaths - 1)
-        instance.crashes = before + (not ended.was_killed)
-        if before < instance.crashes == _MOST_CRASHES and self._is_needed(instance):
-            row = f"its process ended {_MOST_CRASHES} times in a row ({ended.reason})"
-            self._abandon(instance, f"{row}, and it executed no request in between")
+        earlier_crashes = min(instance.crashes, instance.backoff.deaths - 1)
+        instance.crashes = earlier_crashes + (not exited_child.was_killed)
+        if earlier_crashes < instance.crashes == _MAX_CRASHES and self._is_needed(instance):
+            reason = f"its process ended {_MAX_CRASHES} times in a row ({exited_child.reason})"
+            self._abandon(instance, f"{reason}, and it executed no request in between")
             return
         while self._is_needed(instance):
-            if pause:
-                await asyncio.sleep(pause)
+            if pause_s:
+                await asyncio.sleep(pause_s)
             if not self._is_needed(instance):
                 return
             instance.transition("restart")
             instance.child = None
             try:
-                await self._load(instance, self.config, len(self._all))
+                await self._load(instance, self.config, len(self._instances))
             except ShmserveError as error:
                 child = await instance.discard()
                 if not self._is_needed(instance):
                     return
-                killed = child is not None and child.was_killed
-                instance.failed_loads += not killed
+                was_killed = child is not None and child.was_killed
+                instance.failed_loads += not was_killed
                 text = "\n".join((error.message, *getattr(error, "__notes__", ())))
                 logger.error("instance '%s' did not restart: %s", instance.name, text)
-                if instance.failed_loads < _MOST_FAILED_LOADS:
-                    pause = self._pause_s(instance, child, 0)
+                if instance.failed_loads < _MAX_FAILED_LOADS:
+                    pause_s = self._pause_s(instance, child, 0)
                     continue
                 self._abandon(instance, error.message)
                 return
             pid = instance.child.pid if instance.child is not None else 0
-            down_s = time.monotonic() - ended_at
+            down_s = time.monotonic() - exited_at
             text = "%s runs again: pid %d, %.1f s after its exit"
-            logger.info(text, ended.title, pid, down_s)
+            logger.info(text, exited_child.title, pid, down_s)
             return
 
     @staticmethod
-    def _pause_s(instance: Instance, ended: Child | None, lived_s: float) -> float:
+    def _pause_s(instance: Instance, exited_child: Child | None, lifetime_s: float) -> float:
         """Return the seconds until the restart.
 
         A process that is killed from outside does not count as a crash. Its instance therefore
         never fails, but the pauses grow.
         """
-        pause = instance.backoff.pause_s(lived_s)
-        excess = instance.backoff.deaths - _MOST_CRASHES
-        if ended is None or not ended.was_killed or excess < 0:
-            return pause
-        pause = min(2.0**excess, _LONGEST_PAUSE_S)
+        pause_s = instance.backoff.pause_s(lifetime_s)
+        excess_deaths = instance.backoff.deaths - _MAX_CRASHES
+        if exited_child is None or not exited_child.was_killed or excess_deaths < 0:
+            return pause_s
+        pause_s = min(2.0**excess_deaths, _MAX_PAUSE_S)
         text = "instance '%s' restarts in %g s: its process was killed or ended %d times"
-        logger.warning(text, instance.name, pause, instance.backoff.deaths)
-        return pause
+        logger.warning(text, instance.name, pause_s, instance.backoff.deaths)
+        return pause_s
 
     def _abandon(self, instance: Instance, reason: str) -> None:
-        instance.transition("give_up")
+        instance.transition("abandon")
         logger.error("instance '%s' is not restarted: %s", instance.name, reason)
-        self._send_gone(instance)
-        if all(other.state in _DOWN for other in self._all):
+        self._send_instance_gone(instance)
+        if _DOWN_STATES.issuperset(self.states()):
             self.failure = reason
         self._on_change()
 
-    def _send_gone(self, instance: Instance) -> None:
+    def _send_instance_gone(self, instance: Instance) -> None:
         reason = f"model '{self._spec.name}' failed: its instances are not restarted"
         self._scheduler.send(m.InstanceGone(instance.index, reason))
 
@@ -534,4 +534,6 @@ class Instances:
 
     async def stop(self) -> None:
         """Finalize the model in every process and wait for their exits."""
-        await asyncio.gather(*(self._end(instance) for instance in self._all if instance.alive))
+        await asyncio.gather(
+            *(self._end(instance) for instance in self._instances if instance.alive)
+        )

@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_REPORT_S = 30.0
 # Maximum number of unread messages of a worker; a correct worker never sends so many.
-_MOST_UNREAD = 16
+_MAX_UNREAD_MESSAGES = 16
 _STACK_WAIT_S = 0.1
-_MOST_STACK_WAITS = 10
-_MOST_STACK_BYTES = 1 << 20
+_MAX_STACK_WAITS = 10
+_MAX_STACK_BYTES = 1 << 20
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 T = TypeVar("T")
@@ -64,9 +64,9 @@ class VersionSpec:
 
     Attributes:
         config: The configuration, normalised and validated before auto-completion.
-        read: The source of `config`, with which it is completed.
+        read_config: The parsed configuration, from which `config` is completed.
         labels: The label texts of each output that has labels.
-        files: A fingerprint of the version's files without its configuration.
+        fingerprint: A digest of the version's files without its configuration.
     """
 
     name: str
@@ -75,8 +75,8 @@ class VersionSpec:
     repository: Path
     config: ModelSpec
     labels: dict[str, list[str]] = field(default_factory=dict)
-    files: str = ""
-    read: ReadConfig | None = field(default=None, compare=False)
+    fingerprint: str = ""
+    read_config: ReadConfig | None = field(default=None, compare=False)
 
     @property
     def steps(self) -> list[StepModel]:
@@ -88,8 +88,8 @@ class VersionSpec:
 class Lifetime:
     """The shutdown state that the parts of a model version share."""
 
-    retiring: bool = False  # whether the version finishes its requests
-    stopping: bool = False  # whether the version's processes end
+    is_retiring: bool = False  # whether the version finishes its requests
+    is_stopping: bool = False  # whether the version's processes end
 
 
 class InstanceState(StrEnum):
@@ -110,7 +110,7 @@ TRANSITIONS: Mapping[str, Mapping[InstanceState, InstanceState]] = {
     "loaded": {InstanceState.LOADING: InstanceState.READY},
     "retire": {InstanceState.READY: InstanceState.RETIRING},
     "restart": {InstanceState.WAITING: InstanceState.STARTING},
-    "give_up": {InstanceState.WAITING: InstanceState.FAILED},
+    "abandon": {InstanceState.WAITING: InstanceState.FAILED},
     "stop": dict.fromkeys(InstanceState, InstanceState.STOPPED),
     "exited": {
         InstanceState.STARTING: InstanceState.WAITING,
@@ -126,9 +126,9 @@ class IllegalTransition(Exception):
     """The error for an event that an instance's state does not allow: a defect of the server."""
 
 
-def inbox() -> asyncio.Queue[Any]:
+def create_inbox() -> asyncio.Queue[Any]:
     """Return a new bounded queue for the messages that a worker sends about itself."""
-    return asyncio.Queue(_MOST_UNREAD)
+    return asyncio.Queue(_MAX_UNREAD_MESSAGES)
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +140,7 @@ class Instance:
         crashes: The crashes since the instance last executed a request.
         checks_ready: Whether the model implements its own readiness check.
         device_byte_size: The accelerator memory that the loaded model uses.
-        hangs: Whether a load has been reported to take long.
+        hangs: Whether the log has reported that the load takes long.
     """
 
     index: int
@@ -152,7 +152,7 @@ class Instance:
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
     stacks_fd: int = -1
-    inbox: asyncio.Queue[Any] = field(default_factory=inbox)
+    inbox: asyncio.Queue[Any] = field(default_factory=create_inbox)
     ready_at: float = 0.0
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
     crashes: int = 0
@@ -211,38 +211,38 @@ def bounds_of(config: ModelSpec) -> Bounds | None:
     return None if maximum is None else Bounds(minimum or 1, maximum)
 
 
-def sized(config: ModelSpec, total: int) -> ModelSpec:
-    """Return a configuration with one instance group changed to `total` instances.
+def with_count(config: ModelSpec, count: int) -> ModelSpec:
+    """Return a configuration with one instance group changed to `count` instances.
 
     The instances are distributed evenly over the devices. Only `instance_group` is changed: the
     `source` of the result still has the configured number.
     """
     (group,) = config.instance_group
     devices = [(gpu,) for gpu in group.gpus] if group.kind == "KIND_GPU" else [group.gpus]
-    shares = [(total + index) // len(devices) for index in reversed(range(len(devices)))]
+    shares = [(count + index) // len(devices) for index in reversed(range(len(devices)))]
     groups = (
-        replace(group, gpus=gpus, count=count)
-        for gpus, count in zip(devices, shares, strict=True)
-        if count
+        replace(group, gpus=gpus, count=share)
+        for gpus, share in zip(devices, shares, strict=True)
+        if share
     )
     return replace(config, instance_group=tuple(groups))
 
 
-def expand_instances(config: ModelSpec, running: int = 0) -> list[Instance]:
+def expand_instances(config: ModelSpec, running_count: int = 0) -> list[Instance]:
     """Return the instances of a configuration, in order; an ensemble has none.
 
     Args:
         config: The configuration of the model.
-        running: The number of instances to keep, if the configuration has bounds.
+        running_count: The number of instances to keep, if the configuration has bounds.
     """
-    instances, bounds = _expanded(config), bounds_of(config)
+    instances, bounds = _expand(config), bounds_of(config)
     if bounds is None:
         return instances
-    count = max(len(instances), bounds.minimum, min(running, bounds.maximum))
-    return instances if len(instances) == count else _expanded(sized(config, count))
+    count = max(len(instances), bounds.minimum, min(running_count, bounds.maximum))
+    return instances if len(instances) == count else _expand(with_count(config, count))
 
 
-def _expanded(config: ModelSpec) -> list[Instance]:
+def _expand(config: ModelSpec) -> list[Instance]:
     instances: list[Instance] = []
     for group in config.instance_group:
         gpu = group.kind == "KIND_GPU"
@@ -261,43 +261,44 @@ class InstanceUpdate(NamedTuple):
     Attributes:
         spec: The spec that the version will have.
         config: The final configuration of `spec`.
-        differs: Whether `config` differs from the current configuration.
+        config_differs: Whether `config` differs from the current configuration.
         added: The instances to start.
         removed: The instances to retire.
     """
 
     spec: VersionSpec
     config: ModelSpec
-    differs: bool
+    config_differs: bool
     added: list[Instance]
     removed: list[Instance]
 
 
-def change_between(
-    present: Sequence[Instance], config: ModelSpec, running: int = 0
+def find_changes(
+    current: Sequence[Instance], config: ModelSpec, running_count: int = 0
 ) -> tuple[list[Instance], list[Instance]]:
     """Return the instances to add and those to remove for a configuration; changes no instance.
 
     Args:
-        present: The instances of the version.
+        current: The instances of the version.
         config: The new configuration.
-        running: The number of instances to keep, see `expand_instances`.
+        running_count: The number of instances to keep, see `expand_instances`.
     """
-    removed = [i for i in present if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
+    removed = [i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
     usable = [i for i in removed if i.state is not InstanceState.FAILED]
-    added = expand_instances(config, running)
+    added = expand_instances(config, running_count)
     for same_name in (True, False):
         for instance in added[:]:
-            equal = (i for i in usable if i.placement == instance.placement)
-            match = next((i for i in equal if i.name == instance.name or not same_name), None)
+            equivalent = (i for i in usable if i.placement == instance.placement)
+            match = next((i for i in equivalent if i.name == instance.name or not same_name), None)
+
             if match is not None:
                 usable.remove(match)
                 removed.remove(match)
                 added.remove(instance)
-    used = {instance.index for instance in present}
-    indexes = (index for index in itertools.count() if index not in used)
+    used_indexes = {instance.index for instance in current}
+    free_indexes = (index for index in itertools.count() if index not in used_indexes)
     for instance in added:
-        instance.index = next(indexes)
+        instance.index = next(free_indexes)
     return added, removed
 
 
@@ -321,25 +322,25 @@ async def stacks_of(instance: Instance) -> str:
     try:
         os.ftruncate(fd, 0)
         child.kill(signal.SIGUSR2)
-        await _written(child, fd)
-        return os.read(fd, _MOST_STACK_BYTES).decode(errors="replace")
+        await _await_written(child, fd)
+        return os.read(fd, _MAX_STACK_BYTES).decode(errors="replace")
     except OSError:  # the descriptor already refers to another file
         return ""
     finally:
         os.close(fd)
 
 
-async def _written(child: Child, fd: int) -> None:
+async def _await_written(child: Child, fd: int) -> None:
     """Wait until the file no longer grows: faulthandler writes in pieces and signals no end."""
     size = 0
-    for _ in range(_MOST_STACK_WAITS):
+    for _ in range(_MAX_STACK_WAITS):
         await asyncio.sleep(_STACK_WAIT_S)
-        before, size = size, os.fstat(fd).st_size
-        if not child.alive or 0 < size == before:
+        previous_size, size = size, os.fstat(fd).st_size
+        if not child.alive or 0 < size == previous_size:
             return
 
 
-def model_frame(stacks: str, folder: Path) -> str:
+def find_model_frame(stacks: str, folder: Path) -> str:
     """Return the innermost frame of code in a model's folder; "" for none.
 
     The thread that loads the model is searched first. An example of a result is "initialize, line 7
@@ -352,7 +353,7 @@ def model_frame(stacks: str, folder: Path) -> str:
     return ""
 
 
-def one_line(stacks: str) -> str:
+def format_stacks(stacks: str) -> str:
     """Format stacks as one log line: threads separated by "|", innermost frames first."""
     threads = [
         " < ".join(f"{function} ({path}:{line})" for path, line, function in frames)
@@ -362,8 +363,8 @@ def one_line(stacks: str) -> str:
     return " | ".join(threads) or "not available"
 
 
-async def watched(
-    loaded: Awaitable[T],
+async def wait_for_load(
+    load: Awaitable[T],
     instance: Instance,
     folder: Path,
     limit_s: float,
@@ -372,7 +373,7 @@ async def watched(
     """Wait for a load; log the instance's stacks after 30 s and then at doubling intervals.
 
     Args:
-        loaded: Completes when the instance has loaded its model.
+        load: Completes when the instance has loaded its model.
         instance: The instance that loads.
         folder: The folder with the model's code.
         limit_s: The time limit of the load in seconds; 0 for none.
@@ -381,15 +382,15 @@ async def watched(
     Raises:
         Unavailable: The limit has expired. The text names the frame that the model hangs in.
     """
-    reports = asyncio.ensure_future(_report(instance, on_hang))
+    reports = asyncio.ensure_future(_report_hang(instance, on_hang))
     try:
         async with asyncio.timeout(limit_s or None):
-            return await loaded
+            return await load
     except TimeoutError:
         stacks = await stacks_of(instance)
         text = "instance '%s' has not loaded within %g s; its stacks: %s"
-        logger.error(text, instance.name, limit_s, one_line(stacks))
-        frame = model_frame(stacks, folder)
+        logger.error(text, instance.name, limit_s, format_stacks(stacks))
+        frame = find_model_frame(stacks, folder)
         raise Unavailable(
             f"the model has not loaded within {limit_s:g} s (--load-timeout-secs)"
             + (f": it hangs in {frame}" if frame else "")
@@ -399,12 +400,12 @@ async def watched(
         instance.hangs = False
 
 
-async def _report(instance: Instance, on_hang: Callable[[], None]) -> None:
+async def _report_hang(instance: Instance, on_hang: Callable[[], None]) -> None:
     pause_s, total_s = FIRST_REPORT_S, 0.0
     while True:
         await asyncio.sleep(pause_s)
         total_s, pause_s = total_s + pause_s, 2 * pause_s
-        stacks = one_line(await stacks_of(instance))
+        stacks = format_stacks(await stacks_of(instance))
         text = "instance '%s' has been loading for %g s; its stacks: %s"
         logger.warning(text, instance.name, total_s, stacks)
         if not instance.hangs:

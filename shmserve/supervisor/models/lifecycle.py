@@ -42,19 +42,21 @@ logger = logging.getLogger(__name__)
 class Lifecycle:
     """The state machine that executes orders about the models of a registry."""
 
-    def __init__(self, registry: ModelRegistry, actions: LifecycleActions, hosted: bool) -> None:
+    def __init__(
+        self, registry: ModelRegistry, actions: LifecycleActions, shares_hosts: bool
+    ) -> None:
         """Create a lifecycle without orders.
 
         Args:
             registry: The models.
             actions: Executes the decisions.
-            hosted: Whether the schedulers of an ensemble and of its steps share a process.
+            shares_hosts: Whether the schedulers of an ensemble and of its steps share a process.
         """
         self._registry = registry
         self._actions = actions
-        self._hosted = hosted
-        self._open: list[Order] = []  # orders that were not answered yet
-        self._running = self._has_changed = self._published = False
+        self._shares_hosts = shares_hosts
+        self._open_orders: list[Order] = []  # orders that were not answered yet
+        self._is_running = self._has_changed = self._has_published = False
         self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
             OrderPhase.WAITING: self._advance_waiting,
@@ -73,7 +75,7 @@ class Lifecycle:
         """
         for name, step_models in steps.items():
             model = self._registry.model(name)
-            model.step_models, model.expected = step_models, True
+            model.step_models, model.is_expected = step_models, True
 
     def offer(self, names: Iterable[str]) -> None:
         """Publish models as loaded on demand."""
@@ -100,10 +102,10 @@ class Lifecycle:
     def load_on_demand(self, name: str) -> Order | None:
         """Return the open load of a model, or a new one; None if the model serves."""
         model = self._registry.model(name)
-        last = model.last_order
-        if last is not None and last.may_succeed:
-            return last
-        if last is None and model.serving:
+        last_order = model.last_order
+        if last_order is not None and last_order.may_succeed:
+            return last_order
+        if last_order is None and model.serving:
             return None
         return self.load(name, pins=False)
 
@@ -129,35 +131,35 @@ class Lifecycle:
         self,
         model: ModelEntry,
         source: LoadSource,
-        requested: bool = True,
+        is_requested: bool = True,
         caused_by_step: bool = False,
     ) -> Order:
-        return self._enter_once(Order(model, OrderKind.LOAD, source, requested, caused_by_step))
+        return self._enter_once(Order(model, OrderKind.LOAD, source, is_requested, caused_by_step))
 
     def _enter_once(self, order: Order) -> Order:
         """Enter an order, or return the model's last order if that has the same effect."""
-        last = order.model.orders[-1] if order.model.orders else None
-        if last is None or not last.repeats(order):
+        last_order = order.model.orders[-1] if order.model.orders else None
+        if last_order is None or not last_order.repeats(order):
             return self._enter(order)
-        last.requested |= order.requested
-        last.caused_by_step |= order.caused_by_step
-        return last
+        last_order.is_requested |= order.is_requested
+        last_order.caused_by_step |= order.caused_by_step
+        return last_order
 
     def _enter(self, order: Order) -> Order:
         order.model.orders.append(order)
-        self._open.append(order)
+        self._open_orders.append(order)
         return order
 
     def _unload(
         self,
         model: ModelEntry,
-        entered: dict[ModelEntry, Order | None],
+        unloads_by_model: dict[ModelEntry, Order | None],
         on_demand: bool = False,
     ) -> Order:
-        caused_by_step = bool(entered)
-        entered[model] = None
+        caused_by_step = bool(unloads_by_model)
+        unloads_by_model[model] = None
         model.on_demand = on_demand
-        model.outdated = False  # the serving versions are not reloaded
+        model.is_outdated = False  # the serving versions are not reloaded
         users = dict.fromkeys(self._registry.users_of(model))
         for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
             if order.kind is not OrderKind.LOAD:
@@ -168,21 +170,21 @@ class Lifecycle:
             elif order.model is not model:
                 users[order.model] = None  # the ensemble is unloaded once it has been loaded
         for user in users:
-            if user not in entered:
-                entered[user] = self._unload(user, entered, on_demand)
-        unloads = [unload for user in users if (unload := entered[user]) is not None]
+            if user not in unloads_by_model:
+                unloads_by_model[user] = self._unload(user, unloads_by_model, on_demand)
+        unloads = [unload for user in users if (unload := unloads_by_model[user]) is not None]
         order = Order(
             model,
             OrderKind.UNLOAD,
-            requested=not caused_by_step,
+            is_requested=not caused_by_step,
             caused_by_step=caused_by_step,
             prerequisites=unloads,
         )
-        entered[model] = self._enter(order)
+        unloads_by_model[model] = self._enter(order)
         return order
 
     def _group(self, name: str) -> Group:
-        return self._registry.group(name, self._hosted)
+        return self._registry.group(name, self._shares_hosts)
 
     def _regroup(self, group: Group) -> None:
         """Order the schedulers of a group to move to one process, which they share from now on."""
@@ -192,7 +194,7 @@ class Lifecycle:
 
     # --- events
 
-    def was_read(self, order: Order, plan: LoadPlan) -> None:
+    def was_planned(self, order: Order, plan: LoadPlan) -> None:
         """Handle the plan of a load whose folder and configuration were read."""
         if order.phase is not OrderPhase.READING:  # the order was cancelled in the meantime
             self._actions.discard(plan.specs)
@@ -203,18 +205,18 @@ class Lifecycle:
         if plan.error is not None:
             # Errors of sent configurations and of names without a folder are not stored: clients
             # may have mistyped them.
-            is_stored = plan.known or model.failed or model.on_demand
+            is_stored = plan.is_known or model.has_failed or model.on_demand
             if is_stored and not model.serving and order.source == FOLDER:
-                failed = DUPLICATE if plan.ambiguous else LoadOutcome(plan.error.message)
-                model.outcomes = {"": failed}
+                outcome = DUPLICATE if plan.is_ambiguous else LoadOutcome(plan.error.message)
+                model.outcomes = {"": outcome}
             self._finish(order, plan.error)
         else:
             order.step_models = list(
-                dict.fromkeys(s.name for each in plan.specs for s in each.steps)
+                dict.fromkeys(step.name for spec in plan.specs for step in spec.steps)
             )
-            circle = self._registry.circle(model.name, order.step_models, plan.steps)
-            if circle:
-                text = f"circular dependency between ensembles: {' -> '.join(circle)}"
+            cycle = self._registry.find_cycle(model.name, order.step_models, plan.steps)
+            if cycle:
+                text = f"circular dependency between ensembles: {' -> '.join(cycle)}"
                 self._fail(order, InvalidArgument(text))
             else:
                 order.phase = OrderPhase.WAITING
@@ -231,13 +233,13 @@ class Lifecycle:
                 if {*last.prerequisites} & {*order.model.orders}:
                     continue  # the step serves until this ensemble has been loaded and unloaded
                 return self._cancel(order)
-            incoming = last if last is not None and last.may_succeed else None
-            if incoming is None and (not step.serving or last is not None):
+            load = last if last is not None and last.may_succeed else None
+            if load is None and (not step.serving or last is not None):
                 step.for_ensembles = True
                 step.on_demand |= order.model.on_demand
-                incoming = self._load(step, FOLDER, requested=False)
-            if incoming is not None:
-                order.prerequisites.append(incoming)
+                load = self._load(step, FOLDER, is_requested=False)
+            if load is not None:
+                order.prerequisites.append(load)
         return None
 
     def config_completed(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
@@ -257,9 +259,9 @@ class Lifecycle:
         """
         if not spec.steps:
             return self._actions.complete(spec, completed)
-        find = self._registry.serving
-        models = [find(*step) for step in spec.steps]
-        has_any_version = [find(step.name, "") is not None for step in spec.steps]
+        find_serving = self._registry.serving
+        models = [find_serving(*step) for step in spec.steps]
+        has_any_version = [find_serving(step.name, "") is not None for step in spec.steps]
         configs = [None if model is None else model.config for model in models]
         return self._actions.complete(spec, {"steps": configs, "has_any_version": has_any_version})
 
@@ -305,7 +307,7 @@ class Lifecycle:
             model.retiring.remove(version)
         model.draining.discard(version)
         self._actions.discard([version.spec])
-        for order in self._open:
+        for order in self._open_orders:
             order.awaited_ends.discard(version)
         self._publish(model)
         self._run()
@@ -313,14 +315,14 @@ class Lifecycle:
     def finalized(self, order: Order) -> None:
         """End an order's wait for removed instances, and for versions that are still draining."""
         order.awaited_ends = {
-            each for each in order.awaited_ends if not isinstance(each, str) and each.drained
+            end for end in order.awaited_ends if not isinstance(end, str) and end.drained
         }
         self._run()
 
     def changed(self, version: ModelVersion) -> None:
         """Handle a change of a version's readiness, endpoint or failure."""
         model = self._registry.models.get(version.spec.name)
-        if model is not None and model.shown.get(version.spec.version) is version:
+        if model is not None and model.published.get(version.spec.version) is version:
             self._publish(model)
         if model is not None:
             self._run()
@@ -342,31 +344,31 @@ class Lifecycle:
         Changes that happen during the call are included.
         """
         self._has_changed = True
-        if self._running:
+        if self._is_running:
             return
-        self._running = True
+        self._is_running = True
         try:
             while self._has_changed:
                 self._has_changed = False
                 self._advance_all()
         finally:
-            self._running = False
-        if self._published:
-            self._published = False
+            self._is_running = False
+        if self._has_published:
+            self._has_published = False
             self._actions.changed()
 
     def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
             if model.orders or model.retiring:
                 self._advance(model)
-        for order in self._open[:]:
+        for order in self._open_orders[:]:
             if (
-                order.finished
+                order.is_finished
                 and not order.awaited_ends
-                and all(each.answered for each in order.follow_ups)
+                and all(follow_up.is_answered for follow_up in order.follow_ups)
             ):
-                self._open.remove(order)
-                order.answered = self._has_changed = True
+                self._open_orders.remove(order)
+                order.is_answered = self._has_changed = True
                 self._registry.remove_unused(order.model)
                 self._actions.answer(order)
 
@@ -378,7 +380,7 @@ class Lifecycle:
             self._retire(model)
         except Exception:  # the orders of the other models continue
             logger.exception("the state of model '%s' could not be updated", model.name)
-            if model.orders and not model.orders[0].finished:
+            if model.orders and not model.orders[0].is_finished:
                 self._fail(model.orders[0], Internal("internal error"))
 
     def _execute_step(self, order: Order) -> bool:
@@ -399,7 +401,7 @@ class Lifecycle:
         return True
 
     def _advance_waiting(self, order: Order) -> bool:
-        if not all(each.finished for each in order.prerequisites):
+        if not all(needed.is_finished for needed in order.prerequisites):
             return self._cancel_hanging(order)
         if order.kind is OrderKind.LOAD:
             order.start(self._actions, self._group(order.model.name))
@@ -409,19 +411,19 @@ class Lifecycle:
 
     def _cancel_hanging(self, order: Order) -> bool:
         """Cancel a load that hangs if the model is to be unloaded."""
-        abandoned = order.kind is OrderKind.LOAD and order.model.unloads_later and order.hangs
-        if abandoned:
+        is_abandoned = order.kind is OrderKind.LOAD and order.model.unloads_later and order.hangs
+        if is_abandoned:
             self._cancel(order)
-        return abandoned
+        return is_abandoned
 
     def _withdraw(self, order: Order) -> None:
         model = order.model
-        old, model.serving = model.serving, {}
-        model.outcomes = dict.fromkeys({*old, *model.outcomes} - {""}, UNLOADED)
+        withdrawn, model.serving = model.serving, {}
+        model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, UNLOADED)
         model.fingerprint, model.last_load = "", None
-        model.retiring += old.values()
-        order.awaited_ends.update(old.values())
-        if old:
+        model.retiring += withdrawn.values()
+        order.awaited_ends.update(withdrawn.values())
+        if withdrawn:
             self._actions.finalize(order)
         order.phase = OrderPhase.PUBLISHING
 
@@ -439,26 +441,26 @@ class Lifecycle:
             return False
         return True
 
-    def _load_users(self, order: Order, other_shape: bool) -> None:
+    def _load_users(self, order: Order, shape_changed: bool) -> None:
         """Reload the ensembles that lacked a model or use it in another shape.
 
-        Loads that have not read the model yet are left alone. No ensemble is reloaded if the model
+        Loads that have not used the model yet are not changed. No ensemble is reloaded if the model
         is to be unloaded.
         """
         name = order.model.name
         if order.model.unloads_later:
             return
         for user in list(self._registry.models.values()):
-            loads = [each for each in user.orders if each.kind is OrderKind.LOAD]
-            if other_shape and loads:
-                user.outdated |= any(version.uses(name) for version in user.serving.values())
-                for each in loads:
-                    each.outdated |= not each.is_planning and name in each.step_models
+            loads = [load for load in user.orders if load.kind is OrderKind.LOAD]
+            if shape_changed and loads:
+                user.is_outdated |= any(version.uses(name) for version in user.serving.values())
+                for load in loads:
+                    load.is_outdated |= not load.is_planning and name in load.step_models
             is_unloaded = user.on_demand and not (user.serving or loads)
-            needed = name in user.needed_steps and not is_unloaded
-            if not needed or any(each.is_planning for each in loads):
+            is_needed = name in user.needed_steps and not is_unloaded
+            if not is_needed or any(load.is_planning for load in loads):
                 continue
-            if other_shape or not (user.serving or loads):
+            if shape_changed or not (user.serving or loads):
                 source = loads[0].source if loads else user.source
                 order.follow_ups.append(self._load(user, source, caused_by_step=True))
 
@@ -470,11 +472,11 @@ class Lifecycle:
         return True
 
     def _finish(self, order: Order, error: ShmserveError | None = None) -> None:
-        if order.finished:
+        if order.is_finished:
             return
         model, order.error, order.phase = order.model, error, OrderPhase.FINISHED
         model.orders.remove(order)
-        if error is not None and model.expected and not statuses(model):
+        if error is not None and model.is_expected and not statuses(model):
             model.outcomes[""] = LoadOutcome(error.message)  # no repository has the model
         if error is not None and order.caused_by_step and order.kind is OrderKind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
@@ -482,13 +484,13 @@ class Lifecycle:
                 order.follow_ups.append(self._unload(model, {model: None}, model.on_demand))
         elif error is not None and order.kind is OrderKind.LOAD:
             self._load_outdated(order)
-        self._has_changed = self._published = True
+        self._has_changed = self._has_published = True
 
     def _load_outdated(self, order: Order) -> None:
         """Reload the serving versions if the failed load was expected to adopt a step's shape."""
         model = order.model
-        if model.outdated and model.serving and model.last_order is None:
-            model.outdated = False
+        if model.is_outdated and model.serving and model.last_order is None:
+            model.is_outdated = False
             order.follow_ups.append(self._load(model, model.source, caused_by_step=True))
 
     # --- failures
@@ -497,16 +499,18 @@ class Lifecycle:
         """Cancel an order because its model is unloaded or no other order needs it."""
         order.caused_by_step = False
         text = f"failed to load '{order.model.name}', no version is available"
-        self._fail(order, InvalidArgument(text), cancelled=True)
+        self._fail(order, InvalidArgument(text), is_cancelled=True)
 
-    def _fail(self, order: Order, error: ShmserveError, cancelled: bool = False) -> None:
+    def _fail(self, order: Order, error: ShmserveError, is_cancelled: bool = False) -> None:
         """End the versions that an order has started; the serving versions continue."""
         model, phase = order.model, order.phase
         if phase in (OrderPhase.PUBLISHING, OrderPhase.DROPPING, OrderPhase.FINISHED):
             return
         steps, order.prerequisites = order.prerequisites, []
         for step in steps:
-            if not (step.requested or any(step in each.prerequisites for each in self._open)):
+            if not (
+                step.is_requested or any(step in user.prerequisites for user in self._open_orders)
+            ):
                 self._cancel(step)
         if order.is_planning:
             if phase is OrderPhase.WAITING and order.kind is OrderKind.LOAD and not model.serving:
@@ -515,7 +519,7 @@ class Lifecycle:
             self._finish(order, error)
             return
         order.error = error
-        order.drop(self._actions, cancelled)
+        order.drop(self._actions, is_cancelled)
         self._publish(model)
 
     # --- the end of versions
@@ -531,7 +535,7 @@ class Lifecycle:
                 self._actions.retire(version)
 
     def _publish(self, model: ModelEntry) -> None:
-        self._published = True
+        self._has_published = True
         self._actions.publish(model)
         for ensemble in self._registry.ensembles_of(model.name):
             ensemble.changed()

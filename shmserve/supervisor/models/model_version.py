@@ -23,7 +23,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import MemoryDropped, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_of
+from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_error
 from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.children import RestartBackoff
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 # The consecutive failed starts of a scheduler after which a load fails, and after which requests
 # that wait for a successor are rejected (some seconds).
-_MOST_FAILED_STARTS = 5
-_MOST_WAITED_FOR = 10
-_CLIENTS = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
+_MAX_FAILED_STARTS = 5
+_MAX_AWAITED_STARTS = 10
+_CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
 _KILL_PATIENCE_S = 1.0  # seconds until a stopping scheduler that shares its process is killed
 
 
-def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
+def differ_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
     """Check whether files and configuration are equal except for the instances."""
-    same_files = (old.model_dir, old.files) == (new.model_dir, new.files)
-    same_rest = old.config.immutable_config == new.config.immutable_config
-    return same_files and same_rest and not new.steps
+    same_files = (old.model_dir, old.fingerprint) == (new.model_dir, new.fingerprint)
+    same_config = old.config.immutable_config == new.config.immutable_config
+    return same_files and same_config and not new.steps
 
 
 class ModelVersion:
@@ -80,7 +80,7 @@ class ModelVersion:
         self._context = context
         self._on_change = on_change
         self._complete = complete
-        self._news = asyncio.Event()
+        self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(
             context, spec, group, lifetime, self._on_scheduler_message
@@ -116,28 +116,28 @@ class ModelVersion:
     @property
     def drained(self) -> bool:
         """Return whether the version has finished its requests, so that its processes may end."""
-        return self._lifetime.stopping
+        return self._lifetime.is_stopping
 
     @property
     def fatal_problem(self) -> str:
         """Return the reason why this version will not become ready, or empty."""
-        if self._lifetime.retiring or self._lifetime.stopping:
+        if self._lifetime.is_retiring or self._lifetime.is_stopping:
             return self.problem or "the model is unloaded"
-        failed = self._failed_starts >= _MOST_FAILED_STARTS
-        return self.problem or ("no scheduler could be started" if failed else "")
+        has_failed = self._failed_starts >= _MAX_FAILED_STARTS
+        return self.problem or ("no scheduler could be started" if has_failed else "")
 
     async def until_ready(self) -> None:
         """Wait until the version is ready; raises Unavailable if it will not be."""
         while not self.ready:
             if self.fatal_problem:
                 raise Unavailable(self.fatal_problem)
-            self._news.clear()
-            await self._news.wait()
+            self._state_changed.clear()
+            await self._state_changed.wait()
 
     def pids(self) -> list[int]:
         """Return the running processes; the scheduler's may also run for other models."""
-        scheduler = [self.scheduler.serving.child.pid] if self.scheduler.serves else []
-        return [*self.instances.pids(), *scheduler]
+        scheduler_pids = [self.scheduler.serving.child.pid] if self.scheduler.serves else []
+        return [*self.instances.pids(), *scheduler_pids]
 
     def uses(self, name: str) -> bool:
         """Check whether this is an ensemble with a step that runs the named model."""
@@ -160,7 +160,7 @@ class ModelVersion:
 
     def changed(self) -> None:
         """Report that the readiness of this version or of a step's model may have changed."""
-        self._news.set()
+        self._state_changed.set()
         self._on_change(self)
 
     async def start(self) -> None:
@@ -169,10 +169,10 @@ class ModelVersion:
         Raises:
             ShmserveError: The load failed and every process has ended; the text is for operators.
         """
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             await self.instances.complete_config()
-            await self._start_scheduler(first=True)
+            await self._start_scheduler(is_first=True)
             self._supervision = self._context.background(self._supervise())
             await self.instances.load()
             self.loaded, self.loaded_ns = True, time.monotonic_ns()
@@ -180,8 +180,8 @@ class ModelVersion:
         except (ShmserveError, ExceptionGroup) as error:
             # `except*` would wrap the raised error in a group, which has no text for operators.
             await self.kill()
-            raise first_of(error) from None
-        self.load_seconds = time.monotonic() - began
+            raise first_error(error) from None
+        self.load_seconds = time.monotonic() - started_at
 
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """Return the update of the instances that leads to `spec`.
@@ -191,13 +191,13 @@ class ModelVersion:
         if self.spec.steps or self.instances.failure:
             return None
         # Whether executions need tickets of the rate limiter is fixed when a scheduler starts.
-        limited = self.scheduler.is_limited(self.config)
-        if limited != self.scheduler.is_limited(spec.config):
+        was_limited = self.scheduler.is_limited(self.config)
+        if was_limited != self.scheduler.is_limited(spec.config):
             return None
-        if not differs_in_instances_only(self.spec, spec):
+        if not differ_in_instances_only(self.spec, spec):
             return None
         try:
-            config = self._complete(spec, self.instances.completed)
+            config = self._complete(spec, self.instances.reported_config)
         except ShmserveError:
             return None  # the load of the new version reports the error
         if config.immutable_config != self.config.immutable_config:
@@ -216,12 +216,12 @@ class ModelVersion:
         their schedulers have state that cannot be moved.
         """
         config = self.config
-        stays = (
+        is_fixed = (
             config.sequence_batching is not None
             or config.decoupled
             or self.scheduler.is_limited(config)
         )
-        if self.ready and not stays and self.scheduler.must_move(group):
+        if self.ready and not is_fixed and self.scheduler.must_move(group):
             logger.info("model '%s' is moved to the process of %s", self.spec.name, group.title)
             await self._move(group, publish)
 
@@ -240,75 +240,75 @@ class ModelVersion:
             Unavailable: The new scheduler did not start; nothing is changed.
         """
         scheduler, instances = self.scheduler, self.instances
-        old, lost = scheduler.serving, scheduler.endpoint
-        workers = [child.exited for child in instances.children() if child.alive]
-        unless: list[asyncio.Future[Any]] = [asyncio.gather(*workers)] if workers else []
+        old_scheduler, old_endpoint = scheduler.serving, scheduler.endpoint
+        exits = [child.exited for child in instances.children() if child.alive]
+        losses: list[asyncio.Future[Any]] = [asyncio.gather(*exits)] if exits else []
         if self._supervision is not None:
             self._supervision.cancel()
         try:
-            await scheduler.succeed(group, instances.config)
-            unless.append(scheduler.serving.child.exited)
+            await scheduler.start_successor(group, instances.config)
+            losses.append(scheduler.serving.child.exited)
             await publish()
-            await scheduler.drain(old, unless=unless)
+            await scheduler.drain(old_scheduler, losses=losses)
             instances.introduce([])
-            self._broadcast_lost(lost, scheduler.endpoint, *_CLIENTS)
+            self._broadcast_lost(old_endpoint, scheduler.endpoint, *_CLIENT_ROLES)
             await publish()
             # The second drain releases outputs that clients have read through the old scheduler.
-            await scheduler.drain(old, unless=unless)
+            await scheduler.drain(old_scheduler, losses=losses)
             instances.attach()
             self.changed()
-            await self._context.hosts.close(old)
+            await self._context.hosts.close(old_scheduler)
         finally:
             self._supervision = self._context.background(self._supervise())
 
-    def hand_counts_to(self, successor: ModelVersion | None) -> None:
+    def pass_counters_to(self, successor: ModelVersion | None) -> None:
         """Make this version's counters, including those of its drain, the base of a successor's."""
-        self.scheduler.counts.be_base_of(None if successor is None else successor.scheduler.counts)
+        self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 
     # --- schedulers
 
-    async def _start_scheduler(self, first: bool = False) -> None:
-        workers = self.instances.pids()
-        await self.scheduler.start(self.config, workers, first)
+    async def _start_scheduler(self, is_first: bool = False) -> None:
+        worker_pids = self.instances.pids()
+        await self.scheduler.start(self.config, worker_pids, is_first)
         self._failed_starts = 0
-        self.instances.introduce(workers)
+        self.instances.introduce(worker_pids)
 
     async def _supervise(self) -> None:
         """Replace each scheduler that exits, until the version retires."""
-        while not self._lifetime.retiring:
-            ended, started_at = self.scheduler.serving, time.monotonic()
-            child = ended.child
-            await either(ended.closed, child.exited)
-            if not self._lifetime.retiring:
+        while not self._lifetime.is_retiring:
+            scheduler, started_at = self.scheduler.serving, time.monotonic()
+            child = scheduler.child
+            await either(scheduler.closed, child.exited)
+            if not self._lifetime.is_retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
                 logger.error("%s ended (%s); a replacement takes over", child.title, reason)
                 self.changed()
-                await self._replace(self._backoff.pause_s(time.monotonic() - started_at))
+                await self._replace_scheduler(self._backoff.pause_s(time.monotonic() - started_at))
 
-    async def _replace(self, pause: float) -> None:
-        lost = self.scheduler.endpoint
-        while not self._lifetime.retiring:
-            if pause:
-                await asyncio.sleep(pause)
+    async def _replace_scheduler(self, pause_s: float) -> None:
+        lost_endpoint = self.scheduler.endpoint
+        while not self._lifetime.is_retiring:
+            if pause_s:
+                await asyncio.sleep(pause_s)
             try:
                 await self._start_scheduler()
             except ShmserveError as error:
                 logger.error("%s", error.message)
-                pause = self._backoff.pause_s(0)
+                pause_s = self._backoff.pause_s(0)
                 self._failed_starts += 1
                 self.changed()
-                if self._failed_starts >= _MOST_WAITED_FOR:
+                if self._failed_starts >= _MAX_AWAITED_STARTS:
                     # Submitted requests fail; later requests are sent to a successor, if any.
-                    self._broadcast_lost(lost, "", *_CLIENTS)
+                    self._broadcast_lost(lost_endpoint, "", *_CLIENT_ROLES)
                 continue
             self.instances.attach()
             # Clients keep their submitted requests and resubmit them while they know the old
             # endpoint.
-            self._broadcast_lost(lost, self.scheduler.endpoint, *_CLIENTS)
+            self._broadcast_lost(lost_endpoint, self.scheduler.endpoint, *_CLIENT_ROLES)
             self.changed()
             return
         # The version retired meanwhile: models that call it look up the current endpoint.
-        self._broadcast_lost(lost, "", "caller", LOCAL_CLIENT)
+        self._broadcast_lost(lost_endpoint, "", "caller", LOCAL_CLIENT)
 
     def _broadcast_lost(self, endpoint: str, successor: str, *roles: str) -> None:
         # Messages to the successor are flushed first: local clients have sockets of their own and
@@ -318,13 +318,13 @@ class ModelVersion:
 
     def _on_scheduler_message(self, message: Any) -> None:
         match message:
-            case m.KillInstance(process, reason):
-                self.instances.kill_overrunning(process, reason)
-            case m.InstanceServed(process):
-                self.instances.served(process)
+            case m.KillInstance(pid, reason):
+                self.instances.kill_overdue(pid, reason)
+            case m.InstanceServed(pid):
+                self.instances.served(pid)
                 self._backoff.worked()
-            case m.InstanceRetired(process):
-                self.instances.retired(process)
+            case m.InstanceRetired(pid):
+                self.instances.retired(pid)
             case MemoryDropped():  # an ensemble has kept this memory open for its steps' workers
                 self._context.broadcast(message, "worker")
             case _:
@@ -335,15 +335,15 @@ class ModelVersion:
     async def finish_sequences(self) -> None:
         """Reject new sequences and wait until the open sequences have ended."""
         if self.loaded and self.scheduler.serves and self.config.sequence_batching:
-            await self.scheduler.drain(sequences=True)
+            await self.scheduler.drain(sequences_only=True)
 
     async def stop(self) -> None:
         """Finish the requests in flight, then end every process."""
-        self._lifetime.retiring = True
-        self._news.set()
+        self._lifetime.is_retiring = True
+        self._state_changed.set()
         if self.loaded and self.scheduler.serves:
             await self.scheduler.drain()
-        self._lifetime.stopping = True
+        self._lifetime.is_stopping = True
         if self.loaded and not self.scheduler.serves:
             await self.kill()  # clients resubmit the requests that the workers execute
         await self.instances.stop()
@@ -351,8 +351,8 @@ class ModelVersion:
 
     async def kill(self) -> None:
         """End every process at once."""
-        self._lifetime.retiring = self._lifetime.stopping = True
-        self._news.set()
+        self._lifetime.is_retiring = self._lifetime.is_stopping = True
+        self._state_changed.set()
         children = self.instances.children()
         for child in children:
             child.kill()
@@ -392,9 +392,9 @@ class EnsembleInstances(Instances):
     async def complete_config(self) -> None:
         """Validate the ensemble against the models that serve now; raises InvalidArgument."""
         self.config = self._complete(self._spec, {})
-        self.labels = {**_inherited(self.config, self._models), **self._spec.labels}
+        self.labels = {**_inherited_labels(self.config, self._models), **self._spec.labels}
 
-    def introduce(self, workers: list[int]) -> None:
+    def introduce(self, worker_pids: list[int]) -> None:
         """Send the ensemble's scheduler the endpoints of the steps' models."""
         for step, model in zip(self._spec.steps, self._models, strict=True):
             if model is not None:
@@ -402,11 +402,13 @@ class EnsembleInstances(Instances):
                 self._scheduler.send(model.publication(latest))
 
 
-def _inherited(config: ModelSpec, models: Sequence[ModelVersion | None]) -> dict[str, list[str]]:
+def _inherited_labels(
+    config: ModelSpec, models: Sequence[ModelVersion | None]
+) -> dict[str, list[str]]:
     """Return the labels of an ensemble's outputs, taken from the models that produce them."""
     scheduling = config.ensemble_scheduling
     assert scheduling is not None
-    outputs = {each.name for each in config.output}
+    outputs = {output.name for output in config.output}
     inherited: dict[str, list[str]] = {}
     for step, model in zip(scheduling.step, models, strict=True):
         labels = {} if model is None else model.instances.labels
@@ -423,15 +425,15 @@ def describe(config: ModelSpec) -> dict[str, Any]:
     """
     batch = [-1] if config.max_batch_size >= 1 else []
 
-    def shown(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
+    def describe_tensors(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
         return [
-            {"name": each.name, "datatype": each.datatype, "shape": [*batch, *each.dims]}
-            for each in tensors
+            {"name": tensor.name, "datatype": tensor.datatype, "shape": [*batch, *tensor.dims]}
+            for tensor in tensors
         ]
 
     return {
         "name": config.name,
         "platform": config.platform or config.backend,
-        "inputs": shown(config.input),
-        "outputs": shown(config.output),
+        "inputs": describe_tensors(config.input),
+        "outputs": describe_tensors(config.output),
     }

@@ -1,8 +1,8 @@
 """Models that are loaded by their first request and unloaded to free memory (--load-on-demand).
 
 Models are unloaded when they are idle or when other models need their memory. Schedulers report
-when a model was used and whether it has requests in flight. `to_unload` decides from these reports
-and the measured memory, without any I/O. The lifecycle executes the decision.
+when a model was used and whether it has requests in flight. `select_unloads` decides from these
+reports and the measured memory, without any I/O. The lifecycle executes the decision.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shmserve.supervisor.processes.children import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
-_FOREVER_S = 1e6
-_LOOK_EVERY_S = 1.0
-_REPORT_WITHIN_S = 1.0  # a scheduler that sends no report counts as busy
-# An unloaded model finishes requests that reached it late; these may wait for the model to come.
-_GONE_WITHIN_S = 2.0
+_MAX_WAIT_S = 1e6  # longer waits are not limited
+_CHECK_EVERY_S = 1.0
+_REPORT_TIMEOUT_S = 1.0  # a scheduler that sends no report counts as busy
+# An unloaded model finishes late requests, which may wait for the model that is to be loaded.
+_UNLOAD_TIMEOUT_S = 2.0
 _MEASURE_EVERY_S = 10.0
 
 
@@ -45,7 +45,7 @@ class Resident(NamedTuple):
         byte_size: The bytes of its memory.
         used_ns: The time of its last request, on the monotonic clock.
         must_stay: Whether requests in flight, open orders or an operator's load forbid an unload.
-        idle_ns: The time without requests after which it is unloaded; 0 is no limit.
+        idle_limit_ns: The time without requests after which it is unloaded; 0 is no limit.
         users: The ensembles with the model as a step, which must be unloaded before it.
     """
 
@@ -53,32 +53,32 @@ class Resident(NamedTuple):
     byte_size: int
     used_ns: int
     must_stay: bool = False
-    idle_ns: int = 0
+    idle_limit_ns: int = 0
     users: frozenset[str] = frozenset()
 
 
-def to_unload(residents: Iterable[Resident], bound: int, now_ns: int) -> list[str]:
+def select_unloads(residents: Iterable[Resident], max_bytes: int, now_ns: int) -> list[str]:
     """Return the models to unload, ensembles before their steps.
 
     Models that are idle for longer than their limit are unloaded. The least recently used models
-    follow until the total is at most `bound` bytes (0 is no bound).
+    follow until the total is at most `max_bytes` (0 is no limit).
     """
     remaining = sorted(residents, key=attrgetter("used_ns"))
-    chosen: list[str] = []
+    names: list[str] = []
 
-    def is_free(each: Resident) -> bool:
-        return not (each.must_stay or each.users.difference(chosen))
+    def may_unload(resident: Resident) -> bool:
+        return not (resident.must_stay or resident.users.difference(names))
 
-    def is_due(each: Resident) -> bool:
-        if bound and sum(other.byte_size for other in remaining) > bound:
+    def is_due(resident: Resident) -> bool:
+        if max_bytes and sum(r.byte_size for r in remaining) > max_bytes:
             return True
-        return 0 < each.idle_ns <= now_ns - each.used_ns
+        return 0 < resident.idle_limit_ns <= now_ns - resident.used_ns
 
-    # The search restarts after each choice: a step is free once its ensembles are chosen.
-    while due := next((each for each in remaining if is_free(each) and is_due(each)), None):
+    # The search restarts after each model: a step may be unloaded once its ensembles are.
+    while due := next((r for r in remaining if may_unload(r) and is_due(r)), None):
         remaining.remove(due)
-        chosen.append(due.name)
-    return chosen
+        names.append(due.name)
+    return names
 
 
 class MemoryUse:
@@ -86,7 +86,7 @@ class MemoryUse:
 
     def __init__(self) -> None:
         self._sizes: dict[ModelVersion, int] = {}
-        self._measured: dict[ModelVersion, float] = {}
+        self._measured_at: dict[ModelVersion, float] = {}
         # Bytes by model version, kept after the version is unloaded.
         self._last_sizes: dict[str, int] = {}
 
@@ -99,22 +99,22 @@ class MemoryUse:
         """
         now = time.monotonic()
         loaded = [version for version in live if version.loaded]
-        last = {each: self._measured.get(each, -math.inf) for each in loaded}
-        old = {each for each in loaded if refresh and now - last[each] >= _MEASURE_EVERY_S}
-        to_measure = old | {each for each in loaded if each.spec.name not in self._last_sizes}
+        measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
+        outdated = {v for v in loaded if refresh and now - measured_at[v] >= _MEASURE_EVERY_S}
+        to_measure = outdated | {v for v in loaded if v.spec.name not in self._last_sizes}
         if not to_measure:
             return
-        pids = {each: each.pids() for each in loaded}
-        shared = Counter(pid for each in loaded for pid in pids[each])
-        measured = {pid for each in to_measure for pid in pids[each]}
-        byte_sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured})
-        self._measured = last | dict.fromkeys(to_measure, now)
-        self._sizes = {each: self._sizes[each] for each in loaded if each in self._sizes}
-        for each in to_measure:
+        pids = {version: version.pids() for version in loaded}
+        sharers = Counter(pid for version in loaded for pid in pids[version])
+        measured_pids = {pid for version in to_measure for pid in pids[version]}
+        sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
+        self._measured_at = measured_at | dict.fromkeys(to_measure, now)
+        self._sizes = {v: self._sizes[v] for v in loaded if v in self._sizes}
+        for version in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
-            host_size = sum(byte_sizes[pid] // shared[pid] for pid in pids[each])
-            size = host_size + each.instances.device_byte_size
-            self._sizes[each] = self._last_sizes[each.spec.name] = size
+            host_size = sum(sizes[pid] // sharers[pid] for pid in pids[version])
+            size = host_size + version.instances.device_byte_size
+            self._sizes[version] = self._last_sizes[version.spec.name] = size
 
     def byte_size(self, model: ModelEntry) -> int:
         """Return the bytes of a model's versions.
@@ -123,17 +123,17 @@ class MemoryUse:
         of all models.
         """
         sizes = self._last_sizes.values()
-        expected = self._last_sizes.get(model.name, sum(sizes) // (len(sizes) or 1))
-        return sum(self._sizes.get(version, expected) for version in model.versions)
+        estimate = self._last_sizes.get(model.name, sum(sizes) // (len(sizes) or 1))
+        return sum(self._sizes.get(version, estimate) for version in model.versions)
 
 
-class _Use(NamedTuple):
+class _Usage(NamedTuple):
     """The last report of a version's scheduler, and the time of the version's last use."""
 
-    answered: int
+    response_count: int
     executed_ns: int
     used_ns: int
-    busy: bool
+    is_busy: bool
 
 
 class OnDemand:
@@ -145,8 +145,17 @@ class OnDemand:
         registry: ModelRegistry,
         lifecycle: Lifecycle,
         wait_for: Callable[[Order], Awaitable[None]],
+        observers: list[Callable[[], None]],
     ) -> None:
-        """Create a loader; `wait_for(order)` waits until an order is answered."""
+        """Create a loader.
+
+        Args:
+            context: The shared parts of the supervisor.
+            registry: The models.
+            lifecycle: Receives the orders.
+            wait_for: Waits until an order is answered.
+            observers: Called when the status of a model may have changed; the loader adds one.
+        """
         self._context = context
         self._registry = registry
         self._lifecycle = lifecycle
@@ -154,14 +163,11 @@ class OnDemand:
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
         # The backoff of failed loads by model, and the time of the next retry.
         self._failures: dict[str, tuple[RestartBackoff, float]] = {}
-        self._unloading = asyncio.Lock()
+        self._unload_lock = asyncio.Lock()
         self._memory = MemoryUse()
-        self._uses: dict[ModelVersion, _Use] = {}
-        self._news = asyncio.Event()
-
-    def changed(self) -> None:
-        """Handle a change of a model's status."""
-        self._news.set()
+        self._usages: dict[ModelVersion, _Usage] = {}
+        self._status_changed = asyncio.Event()
+        observers.append(self._status_changed.set)
 
     # --- loading
 
@@ -181,18 +187,18 @@ class OnDemand:
         model = self._registry.models.get(name)
         if model is None or not model.on_demand or (model.serving and not model.orders):
             return
-        loaded = self._loads.get(name)
-        if loaded is None:
-            loaded = self._loads[name] = asyncio.get_running_loop().create_future()
-            self._context.background(self._load(name, loaded))
-        await either(loaded, timeout_s=patience_s if 0 < patience_s < _FOREVER_S else None)
-        if not loaded.done():
+        load = self._loads.get(name)
+        if load is None:
+            load = self._loads[name] = asyncio.get_running_loop().create_future()
+            self._context.background(self._load(name, load))
+        await either(load, timeout_s=patience_s if 0 < patience_s < _MAX_WAIT_S else None)
+        if not load.done():
             raise Unavailable(f"model '{name}' was not loaded within the time of the request")
-        error = loaded.result()
+        error = load.result()
         if error is not None:
             raise error
 
-    async def _load(self, name: str, loaded: asyncio.Future[ShmserveError | None]) -> None:
+    async def _load(self, name: str, load: asyncio.Future[ShmserveError | None]) -> None:
         backoff, retry_at = self._failures.pop(name, (RestartBackoff(), 0.0))
         # The outcome if this coroutine is cancelled.
         outcome: ShmserveError | None = Unavailable("the server ends")
@@ -209,7 +215,7 @@ class OnDemand:
                 logger.exception("model '%s' could not be loaded on demand", name)
         finally:
             del self._loads[name]
-            loaded.set_result(outcome)
+            load.set_result(outcome)
 
     # --- unloading
 
@@ -219,12 +225,12 @@ class OnDemand:
             if self._context.config.max_loaded_byte_size:
                 await self._memory.measure(self._registry.live, refresh=True)
             await self.free_memory()
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
 
     async def free_memory(self) -> None:
         """Unload the models that are due, and wait until their processes have ended."""
-        async with self._unloading:
-            names = await self._due()
+        async with self._unload_lock:
+            names = await self._due_names()
             unloading = {
                 version for name in names for version in self._registry.models[name].versions
             }
@@ -232,23 +238,23 @@ class OnDemand:
                 logger.info("model '%s' is unloaded; its next request loads it", name)
                 self._lifecycle.unload(name, on_demand=True)
             try:
-                async with asyncio.timeout(_GONE_WITHIN_S):
+                async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
                     while not unloading.isdisjoint(self._registry.live):
-                        self._news.clear()
-                        await self._news.wait()
+                        self._status_changed.clear()
+                        await self._status_changed.wait()
             except TimeoutError:
                 logger.warning(
                     "unloading a model takes long; the model that replaces it is loaded now"
                 )
 
-    async def _due(self) -> list[str]:
-        bound = self._context.config.max_loaded_byte_size
-        if bound:
+    async def _due_names(self) -> list[str]:
+        max_bytes = self._context.config.max_loaded_byte_size
+        if max_bytes:
             await self._memory.measure(self._registry.live)
-        if not to_unload(self._residents(), bound, time.monotonic_ns()):
+        if not select_unloads(self._residents(), max_bytes, time.monotonic_ns()):
             return []  # newer reports can only show more recent use
-        await self._update_uses()
-        return to_unload(self._residents(), bound, time.monotonic_ns())
+        await self._update_usages()
+        return select_unloads(self._residents(), max_bytes, time.monotonic_ns())
 
     def _residents(self) -> list[Resident]:
         models = list(self._registry.models.values())
@@ -263,26 +269,26 @@ class OnDemand:
         ]
 
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
-        uses = [self._use(version) for version in model.serving.values()]
-        used_ns = max((use.used_ns for use in uses), default=0)
+        usages = [self._usage(version) for version in model.serving.values()]
+        used_ns = max((usage.used_ns for usage in usages), default=0)
         must_stay = (
             model.orders or model.retiring or model.name in self._loads or not model.on_demand
         )
-        must_stay = bool(must_stay) or any(use.busy for use in uses)
-        idle_ns = int(1e9 * min(map(self._idle_s, model.serving.values()), default=0.0))
+        must_stay = bool(must_stay) or any(usage.is_busy for usage in usages)
+        idle_limit_ns = int(1e9 * min(map(self._idle_limit_s, model.serving.values()), default=0.0))
         size = self._memory.byte_size(model)
-        return Resident(model.name, size, used_ns, must_stay, idle_ns, users)
+        return Resident(model.name, size, used_ns, must_stay, idle_limit_ns, users)
 
-    def _idle_s(self, version: ModelVersion) -> float:
+    def _idle_limit_s(self, version: ModelVersion) -> float:
         limit_s = parse_idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
         return self._context.config.idle_unload_s if limit_s is None else limit_s
 
     # --- reports of schedulers
 
-    def _use(self, version: ModelVersion) -> _Use:
-        return self._uses.get(version) or _Use(0, 0, version.loaded_ns, False)
+    def _usage(self, version: ModelVersion) -> _Usage:
+        return self._usages.get(version) or _Usage(0, 0, version.loaded_ns, False)
 
-    async def _update_uses(self) -> None:
+    async def _update_usages(self) -> None:
         """Request reports from the schedulers of all serving models that are on demand."""
         versions = [
             version
@@ -292,21 +298,21 @@ class OnDemand:
         ]
         reports = [version.scheduler.snapshot() for version in versions]
         if reports:
-            await asyncio.wait(reports, timeout=_REPORT_WITHIN_S)
-        self._uses = {
-            version: _updated(self._use(version), report.result() if report.done() else None)
+            await asyncio.wait(reports, timeout=_REPORT_TIMEOUT_S)
+        self._usages = {
+            version: _updated(self._usage(version), report.result() if report.done() else None)
             for version, report in zip(versions, reports, strict=True)
         }
 
 
-def _updated(use: _Use, report: Mapping[str, Any] | None) -> _Use:
+def _updated(usage: _Usage, report: Mapping[str, Any] | None) -> _Usage:
     if report is None:
-        return use._replace(busy=True)
-    answered, executed_ns = report["success"] + report["fail"], report["last_ns"]
-    used_ns = use.used_ns
-    if executed_ns > use.executed_ns:
+        return usage._replace(is_busy=True)
+    response_count, executed_ns = report["success"] + report["fail"], report["last_ns"]
+    used_ns = usage.used_ns
+    if executed_ns > usage.executed_ns:
         used_ns = max(used_ns, executed_ns)
-    elif answered != use.answered:  # answered from the response cache, or with an error
+    elif response_count != usage.response_count:  # responses of the response cache, or errors
         used_ns = time.monotonic_ns()
-    busy = bool(report["live"] or report["open_sequences"])
-    return _Use(answered, executed_ns, used_ns, busy)
+    is_busy = bool(report["live"] or report["open_sequences"])
+    return _Usage(response_count, executed_ns, used_ns, is_busy)

@@ -19,7 +19,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.models.instances import InstanceUpdate, VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
-from shmserve.supervisor.models.repository import IN_SEVERAL
+from shmserve.supervisor.models.repository import DUPLICATE_MODEL
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
@@ -69,32 +69,32 @@ class LoadPlan(NamedTuple):
         specs: The versions.
         steps: The steps of each ensemble below the model, by name, according to its folder.
         error: The reason why there is no plan.
-        known: Whether a repository has the model.
-        ambiguous: Whether several repositories have the model.
+        is_known: Whether a repository has the model.
+        is_ambiguous: Whether several repositories have the model.
     """
 
     fingerprint: str
     specs: list[VersionSpec]
     steps: dict[str, list[str]]
     error: ShmserveError | None = None
-    known: bool = True
-    ambiguous: bool = False
+    is_known: bool = True
+    is_ambiguous: bool = False
 
 
 class LoadOutcome(NamedTuple):
     """The reason why a version does not serve: its load failed, or it was unloaded.
 
-    `logged`: the log has the reason.
+    With `is_logged`, the log has the reason.
     """
 
     reason: str
-    failed: bool = True
-    logged: bool = False
+    is_failure: bool = True
+    is_logged: bool = False
 
 
-UNLOADED = LoadOutcome("unloaded", failed=False)
+UNLOADED = LoadOutcome("unloaded", is_failure=False)
 # This fault belongs to the repositories, not to a load.
-DUPLICATE = LoadOutcome(IN_SEVERAL, failed=False)
+DUPLICATE = LoadOutcome(DUPLICATE_MODEL, is_failure=False)
 
 
 class LoggedFailure(InvalidArgument):
@@ -105,7 +105,7 @@ class LifecycleActions(Protocol):
     """The interface of the lifecycle's actions, which return immediately and report by events."""
 
     def read(self, order: Order) -> None:
-        """Read a model's folder and configuration; reports `Lifecycle.was_read`."""
+        """Read a model's folder and configuration; reports `Lifecycle.was_planned`."""
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         """Create a version without processes; it reports `Lifecycle.changed`."""
@@ -150,7 +150,7 @@ class LifecycleActions(Protocol):
         """Report that the status of a model may have changed."""
 
 
-_numbers = itertools.count(1)
+_order_numbers = itertools.count(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -158,26 +158,26 @@ class Order:
     """An order about one model. The orders of a model are executed in the order of arrival.
 
     Attributes:
-        requested: Whether a caller asked for this order, rather than an ensemble with the model.
+        is_requested: Whether a caller requested this order, and not only an ensemble of the model.
         caused_by_step: Whether a step's model has changed, so that its ensemble is reloaded, or was
             unloaded, so that its ensemble is unloaded until the model is loaded again.
         pins: Whether the model is no longer on demand once it is loaded.
         prerequisites: Orders that must be settled before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
         starting_versions: The versions that have not started yet, and `UPDATES`.
-        outdated: Whether a step's model has changed its shape since the order was planned.
+        is_outdated: Whether a step's model has changed its shape since the order was planned.
         awaited_ends: The versions, and `UPDATES`, that must end before the order is answered.
     """
 
     model: ModelEntry
     kind: OrderKind
     source: LoadSource = FOLDER
-    requested: bool = True
+    is_requested: bool = True
     caused_by_step: bool = False
     pins: bool = False
     prerequisites: list[Order] = field(default_factory=list)
     follow_ups: list[Order] = field(default_factory=list)
-    number: int = field(init=False, default_factory=partial(next, _numbers))
+    number: int = field(init=False, default_factory=partial(next, _order_numbers))
     phase: OrderPhase = field(init=False, default=OrderPhase.QUEUED)
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
@@ -186,8 +186,8 @@ class Order:
     starting_versions: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
-    answered: bool = field(init=False, default=False)
-    outdated: bool = field(init=False, default=False)
+    is_answered: bool = field(init=False, default=False)
+    is_outdated: bool = field(init=False, default=False)
     awaited_ends: set[ModelVersion | str] = field(init=False, default_factory=set)
 
     @property
@@ -199,23 +199,23 @@ class Order:
         if self.phase is OrderPhase.STARTING:
             return any(version.instances.hangs for version in self.model.incoming.values())
         is_waiting = self.phase is OrderPhase.WAITING
-        return is_waiting and any(each.hangs or each._follows_unload for each in self.prerequisites)
+        return is_waiting and any(o.hangs or o._follows_unload for o in self.prerequisites)
 
     @property
     def _follows_unload(self) -> bool:
         orders = list(self.model.orders)
         earlier = orders[: orders.index(self)] if self in orders else []
-        return any(each.kind is OrderKind.UNLOAD for each in earlier)
+        return any(order.kind is OrderKind.UNLOAD for order in earlier)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether the order has been executed or has failed."""
         return self.phase is OrderPhase.FINISHED
 
     def repeats(self, later: Order) -> bool:
         """Check whether the order has not begun and a later order would only repeat it."""
-        same = (self.kind, self.source) == (later.kind, later.source)
-        return same and self.phase is OrderPhase.QUEUED
+        is_same = (self.kind, self.source) == (later.kind, later.source)
+        return is_same and self.phase is OrderPhase.QUEUED
 
     @property
     def may_succeed(self) -> bool:
@@ -233,14 +233,14 @@ class Order:
         """Start the versions that differ from the serving ones, and add their new instances."""
         model = self.model
         model.outcomes.pop("", None)
-        restart = model.last_load == (self.fingerprint, self.source.config)
-        self.updates, to_start = differs(model.serving, self.specs, restart)
+        is_repeated = model.last_load == (self.fingerprint, self.source.config)
+        self.updates, to_start = compare_versions(model.serving, self.specs, is_repeated)
         new = {spec.version: actions.create(spec, group) for spec in to_start}
         latest = model.serving.get(model.latest)
         for number, version in new.items():
-            before = model.serving.get(number, latest)
-            if before is not None:
-                version.instances.keep_count_of(before.instances)
+            replaced = model.serving.get(number, latest)
+            if replaced is not None:
+                version.instances.keep_count_of(replaced.instances)
         model.incoming = {number: model.serving[number] for number in self.updates} | new
         self.phase = OrderPhase.STARTING
         self.starting_versions = {*new} | ({UPDATES} if self.updates else set())
@@ -255,7 +255,7 @@ class Order:
         for number, version in self.model.incoming.items():
             old = self.model.serving.get(number)
             if old is not None and old is not version:
-                old.hand_counts_to(version)
+                old.pass_counters_to(version)
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
@@ -271,28 +271,28 @@ class Order:
         Returns:
             Whether the configurations of the model have changed.
         """
-        model, new, before = self.model, self.model.incoming, self.model.configurations
+        model, new, old_configurations = self.model, self.model.incoming, self.model.configurations
         for number, update in self.updates.items():
             new[number].commit(update)
         old, model.serving = model.serving, new
-        model.incoming, model.outdated = {}, self.outdated
+        model.incoming, model.is_outdated = {}, self.is_outdated
         model.on_demand &= not self.pins
-        # Failures of versions that are no longer configured are not shown any more.
+        # Failures of versions that are no longer configured are removed.
         model.outcomes = {
             number: outcome
             for number, outcome in model.outcomes.items()
-            if number not in new and not outcome.failed
+            if number not in new and not outcome.is_failure
         } | dict.fromkeys(old.keys() - new.keys(), UNLOADED)
         model.retiring += [v for number, v in old.items() if new.get(number) is not v]
         self.keep_source()
         model.last_load = self.fingerprint, self.source.config
         self.phase = OrderPhase.PUBLISHING
         logger.info("successfully loaded '%s'", model.name)
-        return before != model.configurations
+        return old_configurations != model.configurations
 
-    def drop(self, actions: LifecycleActions, cancelled: bool) -> None:
+    def drop(self, actions: LifecycleActions, is_cancelled: bool) -> None:
         """End the versions that were started; the serving versions continue."""
-        model, was_offered = self.model, self.model.offered
+        model, was_offered = self.model, self.model.is_offered
         incoming, model.incoming, self.phase = model.incoming, {}, OrderPhase.DROPPING
         reasons = _reasons(self.failures)
         for number, version in incoming.items():
@@ -301,16 +301,16 @@ class Order:
                 continue
             if old is None:
                 reason = reasons.get(number, "another version failed")
-                failed = LoadOutcome(reason, logged=True)
-                model.outcomes[number] = UNLOADED if cancelled else failed
+                failure = LoadOutcome(reason, is_logged=True)
+                model.outcomes[number] = UNLOADED if is_cancelled else failure
             else:
-                old.hand_counts_to(None)
+                old.pass_counters_to(None)
             if was_offered:
                 model.retiring.append(version)
             else:
                 model.dropping.append(version)
                 actions.kill(version)
-        # The actions report the end of an update even if it is taken back.
+        # The actions report the end of an update even if the update is reverted.
         self.starting_versions &= {UPDATES}
         for number, update in self.updates.items():
             model.serving[number].instances.retire(update.added)
@@ -334,8 +334,8 @@ class Order:
         if graph_problem is not None:
             text = f"load failed for model '{name}': {graph_problem.message}\n"
             return LoggedFailure(text)
-        failed = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
-        return LoggedFailure(f"load failed for model '{name}': {''.join(failed)}")
+        lines = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
+        return LoggedFailure(f"load failed for model '{name}': {''.join(lines)}")
 
 
 def _reasons(failures: Mapping[str, BaseException]) -> dict[str, str]:
@@ -362,10 +362,10 @@ class ModelEntry:
         source: The source of the last load of an ensemble.
         step_models: The models of an ensemble's steps.
         for_ensembles: Whether only ensembles asked for the model.
-        expected: Whether the model is loaded at the start and required for readiness.
+        is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
-        outdated: Whether a step of the serving ensemble has another shape, and an open load was
+        is_outdated: Whether a step of the serving ensemble has another shape, and an open load was
             expected to adopt it.
         failure_is_temporary: Whether the last load failed for a reason that may be temporary.
     """
@@ -383,39 +383,39 @@ class ModelEntry:
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
     for_ensembles: bool = False
-    expected: bool = False
+    is_expected: bool = False
     on_demand: bool = False
-    outdated: bool = False
+    is_outdated: bool = False
     failure_is_temporary: bool = False
 
     @property
     def versions(self) -> Iterable[ModelVersion]:
         """Return the versions that may have a process, serving or not."""
-        found = (*self.serving.values(), *self.incoming.values(), *self.dropping, *self.retiring)
-        return dict.fromkeys(found)  # a kept version is both serving and incoming
+        live = (*self.serving.values(), *self.incoming.values(), *self.dropping, *self.retiring)
+        return dict.fromkeys(live)  # a kept version is both serving and incoming
 
     @property
-    def offered(self) -> bool:
+    def is_offered(self) -> bool:
         """Return whether the incoming versions are published."""
         return bool(self.orders) and self.orders[0].phase is OrderPhase.OFFERED
 
     @property
-    def shown(self) -> dict[str, ModelVersion]:
+    def published(self) -> dict[str, ModelVersion]:
         """Return the versions that are published."""
-        return {**self.serving, **self.incoming} if self.offered else self.serving
+        return {**self.serving, **self.incoming} if self.is_offered else self.serving
 
     @property
     def latest(self) -> str:
         """Return the version for requests that name none; "" if no version serves."""
-        return max(self.incoming if self.offered else self.serving, key=int, default="")
+        return max(self.incoming if self.is_offered else self.serving, key=int, default="")
 
     @property
     def configurations(self) -> dict[str, dict[str, Any]]:
         """Return the configurations of the serving versions, without the parts that may change."""
-        return {number: each.config.immutable_config for number, each in self.serving.items()}
+        return {n: version.config.immutable_config for n, version in self.serving.items()}
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Return whether the model or a version could not be loaded."""
         return any(outcome != UNLOADED for outcome in self.outcomes.values())
 
@@ -438,12 +438,12 @@ class ModelEntry:
     @property
     def possible_steps(self) -> list[str]:
         """Return `needed_steps` and the current steps, which remain if the executed load fails."""
-        now = [step.name for version in self.serving.values() for step in version.spec.steps]
-        return [*self.needed_steps, *now]
+        current = [step.name for version in self.serving.values() for step in version.spec.steps]
+        return [*self.needed_steps, *current]
 
 
-def differs(
-    serving: Mapping[str, ModelVersion], specs: Sequence[VersionSpec], restart: bool
+def compare_versions(
+    serving: Mapping[str, ModelVersion], specs: Sequence[VersionSpec], is_repeated: bool
 ) -> tuple[dict[str, InstanceUpdate], list[VersionSpec]]:
     """Return the updates of the versions that are kept, and the specs that must be started.
 
@@ -452,15 +452,15 @@ def differs(
     Args:
         serving: The serving versions by number.
         specs: The versions to load.
-        restart: Whether the model's files are the same as at its last load. The load then restarts
-            every version whose instances do not differ.
+        is_repeated: Whether the model's files are the same as at its last load. The load then
+            restarts every version whose instances do not differ.
     """
     updates: dict[str, InstanceUpdate] = {}
     to_start: list[VersionSpec] = []
     for spec in specs:
         version = serving.get(spec.version)
         update = version.update_to(spec) if version is not None else None
-        if update is None or (restart and not update.differs):
+        if update is None or (is_repeated and not update.config_differs):
             to_start.append(spec)
         else:
             updates[spec.version] = update

@@ -17,7 +17,7 @@ from shmserve.ipc.messages.publications import ModelNews, ModelOnDemand
 from shmserve.ipc.messages.supervision import CheckReady, LoadsFailed, ReadyChecked
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry, Order, OrderPhase
-from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder, lacks_version
+from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder, lacks_version
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 PATIENCE_S = 5.0  # maximum seconds of a readiness check
@@ -60,7 +60,7 @@ class ModelRegistry:
     def serving(self, name: str, version: str) -> ModelVersion | None:
         """Return the published version of a model, or None; version "" is the latest."""
         model = self.models.get(name)
-        return None if model is None else model.shown.get(version or model.latest)
+        return None if model is None else model.published.get(version or model.latest)
 
     def find(self, name: str, version: str) -> dict[str, Any]:
         """Return the destination of requests for a model that calls another model.
@@ -71,17 +71,17 @@ class ModelRegistry:
         model = self.models.get(name)
         if model is None or not statuses(model):
             raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if not model.shown:
+        if not model.published:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        version_entry = self.serving(name, version)
-        if version_entry is None:
+        model_version = self.serving(name, version)
+        if model_version is None:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         return {
-            "endpoint": version_entry.endpoint,
-            "config": version_entry.config.source,
-            "version": version_entry.spec.version,
-            "ready": version_entry.ready,
-            "checks_ready": version_entry.instances.checks_ready,
+            "endpoint": model_version.endpoint,
+            "config": model_version.config.source,
+            "version": model_version.spec.version,
+            "ready": model_version.ready,
+            "checks_ready": model_version.instances.checks_ready,
         }
 
     def publications(self, model: ModelEntry) -> tuple[dict[str, ModelNews], list[str]]:
@@ -90,7 +90,8 @@ class ModelRegistry:
         The publication of version "" is that the model is loaded on demand.
         """
         published: dict[str, ModelNews] = {
-            number: each.publication(number == model.latest) for number, each in model.shown.items()
+            number: version.publication(number == model.latest)
+            for number, version in model.published.items()
         }
         if model.on_demand:
             published[""] = ModelOnDemand(model.name, 0)
@@ -99,10 +100,10 @@ class ModelRegistry:
 
     def readiness_pids(self, name: str, version: str) -> list[int]:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
-        version_entry = self.serving(name, version)
+        model_version = self.serving(name, version)
         return (
-            version_entry.instances.checking_ready()
-            if version_entry is not None and version_entry.ready
+            model_version.instances.readiness_pids()
+            if model_version is not None and model_version.ready
             else []
         )
 
@@ -122,7 +123,7 @@ class ModelRegistry:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
         used_elsewhere = {
-            step for each in models.values() if each.name != name for step in each.step_models
+            step for user in models.values() if user.name != name for step in user.step_models
         }
         step_models = models[name].step_models if name in models else []
         return [
@@ -141,73 +142,74 @@ class ModelRegistry:
 
     def loads_waiting_for(self, model: ModelEntry) -> list[Order]:
         """Return the loads of ensembles that need a model and have not started versions yet."""
-        first = [each.orders[0] for each in self.models.values() if each.orders]
-        waiting = (order for order in first if order.phase is OrderPhase.WAITING)
+        first_orders = [entry.orders[0] for entry in self.models.values() if entry.orders]
+        waiting = (order for order in first_orders if order.phase is OrderPhase.WAITING)
         return [order for order in waiting if model.name in order.step_models]
 
     def has_users(self, version: ModelVersion) -> bool:
         """Check whether an ensemble needs a version and must end before it.
 
-        Versions that need one another in a circle have no users: they would wait for ever.
+        Versions that need one another in a cycle have no users: they would wait for ever.
         """
-        found: set[ModelVersion] = set()
-        waiting = [version]
-        while waiting:
-            ensembles = set(self.ensembles_of(waiting.pop().spec.name)) - found
-            found |= ensembles
-            waiting += ensembles
-        return bool(found) and version not in found
+        users: set[ModelVersion] = set()
+        unvisited = [version]
+        while unvisited:
+            ensembles = set(self.ensembles_of(unvisited.pop().spec.name)) - users
+            users |= ensembles
+            unvisited += ensembles
+        return bool(users) and version not in users
 
-    def circle(
-        self, name: str, steps: Sequence[str], folders: Mapping[str, list[str]]
+    def find_cycle(
+        self, name: str, steps: Sequence[str], unloaded_steps: Mapping[str, list[str]]
     ) -> list[str]:
-        """Return the circle of ensembles that a model with these steps would close, or [].
+        """Return the cycle of ensembles that a model with these steps would close, or [].
 
         Args:
             name: The model.
             steps: The models that it would need.
-            folders: The steps of models that are not loaded, according to their folders.
+            unloaded_steps: The steps of models that are not loaded, according to their folders.
         """
-        step_models = {each: model.possible_steps for each, model in self.models.items()}
+        loaded_steps = {entry: model.possible_steps for entry, model in self.models.items()}
 
-        def walk(each: str, path: list[str]) -> list[str]:
-            if each in path:
-                return [*path[path.index(each) :], each]
-            next_steps = steps if not path else step_models.get(each) or folders.get(each, [])
-            return next(filter(None, (walk(step, [*path, each]) for step in next_steps)), [])
+        def visit(ensemble: str, path: list[str]) -> list[str]:
+            if ensemble in path:
+                return [*path[path.index(ensemble) :], ensemble]
+            known_steps = loaded_steps.get(ensemble) or unloaded_steps.get(ensemble, [])
+            next_steps = known_steps if path else steps
+            return next(filter(None, (visit(step, [*path, ensemble]) for step in next_steps)), [])
 
-        return walk(name, [])
+        return visit(name, [])
 
-    def group(self, name: str, hosted: bool) -> Group:
+    def group(self, name: str, shares_hosts: bool) -> Group:
         """Return the models whose schedulers share a process with a model's scheduler.
 
         Args:
             name: The model.
-            hosted: Whether connected ensembles and steps share a process; otherwise the model has
-                a process of its own.
+            shares_hosts: Whether connected ensembles and steps share a process; otherwise the
+                model has a process of its own.
         """
-        step_models = {each: model.needed_steps for each, model in self.models.items()}
-        names = _component(step_models, name) if hosted else {name}
-        ensembles = {each for each in names if step_models.get(each)}
-        outermost = sorted(ensembles - {step for each in ensembles for step in step_models[each]})
+        step_models = {entry: model.needed_steps for entry, model in self.models.items()}
+        names = _connected_models(step_models, name) if shares_hosts else {name}
+        ensembles = {member for member in names if step_models.get(member)}
+        outermost = sorted(ensembles.difference(*(step_models[ens] for ens in ensembles)))
         title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
         return Group(title, frozenset(names))
 
     # --- statuses
 
-    def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
+    def index(self, folders: Mapping[str, ModelFolder], ready_only: bool) -> list[dict[str, Any]]:
         """Return the repository index.
 
         Args:
-            found: The models of the repositories.
-            ready: Whether only ready versions are listed.
+            folders: The models of the repositories.
+            ready_only: Whether only ready versions are listed.
         """
         by_model = {name: statuses(model) for name, model in self.models.items()}
-        names = sorted({*found, *(name for name, status in by_model.items() if status)})
+        names = sorted({*folders, *(name for name, versions in by_model.items() if versions)})
         return [
             row
             for name in names
-            for row in index_rows(name, by_model.get(name), found.get(name), ready)
+            for row in index_rows(name, by_model.get(name), folders.get(name), ready_only)
         ]
 
     def states(self) -> dict[tuple[str, str], tuple[str, str]]:
@@ -220,23 +222,23 @@ class ModelRegistry:
 
     def progress(self) -> dict[str, str]:
         """Return the progress of each model that is loaded at the start."""
-        return {name: progress(model) for name, model in self.models.items() if model.expected}
+        return {name: progress(model) for name, model in self.models.items() if model.is_expected}
 
     def all_ready(self) -> bool:
         """Check whether every model that should serve is ready."""
         return all(map(is_ready, self.models.values()))
 
 
-def _component(step_models: Mapping[str, list[str]], name: str) -> set[str]:
+def _connected_models(step_models: Mapping[str, list[str]], name: str) -> set[str]:
     """Return the models that are connected to a model by ensembles."""
-    names, waiting = {name}, [name]
-    while waiting:
-        member = waiting.pop()
+    names, unvisited = {name}, [name]
+    while unvisited:
+        member = unvisited.pop()
         neighbours = {
             *step_models.get(member, ()),
-            *(each for each, steps in step_models.items() if member in steps),
+            *(user for user, steps in step_models.items() if member in steps),
         }
-        waiting += neighbours - names
+        unvisited += neighbours - names
         names |= neighbours
     return names
 
@@ -261,7 +263,7 @@ class Status(NamedTuple):
     reason: str = ""
 
 
-_GONE = Status(ModelState.UNAVAILABLE, UNLOADED.reason)
+_UNLOADED_STATUS = Status(ModelState.UNAVAILABLE, UNLOADED.reason)
 
 
 def statuses(model: ModelEntry) -> dict[str, Status]:
@@ -271,15 +273,15 @@ def statuses(model: ModelEntry) -> dict[str, Status]:
     """
     retiring = [version.spec.version for version in model.retiring]
     by_version = {
-        **{number: _ended(model, outcome) for number, outcome in model.outcomes.items()},
+        **{number: _ended_status(model, outcome) for number, outcome in model.outcomes.items()},
         **dict.fromkeys(retiring, Status(ModelState.UNLOADING)),
         **dict.fromkeys(model.incoming, Status(ModelState.LOADING)),
-        **{number: _status_of(model.shown[number]) for number in model.serving},
+        **{number: _status_of(model.published[number]) for number in model.serving},
     }
     return by_version or ({"": Status(ModelState.ON_DEMAND)} if model.on_demand else {})
 
 
-def _ended(model: ModelEntry, outcome: LoadOutcome) -> Status:
+def _ended_status(model: ModelEntry, outcome: LoadOutcome) -> Status:
     if model.on_demand and outcome == UNLOADED and not model.serving:
         return Status(ModelState.ON_DEMAND)
     return Status(ModelState.UNAVAILABLE, outcome.reason)
@@ -295,7 +297,7 @@ def is_ready(model: ModelEntry) -> bool:
     """Check whether every version that should serve is ready; models on demand always are."""
 
     def should_serve(number: str) -> bool:
-        return number in model.serving or model.outcomes[number].failed
+        return number in model.serving or model.outcomes[number].is_failure
 
     return model.on_demand or not any(
         status.state is ModelState.LOADING
@@ -317,7 +319,7 @@ def progress(model: ModelEntry) -> str:
     """Return the progress of a load: "loading", "ready", or "failed" with the unlogged reason."""
     problems = problems_of(model)
     if problems:
-        logged = {number for number, outcome in model.outcomes.items() if outcome.logged}
+        logged = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
         reasons = [
             f"version {number}: {reason}" if number else reason.rstrip("; \n")
             for number, reason in problems.items()
@@ -328,7 +330,10 @@ def progress(model: ModelEntry) -> str:
 
 
 def index_rows(
-    name: str, known: Mapping[str, Status] | None, folder: ModelFolder | None, ready: bool
+    name: str,
+    by_version: Mapping[str, Status] | None,
+    folder: ModelFolder | None,
+    ready_only: bool,
 ) -> list[dict[str, Any]]:
     """Return the rows of a model in the repository index.
 
@@ -337,24 +342,24 @@ def index_rows(
 
     Args:
         name: The model.
-        known: The statuses of its versions.
+        by_version: The statuses of its versions.
         folder: The model in the repositories.
-        ready: Whether only ready versions are listed.
+        ready_only: Whether only ready versions are listed.
     """
     problem = folder.problem if folder is not None else ""
-    # Shown even if the model serves, because it cannot be loaded again.
-    if problem == IN_SEVERAL or not known:
-        if ready:
+    # The problem is listed even if the model serves, since it prevents the next load.
+    if problem == DUPLICATE_MODEL or not by_version:
+        if ready_only:
             return []
         return [
             _row(name, "", Status(ModelState.UNAVAILABLE, problem)) if problem else {"name": name}
         ]
-    if folder is None and all(status == _GONE for status in known.values()):
+    if folder is None and all(status == _UNLOADED_STATUS for status in by_version.values()):
         return []
     return [
-        _row(name, version, known[version])
-        for version in sorted(known, key=lambda version: int(version or 0))
-        if not ready or known[version].state in (ModelState.READY, ModelState.ON_DEMAND)
+        _row(name, version, by_version[version])
+        for version in sorted(by_version, key=lambda version: int(version or 0))
+        if not ready_only or by_version[version].state in (ModelState.READY, ModelState.ON_DEMAND)
     ]
 
 
@@ -394,7 +399,7 @@ class ReadinessCheck:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE_S
         pending = {self._outcome(pid) for pid in pids}
-        ready = False
+        any_ready = False
         while pending:
             done, pending = await asyncio.wait(
                 pending,
@@ -404,10 +409,10 @@ class ReadinessCheck:
             outcomes = {future.result() for future in done}
             if False in outcomes:
                 return False
-            ready = ready or True in outcomes
+            any_ready = any_ready or True in outcomes
             if not done:
                 break
-        return ready
+        return any_ready
 
     def _outcome(self, pid: int) -> asyncio.Future[bool | None]:
         check = self._in_flight.get(pid)

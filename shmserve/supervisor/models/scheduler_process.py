@@ -1,7 +1,7 @@
-"""The scheduler of a model version in its host process: started, replaced, drained and stopped.
+"""The scheduler of a model version in its host process: start, replacement, drain and stop.
 
 Every scheduler has its own number and therefore its own endpoints, so that messages for a scheduler
-that has ended reach no successor. A version's counters outlive its schedulers, see `CarryOver`.
+that has ended reach no successor. A version's counters outlive its schedulers (`CarriedCounters`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shmserve.supervisor.resources.rate_limiter import Needs
 logger = logging.getLogger(__name__)
 
 
-class CarryOver:
+class CarriedCounters:
     """The counters of a scheduler, kept for its successors.
 
     A scheduler that replaces a dead one restores the last snapshot. A scheduler of another version
@@ -41,15 +41,15 @@ class CarryOver:
         self._send = send
         self.snapshot: list[Any] = []  # the last snapshot, in the format of SchedulerStart
         self._base_counters: dict[str, Any] = {}
-        self._successor: CarryOver | None = None
+        self._successor: CarriedCounters | None = None
 
     def update(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
         """Store the scheduler's counters; a missing key means that its value has not changed."""
-        last = self.snapshot[0] if self.snapshot else {}
-        self.snapshot = [{**last, **statistics}, metrics]
+        previous = self.snapshot[0] if self.snapshot else {}
+        self.snapshot = [{**previous, **statistics}, metrics]
         self._update_successor()
 
-    def be_base_of(self, successor: CarryOver | None) -> None:
+    def pass_to(self, successor: CarriedCounters | None) -> None:
         """Make these counters, including those of a drain, the base of a successor's counters."""
         self._successor = successor
         self._update_successor()
@@ -70,8 +70,8 @@ class CarryOver:
             return
         base = self._base_counters
         if self.snapshot:
-            counted = self.snapshot[0]
-            base = total({**counted, "base": base or counted["base"]})
+            counters = self.snapshot[0]
+            base = total({**counters, "base": base or counters["base"]})
         if base:
             self._successor._set_base(base)
 
@@ -102,12 +102,12 @@ class VersionScheduler:
         self._lifetime = lifetime
         self._on_message = on_message
         self.number = next(context.numbers)  # number of the serving scheduler, or of the first one
-        self._last: HostedHandle | None = None  # the scheduler that was started last
+        self._latest: HostedHandle | None = None  # the scheduler that was started last
         self._serving: HostedHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
-        self.counts = CarryOver(self.send)
+        self.counters = CarriedCounters(self.send)
         self._publish_counters = False
         self._snapshot: asyncio.Future[dict[str, Any]] | None = None
         self._rate_limited = False
@@ -136,44 +136,47 @@ class VersionScheduler:
         assert self._serving is not None
         return self._serving
 
-    async def start(self, config: ModelSpec, workers: list[int], first: bool = False) -> None:
+    async def start(
+        self, config: ModelSpec, worker_pids: list[int], is_first: bool = False
+    ) -> None:
         """Start a scheduler in place of the last one.
 
         Args:
             config: The configuration of the version.
-            workers: The worker processes that the scheduler may expect.
-            first: Whether the version has had no scheduler.
+            worker_pids: The worker processes that the scheduler may expect.
+            is_first: Whether the version has had no scheduler.
 
         Raises:
             Unavailable: The scheduler ended while starting, or the version is being unloaded.
         """
         context = self._context
-        number = self.number if first else next(context.numbers)
+        number = self.number if is_first else next(context.numbers)
         ready = self._ready = asyncio.get_running_loop().create_future()
-        start = self._start_record(number, config, workers)
-        on_message = partial(self._on_scheduler_message, self.counts)
-        hosted = self._last = await context.hosts.open(self._group, start, on_message)
+        start = self._start_record(number, config, worker_pids)
+        on_message = partial(self._on_scheduler_message, self.counters)
+        hosted = self._latest = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
-        await either(
-            ready, hosted.closed, hosted.child.exited
-        )  # a scheduler receives no message before it is ready
-        if self._lifetime.stopping:
+        # A scheduler receives no message before it is ready.
+        await either(ready, hosted.closed, hosted.child.exited)
+        if self._lifetime.is_stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
         if not ready.done():
             await context.hosts.close(hosted)
-            ended = hosted.child.exited
-            reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
+            exited = hosted.child.exited
+            reason = hosted.closed.result() or (exited.result() if exited.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
         self._serving = hosted
-        self.counts.send_base()
-        # The share may have changed while the scheduler started.
-        context.cache_shares.send(id(self))
+        self.counters.send_base()
+        if config.cached:  # the share may have changed while the scheduler started
+            context.cache_shares.send(id(self))
         context.tracing.send_settings(hosted.address)
 
-    def _start_record(self, number: int, config: ModelSpec, workers: list[int]) -> SchedulerStart:
+    def _start_record(
+        self, number: int, config: ModelSpec, worker_pids: list[int]
+    ) -> SchedulerStart:
         context, server = self._context, self._context.config
         limits = SchedulingLimits(
             execution_timeout_s=server.execution_timeout_s,
@@ -182,7 +185,7 @@ class VersionScheduler:
             max_queue_size=server.max_queue_size,
             delay_scheduler=server.delay_scheduler,
             backlog_delay_scheduler=server.backlog_delay_scheduler,
-            quantiles=server.metrics.kept_quantiles,
+            quantiles=server.metrics.summary_quantiles,
             rate_limited=self._rate_limited,
         )
         return SchedulerStart(
@@ -196,8 +199,8 @@ class VersionScheduler:
             arena_byte_size=server.arena_byte_size,
             limits=limits,
             cache=self._cache_start(config),
-            snapshot=self.counts.snapshot,
-            alive=workers,
+            snapshot=self.counters.snapshot,
+            alive=worker_pids,
         )
 
     def _cache_start(self, config: ModelSpec) -> CacheStart:
@@ -212,14 +215,14 @@ class VersionScheduler:
             )
         return CacheStart()
 
-    def _on_scheduler_message(self, counts: CarryOver, message: Any) -> None:
+    def _on_scheduler_message(self, counters: CarriedCounters, message: Any) -> None:
         match message:
             case m.SchedulerReady():
                 settle(self._ready, None)
             case m.Drained():
                 settle(self._drained, None)
             case m.StatisticsSnapshot(statistics, metrics):
-                counts.update(statistics, metrics)
+                counters.update(statistics, metrics)
                 settle(self._snapshot, statistics)
                 if self._publish_counters:
                     self._publish_counters = False
@@ -230,8 +233,8 @@ class VersionScheduler:
 
     def send(self, message: Any) -> None:
         """Send a message to the scheduler that was started last."""
-        if self._last is not None:
-            self._context.control.send(self._last.address, message)
+        if self._latest is not None:
+            self._context.control.send(self._latest.address, message)
 
     def publish_counters(self) -> None:
         """Request the counters and publish them as an event."""
@@ -248,40 +251,40 @@ class VersionScheduler:
     async def drain(
         self,
         hosted: HostedHandle | None = None,
-        sequences: bool = False,
-        unless: Iterable[asyncio.Future[Any]] = (),
+        sequences_only: bool = False,
+        losses: Iterable[asyncio.Future[Any]] = (),
     ) -> None:
         """Drain a scheduler; returns when it has finished its requests or has ended.
 
         Args:
             hosted: The scheduler to drain; None is the last one that was started.
-            sequences: Whether only open sequences are finished, and other requests still accepted.
-            unless: Futures that end the wait early.
+            sequences_only: Whether only open sequences are finished; other requests are accepted.
+            losses: Futures that end the wait early.
         """
-        hosted = hosted or self._last
+        hosted = hosted or self._latest
         assert hosted is not None
         self._drained = asyncio.get_running_loop().create_future()
-        self._context.control.send(hosted.address, m.Drain(sequences))
-        await either(self._drained, hosted.closed, hosted.child.exited, *unless)
+        self._context.control.send(hosted.address, m.Drain(sequences_only))
+        await either(self._drained, hosted.closed, hosted.child.exited, *losses)
 
     def must_move(self, group: Group) -> bool:
         """Check whether the serving scheduler belongs to another process, given its group."""
         return self._serving is not None and self._context.hosts.must_move(self._serving, group)
 
-    async def succeed(self, group: Group, config: ModelSpec) -> None:
+    async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
 
         The statistics of the successor start at zero, but its metrics continue. Raises Unavailable
         if the successor does not start.
         """
-        before, counts = self.counts, CarryOver(self.send)
-        former, self._group, self.counts = self._group, group, counts
+        old_counters, new_counters = self.counters, CarriedCounters(self.send)
+        old_group, self._group, self.counters = self._group, group, new_counters
         try:
             await self.start(config, [])
         except Unavailable:
-            self._last, self._group, self.counts = self._serving, former, before
+            self._latest, self._group, self.counters = self._serving, old_group, old_counters
             raise
-        before.be_base_of(counts)
+        old_counters.pass_to(new_counters)
 
     def is_limited(self, config: ModelSpec) -> bool:
         """Check whether the rate limiter applies to a configuration."""
@@ -294,7 +297,7 @@ class VersionScheduler:
         Raises InvalidArgument if an instance needs more than the server has.
         """
         if self.is_limited(config):
-            needs = {each.index: Needs.of(each.rate_limit, each.device_id) for each in instances}
+            needs = {i.index: Needs.of(i.rate_limit, i.device_id) for i in instances}
             self._context.tickets.join(id(self), needs)
             self._rate_limited = True
 
@@ -306,5 +309,5 @@ class VersionScheduler:
         """End the scheduler; requests that are not finished in `patience_s` are rejected."""
         self._context.cache_shares.remove(id(self))
         self._context.tickets.remove(id(self))
-        if self._last is not None:
-            await self._context.hosts.close(self._last, patience_s)
+        if self._latest is not None:
+            await self._context.hosts.close(self._latest, patience_s)

@@ -238,11 +238,11 @@ class RestartBackoff:
         return _PAUSES_S[min(self.deaths, len(_PAUSES_S)) - 1]
 
 
-_MOST_FAILED_STARTS = 3
+_MAX_FAILED_STARTS = 3
 _RESTART_PAUSE_S = 0.2  # seconds before a restart
 _RETRY_PAUSE_S = 1.0  # seconds before another attempt, if the host has no resources
 # Maximum requests in flight at a zygote, because the socket's buffer is bounded.
-_MOST_REQUESTS = 64
+_MAX_REQUESTS = 64
 
 _WORKER_MODULE = "shmserve.workers.main"
 _TORCH_PRELOADS = ("torch", "shmserve.workers.device:preload_operations")
@@ -306,7 +306,7 @@ class Zygote:
     def __post_init__(self) -> None:
         self._numbers = itertools.count(1)
         self._pending_forks: dict[int, asyncio.Future[int]] = {}
-        self._slots = asyncio.Semaphore(_MOST_REQUESTS)
+        self._slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._serving: _ZygoteProcess | None = None
         self._spare: _ZygoteProcess | None = None
         self._backoff = RestartBackoff()  # the backoff of spares
@@ -410,7 +410,7 @@ class Zygote:
             if not waiter.done():
                 waiter.set_result(0)
         self._pending_forks.clear()
-        if self._failed_starts == _MOST_FAILED_STARTS:  # the installation is probably broken
+        if self._failed_starts == _MAX_FAILED_STARTS:  # the installation is probably broken
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
             self._ready.exception()  # avoids asyncio's warning if nothing waits
         elif spare is None:

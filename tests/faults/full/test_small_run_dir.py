@@ -83,7 +83,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
         assert "Traceback" not in server.log()
         for path in full:
             path.unlink()
-        until("identity is ready", lambda: server.answers("/v2/models/identity/ready"), 10)
+        until("identity is ready", lambda: server.answers("/v2/models/identity/ready"))
         with scene(server) as stage:
             assert_recovers(stage, time.monotonic())
         server.stop()

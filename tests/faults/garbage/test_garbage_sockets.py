@@ -98,7 +98,7 @@ def test_at_the_handover(server: Server, sent: bytes) -> None:
     """A client that is no server takes over nothing, and does not prevent a take-over."""
     with scene(server) as stage:
         for _ in range(2):
-            until("it is as if nobody had come", lambda: said_to(server, sent), 5)
+            until("it is as if nobody had come", lambda: said_to(server, sent))
         assert_recovers(stage, time.monotonic(), 3.0)
 
 

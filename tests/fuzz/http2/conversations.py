@@ -26,7 +26,7 @@ from tests.support.wire.http2 import (
 PUSH_PROMISE, PADDED, HAS_PRIORITY = 5, 0x8, 0x20
 T = TypeVar("T")
 
-_MOST_STEPS = 24
+_MAX_STEPS = 24
 _REQUEST = b"\x83\x86\x84"
 
 
@@ -137,7 +137,7 @@ class Conversation:
         return choices[self._number() % len(choices)]
 
     def steps(self) -> Iterator[Step]:
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             if self._at >= len(self._data):
                 return
             yield from self._step(self._number())

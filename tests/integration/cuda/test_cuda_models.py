@@ -313,7 +313,7 @@ def test_a_device_that_fails_costs_one_worker(
         with pytest.raises(shmserve.client.Internal, match="worker died while running"):
             client.infer("fragile", x=np.full((1, SIDE), 2, np.float32))
         client.infer("twice", region)
-        until("there is another worker", lambda: old not in server.find("worker fragile"), 30)
+        until("there is another worker", lambda: old not in server.find("worker fragile"))
         region["y"].fill(0)
         client.infer("fragile", region, timeout=60)
         assert (region["y"].numpy() == batch() * 2).all()

@@ -98,6 +98,6 @@ def test_the_process_that_holds_it_dies(server: Server) -> None:
 
     (holder,) = holders()
     os.kill(holder, signal.SIGKILL)
-    until("there is another one", lambda: holders() not in ([], [holder]), within_s=20)
+    until("there is another one", lambda: holders() not in ([], [holder]))
     for model in ("small", "large"):
         assert wrong(server, model, 5) == [0] * 5

@@ -14,7 +14,6 @@ from tests.support.servers import Server, running
 from tests.support.waiting import until
 
 ONE = 'return self.response(Y=self.input(request, "X") + 1)'
-PATIENCE_S = 20.0
 
 
 def fill(repository: Path) -> None:
@@ -100,7 +99,7 @@ def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: P
                 requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
                 reply = http.infer_binary(name, tensors, outputs=requested_outputs)
                 assert reply.tensors()["OUT"].tolist() == [3.0]
-            until("steps are asked directly", lambda: asking.right > 20, PATIENCE_S)
+            until("steps are asked directly", lambda: asking.right > 20)
         assert asking.wrong == []
 
 
@@ -124,16 +123,16 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not
         for _ in range(2):
             server.load("first")
             shared = ["ensemble first", "scheduler alone", "scheduler c"]
-            until("a and b move", lambda: schedulers(server) == shared, PATIENCE_S)  # noqa: B023
+            until("a and b move", lambda: schedulers(server) == shared)  # noqa: B023
             server.load("second")
             all_shared = ["ensemble first", "scheduler alone"]
-            until("c moves", lambda: schedulers(server) == all_shared, PATIENCE_S)  # noqa: B023
+            until("c moves", lambda: schedulers(server) == all_shared)  # noqa: B023
             right_before = asking.right
-            until("all are asked", lambda: asking.right > right_before + 50, PATIENCE_S)  # noqa: B023
+            until("all are asked", lambda: asking.right > right_before + 50)  # noqa: B023
             server.unload("second")
-            until("c moves", lambda: len(schedulers(server)) == 3, PATIENCE_S)
+            until("c moves", lambda: len(schedulers(server)) == 3)
             server.unload("first")
-            until("all are alone", lambda: len(schedulers(server)) == 4, PATIENCE_S)
+            until("all are alone", lambda: len(schedulers(server)) == 4)
     assert asking.wrong == []
 
 
@@ -143,9 +142,9 @@ def test_components_that_an_ensemble_connects_become_one(server: Server) -> None
     assert schedulers(server) == ["ensemble first", "ensemble third"]
     with Asking(server, "a", "c", "d") as asking:
         server.load("second")
-        until("all are in one", lambda: len(schedulers(server)) == 1, PATIENCE_S)
+        until("all are in one", lambda: len(schedulers(server)) == 1)
         right_before = asking.right
-        until("all are asked", lambda: asking.right > right_before + 50, PATIENCE_S)
+        until("all are asked", lambda: asking.right > right_before + 50)
     assert asking.wrong == []
 
 
@@ -160,5 +159,5 @@ def test_a_step_is_reloaded_beside_its_ensemble(
             server.load("a")
             assert schedulers(server) == ["ensemble first"]
         right_before = asking.right
-        until("all are asked", lambda: asking.right > right_before + 50, PATIENCE_S)
+        until("all are asked", lambda: asking.right > right_before + 50)
     assert asking.wrong == []

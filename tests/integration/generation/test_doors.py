@@ -124,7 +124,6 @@ def test_other_clients_faults_change_no_tokens(
             not generative.metric("shmserve_llm_requests_running", model="tight")
             and not generative.metric("shmserve_llm_kv_blocks", model="tight", state="used")
         ),
-        within_s=10,
     )
 
 
@@ -470,7 +469,6 @@ def test_metrics_tell_what_was_generated(generative: Server) -> None:
     until(  # a response may arrive before its step is counted
         f"{len(tokens)} tokens are counted",
         lambda: generative.metric(f"{name}tokens_generated", model="tiny") - before >= len(tokens),
-        within_s=5,
     )
     forward = generative.metric(f"{name}step_seconds", model="tiny", phase="forward")
     iterations = generative.metric(f"{name}iteration_latency_seconds_sum", model="tiny")

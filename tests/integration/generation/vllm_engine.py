@@ -251,7 +251,7 @@ def aborted(server: Server, before: float, most: int) -> bool:
     """Return whether the engine stops before it has generated `most` further tokens."""
     time.sleep(FRESH_S)
     running = "vllm:num_requests_running{"
-    until("nothing runs", lambda: gauge(server, running) == [0.0], 10.0)
+    until("nothing runs", lambda: gauge(server, running) == [0.0])
     return generated(server) < before + most
 
 
@@ -363,7 +363,7 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
     with ThreadPoolExecutor(200) as pool:
         for _ in range(160):
             pool.submit(ask, 9)
-        until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30, 30.0)
+        until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30)
         pool.submit(ask, 1)
     # 64 requests run at a time. In order of arrival, request 1 would be among the last 32.
     assert ended.index(1) < 128
@@ -372,7 +372,7 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
 def test_metrics_of_vllm_count(server: Server) -> None:
     before = generated(server)
     complete(server.http_port, max_tokens=400, ignore_eos=True)
-    until("the tokens are counted", lambda: generated(server) >= before + 400, 5.0)
+    until("the tokens are counted", lambda: generated(server) >= before + 400)
     assert len(gauge(server, "vllm:time_to_first_token_seconds_bucket{")) > 3
 
 
@@ -414,7 +414,7 @@ def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
     connection.close()
     assert complete(server.http_port, max_tokens=3)
     assert before
-    until("its objects are removed", lambda: not any(map(os.path.exists, before)), 10.0)
+    until("its objects are removed", lambda: not any(map(os.path.exists, before)))
 
 
 def test_a_stopped_server_leaks_nothing(server: Server) -> None:
@@ -422,4 +422,4 @@ def test_a_stopped_server_leaks_nothing(server: Server) -> None:
     before = shared_memory(server)
     assert before
     server.stop()
-    until("all is removed", lambda: not any(map(os.path.exists, before)), 10.0)
+    until("all is removed", lambda: not any(map(os.path.exists, before)))

@@ -83,7 +83,7 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         assert process.stdin is not None
         with process.stdin as pipe:
             pipe.write(encode_start(start))
-        until("it is there", lambda: opened, 20)
+        until("it is there", lambda: opened)
         socket.create_connection((host, number)).close()
         assert is_served(number)
         yield number
@@ -211,7 +211,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
         for sock in crowd:
             with contextlib.suppress(OSError):
                 sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
-        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(most), 20)
+        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(most))
         assert is_served(port)
         assert is_open(held)
 

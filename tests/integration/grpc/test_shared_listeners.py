@@ -110,8 +110,8 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
             victim.kill()
         psutil.wait_procs(victims)
         before = asked["answered"]
-        until("all are back", lambda: gateways(server) == TITLES, 30)
-        until("calls go on", lambda: asked["answered"] > before, 30)
+        until("all are back", lambda: gateways(server) == TITLES)
+        until("calls go on", lambda: asked["answered"] > before)
 
     choice = random.Random(1)
     with ThreadPoolExecutor(CALLERS) as pool:
@@ -138,7 +138,7 @@ def test_calls_of_a_client_go_on(server: Server) -> None:
                     call.ModelInfer(simple_request(), metadata=metadata, timeout=20)
                 victim.kill()
                 psutil.wait_procs([victim])
-            until("all are back", lambda: gateways(server) == TITLES, 30)
+            until("all are back", lambda: gateways(server) == TITLES)
             failed: list[grpc.StatusCode] = []
             while True:
                 try:

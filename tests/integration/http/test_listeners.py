@@ -219,7 +219,7 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
     flags = ("--allow-http=false", f"--http-unix-socket={path}", "--metrics-address=0.0.0.0")
     server = Server([tmp_path / "models"], (*flags, "--insecure"))
     try:
-        server.wait_log("the server is ready", 60)
+        server.wait_log("the server is ready")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with unix(path) as http:
             assert (http.infer("identity", ROW).tensors()["OUTPUT0"] == 1).all()

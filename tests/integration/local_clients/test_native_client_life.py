@@ -46,7 +46,7 @@ def gated(models: Path, start: Start) -> Server:
 def settled(gated: Server) -> Iterator[None]:
     """No test leaves an execution to the next one, which would take it for its own."""
     yield
-    until("nothing is executed", lambda: not gated.metric("shmserve_executing_requests"), 10)
+    until("nothing is executed", lambda: not gated.metric("shmserve_executing_requests"))
     assert gated.gate.is_idle(0.001)
 
 
@@ -378,7 +378,7 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
         assert all((result["OUTPUT0"] == x).all() for result in kept)
         assert (asyncio.run(talk()) == x).all()
         del kept  # the results keep their memory
-        until("nothing is left", lambda: state() == before, 10)
+        until("nothing is left", lambda: state() == before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated.run_dir)
 
@@ -502,7 +502,7 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     ask: Callable[[shmserve.client.Server], Any],
 ) -> None:
     """The call would wait for its own thread, which is the one that reads the responses."""
-    monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 1)
+    monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 1)
     ask(client)  # takes the only channel
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
@@ -523,7 +523,7 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
 def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
     gated: Server, client: shmserve.client.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 0)
+    monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 0)
     first = client.infer_async("gated", _value(client, 0))
     visit = gated.gate.next()
     stream = client.stream("gated", _value(client, 1))
@@ -554,7 +554,7 @@ def test_a_scheduler_that_is_killed_costs_no_answer(
         except TimeoutError:
             continue
     assert [f.result(20)["OUTPUT0"].flat[0] for f in futures] == [0, 1, 2]
-    until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+    until("the new one is ready", lambda: gated.answers("/v2/health/ready"))
 
 
 def test_a_request_with_output_over_its_input_is_not_retried(
@@ -569,7 +569,7 @@ def test_a_request_with_output_over_its_input_is_not_retried(
         assert isinstance(error, shmserve.client.Unavailable)
         assert "may have changed" in str(error)
         running.release()
-        until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+        until("the new one is ready", lambda: gated.answers("/v2/health/ready"))
 
 
 def test_a_reload_under_load_fails_no_request(

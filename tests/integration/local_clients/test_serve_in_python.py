@@ -241,6 +241,8 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
         f"with shmserve.serve({name}) as server:\n"
         f"    print(server.infer('{module}', x=np.ones((1, 4), np.float32))['output'].sum())\n"
     )
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "8.0\n", done.stderr
+    # With `-c`, as in a notebook, the working directory is "" in sys.path.
+    for arguments in (["script.py"], ["-c", "import script"]):
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "8.0\n", done.stderr

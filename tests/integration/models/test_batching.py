@@ -121,7 +121,7 @@ def test_the_delay_gathers(server: Server, pool: RequestPool) -> None:
 
 def test_a_full_batch_does_not_wait(server: Server, pool: RequestPool) -> None:
     answers = [pool.number("patient", value, rows=4) for value in (1, 2)]
-    visit = server.gate.next(within_s=5)
+    visit = server.gate.next()
     assert sorted(visit.batch) == [1, 2]
     visit.release()
     for answer in answers:

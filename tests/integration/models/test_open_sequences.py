@@ -111,7 +111,7 @@ def test_a_successor_server_takes_over(tmp_path: Path) -> None:
             assert total(ask(server, 1, start=True)) == 1
             servers.append(Server([tmp_path], ["--take-over"], run_dir=server.run_dir, ports=ports))
             servers[1].gate.close()
-            server.wait_log("model 'sums': waiting until all open sequences (1) have ended", 60)
+            server.wait_log("model 'sums': waiting until all open sequences (1) have ended")
             assert [total(ask(server, 1)) for _ in range(3)] == [2, 3, 4]
             assert total(ask(server, 1, end=True)) == 5
             assert server.wait_exit(20) == 0

@@ -727,8 +727,8 @@ def polling(polling_server: tuple[Server, Path, Path]) -> Iterator[tuple[Server,
         for model in folder.iterdir():
             shutil.rmtree(model)
     with server.http() as http:
-        until("nothing is served", lambda: not index(http, ready=True), 10)
-    until("nothing is loaded", lambda: not server.find("scheduler"), 10)
+        until("nothing is served", lambda: not index(http, ready=True))
+    until("nothing is loaded", lambda: not server.find("scheduler"))
 
 
 def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
@@ -738,20 +738,20 @@ def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
         repositories.add_as(tmp_path, name, name).rename(repository / name)
     with server.http() as http:
         ready = {(name, "1") for name in ("constant", "simple", "identity")}
-        until("they are loaded", lambda: set(index(http, ready=True)) == ready, 30)
+        until("they are loaded", lambda: set(index(http, ready=True)) == ready)
         with Load(server) as asking:
             assert answer(http) == 1
             rewrite(repository, source(2))
-            until("the new code answers", lambda: answer(http) == 2, 10)
+            until("the new code answers", lambda: answer(http) == 2)
             rewrite(repository, BROKEN)
             server.wait_log("broken on purpose")
             assert answer(http) == 2
             rewrite(repository, source(3), version=2)
-            until("the new version answers", lambda: answer(http) == 3, 10)
+            until("the new version answers", lambda: answer(http) == 3)
             repositories.add_as(tmp_path, "added", "constant").rename(repository / "added")
-            until("the new model is served", lambda: http.infer("added", ASK).status == 200, 10)
+            until("the new model is served", lambda: http.infer("added", ASK).status == 200)
             (repository / "added").rename(tmp_path / "removed")
-            until("the removed model is not", lambda: http.infer("added", ASK).status != 200, 10)
+            until("the removed model is not", lambda: http.infer("added", ASK).status != 200)
             until("nor is it known", lambda: ("added", "1") not in index(http))
             assert http.get("/v2/health/ready").status == 200
         assert asking.troubles() == []
@@ -763,14 +763,14 @@ def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Pat
     server, repository, _ = polling
     repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")
     with server.http() as http:
-        until("it is served", lambda: http.infer("constant", ASK).status == 200, 10)
+        until("it is served", lambda: http.infer("constant", ASK).status == 200)
         repositories.add_slow(tmp_path, "a").rename(repository / "a")
         loading = server.gate.next()
         rewrite(repository, source(2))
-        until("the new code answers", lambda: answer(http) == 2, 10)
+        until("the new code answers", lambda: answer(http) == 2)
         assert http.get("/v2/health/ready").status == 400
         loading.release()
-        until("it is loaded at last", lambda: http.get("/v2/health/ready").status == 200, 10)
+        until("it is loaded at last", lambda: http.get("/v2/health/ready").status == 200)
 
 
 def test_a_model_that_appears_in_two_repositories(
@@ -782,7 +782,7 @@ def test_a_model_that_appears_in_two_repositories(
     server, one, two = polling
     repositories.add_as(tmp_path, "twice", "constant").rename(one / "twice")
     with server.http() as http:
-        until("it is served", lambda: http.infer("twice", ASK).status == 200, 10)
+        until("it is served", lambda: http.infer("twice", ASK).status == 200)
         assert answer(http, "twice") == 1
         another = "version_policy: { all {} }\n"
         repositories.add_as(tmp_path, "twice", "constant", another).rename(two / "twice")
@@ -818,8 +818,8 @@ def test_removing_a_broken_model_leaves_the_server_ready(
         return states == ["UNAVAILABLE", "UNAVAILABLE"]
 
     with server.http() as http:
-        until("both have failed", lambda: failed(index(http)), within_s=30)
+        until("both have failed", lambda: failed(index(http)))
     assert not server.answers("/v2/health/ready")
     shutil.rmtree(repository / "broken")
     shutil.rmtree(repository / "unread")
-    until("the server is ready", lambda: server.answers("/v2/health/ready"), within_s=30)
+    until("the server is ready", lambda: server.answers("/v2/health/ready"))

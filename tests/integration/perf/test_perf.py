@@ -146,7 +146,7 @@ def test_an_interrupt_prints_what_was_measured(
         text=True,
         cwd=ROOT,
     ) as process:
-        until("the load has begun", lambda: successes(asked) > before + 100, within_s=30)
+        until("the load has begun", lambda: successes(asked) > before + 100)
         time.sleep(0.8)  # the second case ends its warm-up and some windows
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)

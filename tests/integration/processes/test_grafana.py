@@ -169,7 +169,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Yield a Prometheus that has observed requests to all models for a while."""
     started = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
     try:
-        until(f"it scrapes:\n{started.log.read_text()}", started.scrapes, 30)
+        until(f"it scrapes:\n{started.log.read_text()}", started.scrapes)
         with watched.asked(server, generative=True):
             yield started
     finally:
@@ -183,7 +183,7 @@ def test_every_panel_has_data(server: Server, prometheus: Prometheus) -> None:
     for panel in panels:
         for target in panel["targets"]:
             query = target["expr"].replace("$model", ".*").replace("$__rate_interval", "10s")
-            until(f"{panel['title']}: {query}", partial(prometheus.numbers, query), 30)
+            until(f"{panel['title']}: {query}", partial(prometheus.numbers, query))
 
 
 @needs_prometheus
@@ -195,18 +195,18 @@ def test_the_alert_rules_are_right_and_worth_it(server: Server, prometheus: Prom
         (group,) = prometheus.get("rules")["groups"]
         return {rule["health"] for rule in group["rules"]} == {"ok"}
 
-    until("each can be evaluated", evaluated, 20)
+    until("each can be evaluated", evaluated)
 
     def state(name: str) -> str:
         (group,) = prometheus.get("rules")["groups"]
         return next(str(rule["state"]) for rule in group["rules"] if rule["name"] == name)
 
-    until("the server was seen", lambda: state("ShmserveGone") == "inactive", 20)
+    until("the server was seen", lambda: state("ShmserveGone") == "inactive")
     assert state("ShmserveWorkersDie") == "inactive"
-    until("one in four fails", lambda: state("ShmserveRequestsFail") == "pending", 60)
+    until("one in four fails", lambda: state("ShmserveRequestsFail") == "pending")
     with server.http() as http:
         watched.command(http, "exit")
-    until("a worker's death is alarming", lambda: state("ShmserveWorkersDie") == "firing", 60)
+    until("a worker's death is alarming", lambda: state("ShmserveWorkersDie") == "firing")
 
 
 def rule_test(series: dict[str, str], at: str, *names: str) -> dict[str, Any]:

@@ -61,5 +61,5 @@ def test_the_server_of_a_killed_run_ends(
         run.wait()
     _, alive = psutil.wait_procs(members, timeout=15)
     assert not alive
-    until("the folder is removed", lambda: not Path(folder).exists(), 5)
+    until("the folder is removed", lambda: not Path(folder).exists())
     assert not created_since(before)

@@ -70,7 +70,9 @@ async def main():
 asyncio.run(main())
 """
 
-# A process of a model has a subprocess with shared memory and a semaphore, as vLLM does.
+# A process of a model has a subprocess with shared memory and a semaphore, as vLLM does. The
+# subprocess exits, and its objects are removed, when its standard input is closed, which happens
+# even if this program is killed.
 _SHARED = """
 import asyncio, os, sys
 from shmserve.ipc import processes
@@ -79,23 +81,25 @@ from shmserve.supervisor.processes.children import ProcessTable
 model = '''
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
-import time
+import sys
 
 context = get_context("spawn")
 held = context.Semaphore(), SharedMemory(create=True, size=4096)
 print(held[0]._semlock.name, held[1].name, flush=True)
-time.sleep(60)
+sys.stdin.read()
 '''
 
 async def main():
     children = ProcessTable()
     read, write = os.pipe()
+    until_exit, _ = os.pipe()
     between = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]
     command = [*between, sys.executable, "-c", model]
     with children.spawning():
         pid = os.posix_spawn(
             sys.executable, command, os.environ, file_actions=[
-                (os.POSIX_SPAWN_DUP2, write, 1), (os.POSIX_SPAWN_OPEN, 2, "/dev/null", 1, 0)
+                (os.POSIX_SPAWN_DUP2, until_exit, 0), (os.POSIX_SPAWN_DUP2, write, 1),
+                (os.POSIX_SPAWN_OPEN, 2, "/dev/null", 1, 0),
             ]
         )
         child = children.adopt(pid, "one")
@@ -142,6 +146,6 @@ def test_shared_memory_of_a_killed_process_is_removed() -> None:
 
 def output(script: str) -> str:
     """Return the output of a script, which must not log anything else."""
-    run = run_python("-c", script, timeout_s=20)
+    run = run_python("-c", script)
     assert run.stderr == ""
     return run.stdout

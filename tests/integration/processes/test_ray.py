@@ -104,7 +104,7 @@ def of(folder: Path) -> list[psutil.Process]:
 
 def until_nothing_is_left(folder: Path) -> None:
     """Wait until no processes and no files of them are left."""
-    until(f"nothing is left of {folder}", lambda: not of(folder) and not os.listdir(folder), 20)
+    until(f"nothing is left of {folder}", lambda: not of(folder) and not os.listdir(folder))
 
 
 @pytest.fixture

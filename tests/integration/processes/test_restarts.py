@@ -52,7 +52,7 @@ class Load:
             now = self.found()
             return all(sum(now[door].values()) - had[door] > 5 * CLIENTS for door in had)
 
-        until("every door answers", answered, within_s=60)
+        until("every door answers", answered)
 
     def end(self) -> dict[str, dict[str, int]]:
         """Stop the program; return all results."""

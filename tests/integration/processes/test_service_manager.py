@@ -110,7 +110,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
                 assert is_right(ask(simple_request(), timeout=20, metadata=good))
             # A replacement gateway has the new tokens, too.
             server.find_one("gateway http 0").kill()
-            until("a gateway", lambda: server.answers("/v2/health/ready"), 20)
+            until("a gateway", lambda: server.answers("/v2/health/ready"))
         with server.http() as old:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
             file.write_text(f"auth-token-file: {tokens}\ngateways: x\nlog-verbos: 0\n")
@@ -142,7 +142,7 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path, short_folder: Pa
             server = start(descriptors, "http:grpc:http", repository, short_folder)
             try:
                 early.get("/v2/health/live").ok()  # the client connected before the server started
-                until("it is ready", lambda: ready(port), 60)
+                until("it is ready", lambda: ready(port))
                 with contextlib.closing(UnixHttp(short_folder / "http")) as local:
                     local.get("/v2/health/ready").ok()
                 url = f"127.0.0.1:{grpc.getsockname()[1]}"

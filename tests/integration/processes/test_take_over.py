@@ -136,7 +136,7 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
             assert "another successor is taking over" in refusal(run_dir, repository)
             failing.process.send_signal(number)
             assert failing.wait_exit(20) is not None
-            until("its folder is gone", lambda: not list(run_dir.glob("g[0-9]*")), 5)
+            until("its folder is gone", lambda: not list(run_dir.glob("g[0-9]*")))
             failing.discard()
             server.wait_log("this server continues")
             assert_untouched(server)

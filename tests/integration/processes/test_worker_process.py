@@ -31,7 +31,7 @@ from shmserve.ipc.messages.supervision import WorkerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inferred, pack_inference
 from shmserve.ipc.transport.router import Router
-from shmserve.supervisor.models.instances import Instance, model_frame, stacks_of
+from shmserve.supervisor.models.instances import Instance, find_model_frame, stacks_of
 from shmserve.supervisor.processes.children import Child
 from tests.rigs.arrivals import arrived, framed, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
@@ -424,4 +424,4 @@ def test_a_hanging_worker_logs_its_stack(worker: Worker) -> None:
     hangs = 1 + next(n for n, line in enumerate(MODEL.splitlines()) if "sleep(60)" in line)
     for stacks in asyncio.run(twice()):
         assert stacks.count("in predict") == 1
-        assert model_frame(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"
+        assert find_model_frame(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"

@@ -76,7 +76,7 @@ class SimulatedExecutor(LifecycleExecutor):
         planner: Any = self.repository
         self.publications = Publications()
         parts = (self._context(hosted), planner, self.registry, self.publications)
-        super().__init__(*parts, nothing)
+        super().__init__(*parts, [])
         self._audience = self.audience
         self.lifecycle = RecordedLifecycle(self.registry, self, hosted, self.oracles)
 
@@ -126,7 +126,7 @@ class SimulatedExecutor(LifecycleExecutor):
     def version_of(self, number: int) -> ObservedVersion | None:
         """Return the version whose last scheduler has this number, if it exists."""
         for version in self.alive:
-            last = version.scheduler._last
+            last = version.scheduler._latest
             if last is not None and last.address.number == number:
                 return version
         return None
@@ -148,7 +148,7 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def _read(self, order: Order) -> None:
         plan = self.repository.plan_of(order.model.name, order.source)
-        self.world.after(draw_lag(self.world), self.lifecycle.was_read, order, plan)
+        self.world.after(draw_lag(self.world), self.lifecycle.was_planned, order, plan)
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         events = self.lifecycle.changed, self.lifecycle.config_completed

@@ -27,7 +27,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.supervisor.models.instances import InstanceState, VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
-from shmserve.supervisor.models.model_version import ModelVersion, differs_in_instances_only
+from shmserve.supervisor.models.model_version import ModelVersion, differ_in_instances_only
 from shmserve.supervisor.models.orders import ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry, ModelState, statuses
 from tests.simulation.lifecycle.versions import ObservedVersion, counts_of
@@ -36,7 +36,7 @@ from tests.simulation.world import Violation
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.executor import SimulatedExecutor
 
-_MOST_LOOKS = 1000  # maximum number of checks at one moment
+_MAX_CHECKS = 1000  # maximum number of checks at one moment
 
 
 class RecordedLifecycle(Lifecycle):
@@ -57,7 +57,7 @@ class RecordedLifecycle(Lifecycle):
         super()._advance_all()
 
     def _finish(self, order: Order, error: ShmserveError | None = None) -> None:
-        fresh, dropping = not order.finished, order.phase is OrderPhase.DROPPING
+        fresh, dropping = not order.is_finished, order.phase is OrderPhase.DROPPING
         super()._finish(order, error)
         if fresh and error is None:
             self._oracles.succeeded(order)
@@ -118,7 +118,7 @@ class LifecycleOracles:
     def looked(self) -> None:
         """Count an evaluation of all models by the core."""
         self._looks += 1
-        if self._looks > _MOST_LOOKS:
+        if self._looks > _MAX_CHECKS:
             raise Violation("2: it does not end")
 
     # --- orders
@@ -131,7 +131,7 @@ class LifecycleOracles:
         self._answers[order] += 1
         if self._answers[order] > 1:
             self.broke(f"1: {self.title(order)} is answered twice")
-        if not order.finished:
+        if not order.is_finished:
             self.broke(f"1: {self.title(order)} is answered, and goes on")
         if order.error is not None and order.error.message == "internal error":
             self.broke(f"1: {self.title(order)} could not be followed")
@@ -183,7 +183,7 @@ class LifecycleOracles:
             old, old_spec = before.get(number, (None, None))
             if old is None or old_spec is None or old.instances.failure:
                 continue
-            keeps = differs_in_instances_only(old_spec, spec)
+            keeps = differ_in_instances_only(old_spec, spec)
             other = old_spec.config.source != spec.config.source
             if keeps and (other or not anew) and old is not version:
                 self.broke(f"13: {version} does not differ from {old}")
@@ -319,7 +319,7 @@ class LifecycleOracles:
                 self._executor.audience.last.get((model.name, number)), ModelPublished
             ):
                 self.broke(f"10: {version} serves, and is not published")
-        shown: Any = model.shown
+        shown: Any = model.published
         models = self._executor.registry.models.values()
         moves = any(e.orders and e.orders[0].phase is OrderPhase.MOVING for e in models)
         for number, status in statuses(model).items():
@@ -401,8 +401,10 @@ class LifecycleOracles:
         order = self._last.get(model.name)
         ordered_specs = order.specs if order is not None and order.kind is OrderKind.LOAD else []
         serving = self._serving_of(model)
-        loaded = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
-        if loaded != {(spec.version, spec.model_dir, spec.files) for spec in ordered_specs}:
+        loaded = {
+            (n, version.spec.model_dir, version.spec.fingerprint) for n, version in serving.items()
+        }
+        if loaded != {(spec.version, spec.model_dir, spec.fingerprint) for spec in ordered_specs}:
             self.broke(f"8: {model.name} serves {serving}, and the last order was another")
 
     def _check_shapes(self, version: ObservedVersion) -> None:

@@ -21,7 +21,7 @@ _NOBODY = Path("/models")
 LEAVES = ("a", "b", "c")
 ENSEMBLES = ("x", "y", "z")
 _FOLLOWS = "c"  # the instances of this model are autoscaled
-MOST_INSTANCES = 4
+MAX_INSTANCES = 4
 
 
 class DrawnRepository:
@@ -122,7 +122,7 @@ class DrawnRepository:
         steps = sent.get("steps", self.steps[name])
         parameters = {"note": {"string_value": str(sent.get("note", ""))}}
         if name == _FOLLOWS:
-            parameters["max_instances"] = {"string_value": str(MOST_INSTANCES)}
+            parameters["max_instances"] = {"string_value": str(MAX_INSTANCES)}
         written: dict[str, Any] = {
             "name": name,
             "parameters": parameters,
@@ -139,7 +139,7 @@ class DrawnRepository:
             self.folders[folder] = 0
 
         return [
-            VersionSpec(name, version, folder, folder, config, files=files)
+            VersionSpec(name, version, folder, folder, config, fingerprint=files)
             for version, files in versions.items()
         ]
 

@@ -94,7 +94,7 @@ class LifecycleRun:
         order = self.executor.lifecycle.unload(name)
         for step in alone:
             call = partial(self._unload_dependents, step)
-            if order.answered:
+            if order.is_answered:
                 call()
             else:
                 self.executor.on_answer.setdefault(order, []).append(call)

@@ -7,7 +7,7 @@ from shmserve.supervisor.models.instances import Instance
 
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0
-_MOST_FAILED = 5
+_MAX_FAILED = 5
 _ROUNDED_S = 1e-6
 
 
@@ -35,7 +35,7 @@ class Starts:
             self._rows[memory_range] = _Row()
             return
         early_s = row.ended_at + _PAUSES_S[min(row.deaths, len(_PAUSES_S)) - 1] - self._clock()
-        if row.failed >= _MOST_FAILED:
+        if row.failed >= _MAX_FAILED:
             self._complain(f"11: {memory_range} starts after {row.failed} that did not load")
         elif early_s > _ROUNDED_S:
             self._complain(f"11: {memory_range} starts {early_s:.3f} s too early")

@@ -60,7 +60,7 @@ class ObservedVersion(ModelVersion):
 
     @property
     def memory_ranges(self) -> list[Instance]:
-        return self.instances._all
+        return self.instances._instances
 
     @property
     def wanted(self) -> int:
@@ -76,4 +76,4 @@ class ObservedVersion(ModelVersion):
     @property
     def stopping(self) -> bool:
         """Return whether the processes are being stopped."""
-        return self._lifetime.stopping
+        return self._lifetime.is_stopping

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,9 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert drop_ins == {"10-nvidia.conf"}
 
 
-def test_remove_keeps_only_files_that_other_programs_wrote(image: Path) -> None:
+def test_remove_keeps_only_files_that_other_programs_wrote(
+    image: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wants = image / SYSTEM / "multi-user.target.wants"
     wants.mkdir()
     for name in ("shmserve.service", "shmserve@blue.service", "other.service"):
@@ -156,7 +159,9 @@ def test_remove_keeps_only_files_that_other_programs_wrote(image: Path) -> None:
     assert run("remove", image, "--force") == 0
     assert written(image) == other_files
     assert not (image / "var/lib/shmserve").exists()
+    assert "No units" not in capsys.readouterr().out
     assert run("remove", image) == 0
+    assert f"No units are installed in {image / SYSTEM}." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -174,6 +179,14 @@ def test_a_reload_is_waited_for_where_systemd_can(tmp_path: Path, library: str, 
     file.touch()
     assert run("install", tmp_path) == 0
     assert f"\nType={type_}" in (tmp_path / SYSTEM / "shmserve.service").read_text()
+
+
+def test_a_closed_pipe_is_no_failure_to_write() -> None:
+    command = [sys.executable, "-m", "shmserve", "systemd", "install", "--user", "--dry-run"]
+    ran = subprocess.run(
+        ["bash", "-c", '"$@" | true', "-", *command], capture_output=True, text=True, check=False
+    )
+    assert ran.stderr == ""
 
 
 def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +214,7 @@ def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warnin
     [
         (["install", "--program=/home/me/shmserve"], "the units cannot read '/home/me/shmserve'"),
         (["install", "--program=/tmp/x"], "elsewhere, with a Python that is elsewhere, too"),
+        (["install", "--program=/none/shmserve"], "--program: '/none/shmserve' does not exist"),
         (["show", "--program=shmserve"], "--program: 'shmserve' is not an absolute path"),
         (["show", "--user", "--root=/x"], "--root: an image has no user's manager"),
     ],
@@ -213,5 +227,5 @@ def test_impossible_options_are_rejected(
 
 
 def test_words_mean_themselves_to_systemd() -> None:
-    assert systemd.quoted("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
-    assert systemd.quoted('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'
+    assert systemd.quote("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
+    assert systemd.quote('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'

@@ -34,7 +34,7 @@ def shown_of(top: Top, width: int = 80, height: int = 24) -> list[str]:
 def top_of(**models: dict[str, Any]) -> Top:
     top = Top()
     rows = {f"{name}/1": {"state": "READY", **row} for name, row in models.items()}
-    top.take({"whole": True, "server": SERVER, "models": rows, "events": [ENDED]})
+    top.update({"whole": True, "server": SERVER, "models": rows, "events": [ENDED]})
     return top
 
 
@@ -76,21 +76,21 @@ def test_arrows_choose_and_enter_opens() -> None:
     top.key("\x1b[A")
     top.key("j")
     top.key("\x1b[B")
-    assert top.chosen == "quick/1"
+    assert top.selected == "quick/1"
     top.key("\r")
     text = "\n".join(shown_of(top))
     assert "closed by       full 50" in text and "oops" in text
     top.key("\x1b")
-    assert not top.open and not top.ended
+    assert not top.is_open and not top.is_ended
     top.key("q")
-    assert top.ended
+    assert top.is_ended
 
 
 def test_models_appear_and_disappear() -> None:
     top = some()
-    top.take({"server": SERVER, "models": {}, "gone": ["broken/1", "idle/1"], "events": []})
+    top.update({"server": SERVER, "models": {}, "gone": ["broken/1", "idle/1"], "events": []})
     assert set(top.models) == {"quick/1", "failing/1"}
-    top.trouble = "it is gone"
+    top.problem = "it is gone"
     assert shown_of(top)[0].rstrip() == "it is gone"
 
 
@@ -107,7 +107,7 @@ def test_it_fits_any_terminal(count: int, width: int, height: int, keys: list[st
         top.key(key)
     lines = shown_of(top, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
-    if top.chosen:
+    if top.selected:
         # The selected row is on the screen, even if its name is truncated.
-        chosen = top.chosen.removesuffix("/1")
-        assert any(line.startswith(chosen[: width - 56]) for line in lines)
+        selected = top.selected.removesuffix("/1")
+        assert any(line.startswith(selected[: width - 56]) for line in lines)

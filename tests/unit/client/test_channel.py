@@ -287,7 +287,7 @@ def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_p
             link.receive()  # sends the messages that were waiting for credit
             return len(numbers) == count
 
-        until("all are there", all_are_there, 60)
+        until("all are there", all_are_there)
         assert numbers == [*range(count)]
         assert not router.malformed
     finally:

@@ -2,8 +2,11 @@
 
 import dataclasses
 import sys
+import textwrap
 import typing
 from pathlib import Path
+
+import pytest
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.unions import (
@@ -26,14 +29,14 @@ DIRECTIONS = {
 }
 
 
-def test_the_table_has_every_message_and_field() -> None:
-    rows = [
-        f"| `{frames.tags_by_class()[cls]}` | "
-        f"{', '.join(f'{f.name}: {f.type}' for f in dataclasses.fields(cls))} | {title} |"
-        for title, union in DIRECTIONS.items()
-        for cls in typing.get_args(union)
-    ]
-    assert "\n".join(rows) in PAGE
+@pytest.mark.parametrize("title", DIRECTIONS)
+def test_the_lists_have_every_message_and_field(title: str) -> None:
+    lines = [f"{title[0].upper()}{title[1:]}:\n"]
+    for cls in typing.get_args(DIRECTIONS[title]):
+        fields = ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(cls))
+        message = f"{frames.tags_by_class()[cls]}({fields})"
+        lines += textwrap.wrap(message, 120, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    assert "\n".join(lines) + "\n\n" in PAGE
 
 
 def test_the_example_equals_the_packed_message() -> None:

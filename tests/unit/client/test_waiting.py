@@ -13,7 +13,7 @@ from shmserve.client.request.waiting import ResponseStream, SharedChannel, Threa
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Unavailable
 from shmserve.ipc import credit
-from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, RESPONSES_PER_CREDIT
+from shmserve.ipc.credit import FIRST_CREDIT, MAX_UNREAD_BYTES, RESPONSES_PER_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
@@ -93,7 +93,7 @@ def test_credit_for_several_responses_is_one_message(
 def test_large_responses_are_credited_sooner(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert credit.BYTES_PER_CREDIT < MOST_UNREAD_BYTES
+    assert credit.BYTES_PER_CREDIT < MAX_UNREAD_BYTES
     monkeypatch.setattr(credit, "BYTES_PER_CREDIT", 1000)
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id

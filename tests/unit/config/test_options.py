@@ -87,8 +87,8 @@ def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
 def test_latencies_are_shown_as_tritons_metrics_are() -> None:
     metrics = settings().metrics
     assert (metrics.counter_latencies, metrics.histogram_latencies) == (True, False)
-    assert (metrics.summary_latencies, metrics.kept_quantiles) == (False, ())
-    assert settings("--metrics-config=summary_latencies=TRUE").metrics.kept_quantiles == (
+    assert (metrics.summary_latencies, metrics.summary_quantiles) == (False, ())
+    assert settings("--metrics-config=summary_latencies=TRUE").metrics.summary_quantiles == (
         *(0.5, 0.9, 0.95, 0.99, 0.999),
     )
     metrics = settings(

@@ -111,7 +111,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     },
     "--model-repository=M --metrics-config summary_latencies=true --metrics-config "
     'summary_quantiles="0.5:0.05,0.9:0.01" --metrics-interval-ms=2000.5': {
-        "metrics.kept_quantiles": (0.5, 0.9),
+        "metrics.summary_quantiles": (0.5, 0.9),
         IDLE: ("metrics-interval-ms",),
     },
     "--model-repository=M --trace-config triton,file=/tmp/trace.json --trace-config "

@@ -7,15 +7,13 @@ from hypothesis import strategies as st
 from shmserve.ipc.credit import (
     BYTES_PER_CREDIT,
     FIRST_CREDIT,
-    MOST_UNREAD_BYTES,
+    MAX_UNREAD_BYTES,
     RESPONSES_PER_CREDIT,
     ReadWindow,
     SendWindow,
 )
 
-SIZES = st.sampled_from(
-    [0, 1, 1000, BYTES_PER_CREDIT - 1, MOST_UNREAD_BYTES, 2 * MOST_UNREAD_BYTES]
-)
+SIZES = st.sampled_from([0, 1, 1000, BYTES_PER_CREDIT - 1, MAX_UNREAD_BYTES, 2 * MAX_UNREAD_BYTES])
 
 
 @given(st.booleans(), st.lists(st.tuples(SIZES, st.integers(0, 40)), max_size=200))
@@ -39,7 +37,7 @@ def test_unread_responses_are_bounded_and_never_stuck(
 
 @pytest.mark.parametrize(
     ("placed", "size", "most"),
-    [(False, 1, FIRST_CREDIT), (True, 1, 1), (False, MOST_UNREAD_BYTES // 4, 4)],
+    [(False, 1, FIRST_CREDIT), (True, 1, 1), (False, MAX_UNREAD_BYTES // 4, 4)],
 )
 def test_a_window_closes(placed: bool, size: int, most: int) -> None:
     window = SendWindow(placed)

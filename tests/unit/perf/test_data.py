@@ -10,7 +10,7 @@ import pytest
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.perf import data
-from shmserve.perf.data import Given, ModelInterface
+from shmserve.perf.data import DataOptions, ModelInterface
 from shmserve.protocols import TransportError
 from shmserve.protocols.tensors import ModelTensor
 
@@ -22,7 +22,7 @@ PLAIN = ModelInterface(
 )
 
 
-def values(item: data.Item) -> dict[str, Any]:
+def values(item: data.Inputs) -> dict[str, Any]:
     return {
         each.name: np.frombuffer(each.raw, "<i4" if each.datatype == "INT32" else "<f4")
         .reshape(each.shape)
@@ -36,24 +36,24 @@ def values(item: data.Item) -> dict[str, Any]:
 def test_every_datatype_is_made_by_shape(datatype: str) -> None:
     model = ModelInterface({"X": ModelTensor("X", datatype, (2, 3))})
     for source in ("random", "zero"):
-        ((tensor,),) = data.items(model, Given(source=source, text_length=5))
+        ((tensor,),) = data.read_requests(model, DataOptions(source=source, text_length=5))
         size = ITEM_SIZE[datatype] or (4 + 5 * (source == "random"))
         assert (tensor.shape, len(tensor.raw)) == ([2, 3], 6 * size)
 
 
 def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
-    ((tensor,),) = data.items(BATCHED, Given(batch=4))
+    ((tensor,),) = data.read_requests(BATCHED, DataOptions(batch=4))
     assert tensor.shape == [4, 2]
     with pytest.raises(
         InvalidArgument, match=("--batch: 4 rows, but the model does not support batches")
     ):
-        data.items(PLAIN, Given(batch=4))
+        data.read_requests(PLAIN, DataOptions(batch=4))
 
 
 def test_a_shape_of_any_size_is_asked_for() -> None:
     with pytest.raises(InvalidArgument, match=r"\[-1,2\], .* with --shape X:N,2"):
-        data.items(PLAIN, Given())
-    quantised, _ = data.items(PLAIN, Given(shapes=["X:3,2"]))[0]
+        data.read_requests(PLAIN, DataOptions())
+    quantised, _ = data.read_requests(PLAIN, DataOptions(shapes=["X:3,2"]))[0]
     assert quantised.shape == [3, 2]
 
 
@@ -65,26 +65,26 @@ def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() ->
         def inputs(self, *_: str) -> dict[str, ModelTensor]:
             return dict(PLAIN.inputs)
 
-    model = data.signature(Refusing(), "m", "")
+    model = data.read_interface(Refusing(), "m", "")
     with pytest.raises(InvalidArgument) as raised:
-        data.items(model, Given())
+        data.read_requests(model, DataOptions())
     assert str(raised.value).endswith(
         "with --shape X:N,2. The server sent no configuration of the model (this token has no "
         "access to 'model-config'): if the model has a batch dimension, leave out the first number"
     )
-    assert data.items(model, Given(shapes=["X:3,2"]))[0][0].shape == [3, 2]
+    assert data.read_requests(model, DataOptions(shapes=["X:3,2"]))[0][0].shape == [3, 2]
 
 
 @pytest.mark.parametrize("text", ["X", "X:a", "X:-1", "3"])
 def test_a_shape_is_numbers_by_name(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--shape: expected NAME:N,N"):
-        data.items(PLAIN, Given(shapes=[text]))
+        data.read_requests(PLAIN, DataOptions(shapes=[text]))
 
 
-@pytest.mark.parametrize("given", [Given(["Z=1"]), Given(shapes=["Z:1"])])
-def test_an_input_that_is_not_there_is_named(given: Given) -> None:
+@pytest.mark.parametrize("given", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
+def test_an_input_that_is_not_there_is_named(given: DataOptions) -> None:
     with pytest.raises(InvalidArgument, match="no input 'Z'; it has X"):
-        data.items(BATCHED, given)
+        data.read_requests(BATCHED, given)
 
 
 def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
@@ -95,7 +95,9 @@ def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
         [{"X": {"b64": "BQAAAAYAAAA="}}],
     ]
     path.write_text(json.dumps({"data": entries}))
-    values_of_x = [values(item)["X"] for item in data.items(BATCHED, Given(source=str(path)))]
+    values_of_x = [
+        values(item)["X"] for item in data.read_requests(BATCHED, DataOptions(source=str(path)))
+    ]
     assert values_of_x == [[[1, 2]], [[3, 4]], [[5, 6]]]
 
 
@@ -116,7 +118,7 @@ def test_the_error_explains_an_invalid_file(tmp_path: Path, text: str, said: str
     path = tmp_path / "d.json"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=f"--data: .*{said}"):
-        data.items(BATCHED, Given(source=str(path)))
+        data.read_requests(BATCHED, DataOptions(source=str(path)))
 
 
 def test_a_program_yields_requests(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         "    for n in itertools.count():\n"
         "        yield {'X': [[n, n]]}\n"
     )
-    items = data.items(BATCHED, Given(source=str(path)))
+    items = data.read_requests(BATCHED, DataOptions(source=str(path)))
     assert len(items) == 1000
     assert values(items[7])["X"] == [[7, 7]]
 
@@ -147,7 +149,7 @@ def test_the_error_explains_a_failing_program(tmp_path: Path, text: str, said: s
     path = tmp_path / "d.py"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match=f"--data: .*{said}"):
-        data.items(BATCHED, Given(source=str(path)))
+        data.read_requests(BATCHED, DataOptions(source=str(path)))
 
 
 def test_output_sizes_are_computed_or_taken_from_the_flag() -> None:

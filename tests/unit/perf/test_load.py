@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.perf.load import KINDS, LoadGenerator, constant, loads_of, poisson, probe
+from shmserve.perf.load import SCHEDULES, LoadGenerator, constant, parse_loads, poisson, probe
 from shmserve.protocols import LaneObserver
 from shmserve.protocols.connection import Poller
 
@@ -85,7 +85,7 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     while one.mark().requests < 4 and time.monotonic() < until:
         one.run(0)
     one.finish()
-    assert len(set(one.records.began)) == 1
+    assert len(set(one.records.scheduled_ns)) == 1
     assert list(one.records.delays_ns) == sorted(one.records.delays_ns)
     assert door.sent == ["a"] * 4
 
@@ -117,12 +117,12 @@ def first(schedule: Iterator[int], count: int) -> list[int]:
     return list(itertools.islice(schedule, count))
 
 
-@given(RATES, st.sampled_from(sorted(KINDS)), st.integers(0, 9))
+@given(RATES, st.sampled_from(sorted(SCHEDULES)), st.integers(0, 9))
 def test_a_schedule_is_monotonic_and_reproducible(rate: float, kind: str, seed: int) -> None:
-    intervals = first(KINDS[kind](rate, seed), 50)
+    intervals = first(SCHEDULES[kind](rate, seed), 50)
     assert intervals == sorted(intervals)
     assert intervals[0] >= 0
-    assert intervals == first(KINDS[kind](rate, seed), 50)
+    assert intervals == first(SCHEDULES[kind](rate, seed), 50)
 
 
 @given(RATES, st.integers(1, 100_000))
@@ -147,21 +147,21 @@ def test_random_arrivals_are_poisson() -> None:
     [("4", [4]), ("1,2,8", [1, 2, 8]), ("1:3", [1, 2, 3]), ("8:32:8", [8, 16, 24, 32])],
 )
 def test_a_sweep_is_a_list_or_a_range(text: str, values: list[float]) -> None:
-    assert loads_of(text, "concurrency", int) == values
+    assert parse_loads(text, "concurrency", int) == values
 
 
 def test_rates_may_be_fractions() -> None:
-    assert loads_of("0.1:0.3:0.1", "rate", float) == pytest.approx([0.1, 0.2, 0.3])
+    assert parse_loads("0.1:0.3:0.1", "rate", float) == pytest.approx([0.1, 0.2, 0.3])
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "1.5", "3:1", "1:3:0", "1:2:3:4", "1,,2"])
 def test_unknown_schedules_are_rejected_by_name(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--concurrency: "):
-        loads_of(text, "concurrency", int)
+        parse_loads(text, "concurrency", int)
 
 
 def test_too_many_loads_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="1000000 loads, but at most 1000"):
-        loads_of("1:1000000", "rate", float)
+        parse_loads("1:1000000", "rate", float)
     with pytest.raises(InvalidArgument, match="--rate: 'inf'"):
-        loads_of("inf", "rate", float)
+        parse_loads("inf", "rate", float)

@@ -60,16 +60,16 @@ def test_a_window_has_the_requests_that_ended_in_it_with_latencies_from_the_sche
 ):
     records = Records()
     for began, ended in [(0, 5), (1, 9), (2, 20)]:
-        records.began.append(began)
-        records.ended.append(ended)
+        records.scheduled_ns.append(began)
+        records.ended_ns.append(ended)
     marks = [Mark(0, 0, 0, 0, 0.0), Mark(10, 2, 0, 0, 0.0), Mark(30, 3, 0, 0, 0.0)]
     assert measure.latencies(records, marks[0], marks[1]).tolist() == [5, 8]
-    assert measure.rates(marks) == [2e8, 5e7]
-    assert measure.means(records, marks) == [6.5, 18.0]
+    assert measure.window_rates(marks) == [2e8, 5e7]
+    assert measure.window_means(records, marks) == [6.5, 18.0]
 
 
 def test_a_spread_is_in_milliseconds() -> None:
-    spread = measure.spread(np.array([3_000_000, 1_000_000], np.int64))
+    spread = measure.summarize(np.array([3_000_000, 1_000_000], np.int64))
     assert spread == {
         "mean": 2.0,
         "p50": 1.0,
@@ -79,4 +79,4 @@ def test_a_spread_is_in_milliseconds() -> None:
         "p99.9": 3.0,
         "max": 3.0,
     }
-    assert set(measure.spread(np.array([], np.int64)).values()) == {0.0}
+    assert set(measure.summarize(np.array([], np.int64)).values()) == {0.0}

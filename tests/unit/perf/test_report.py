@@ -44,8 +44,8 @@ def test_chance_alone_is_no_server_that_does_not_keep_up() -> None:
 
 def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
-    path.write_text(report.document({"model": "m"}, [POINT]))
-    assert report.older(str(path)) == [POINT]
+    path.write_text(report.as_json({"model": "m"}, [POINT]))
+    assert report.read_report(str(path)) == [POINT]
     new = replace(POINT, per_second=3000.0)
     assert report.comparison([POINT], [new]).splitlines()[1].split()[2:4] == ["1.500", "1.000"]
     alike = replace(POINT, per_second=2030.0)
@@ -60,7 +60,7 @@ def test_an_invalid_report_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "old.json"
     path.write_text(text)
     with pytest.raises(InvalidArgument, match="--compare: "):
-        report.older(str(path))
+        report.read_report(str(path))
 
 
 def test_csv_has_one_line_per_load() -> None:
@@ -89,8 +89,8 @@ def test_server_counts_are_differences() -> None:
             "inference_stats": {"success": times, "queue": times, "compute_infer": times},
         }
 
-    growth = measure.grown(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))
+    growth = measure.statistics_change(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))
     assert growth["queue"] == growth["compute_infer"] == 100.0
     assert (growth["compute_input"], growth["batch"], growth["requests"]) == (0.0, 4.0, 20)
-    assert measure.grown(stats(10, 0, 5), stats(10, 0, 5)) == {}
+    assert measure.statistics_change(stats(10, 0, 5), stats(10, 0, 5)) == {}
     assert json.dumps(growth)

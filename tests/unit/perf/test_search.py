@@ -159,30 +159,30 @@ CONFIG = in_force(BATCHING)
         Candidate(4, 1, "prefer_latency"),
         Candidate(1, 5, "adaptive"),
     ],
-    ids=search.described,
+    ids=search.describe,
 )
 def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> None:
-    configured = search.configured(CONFIG, candidate, 12.5)
-    assert search.start(configured) == candidate
+    configured = search.with_candidate(CONFIG, candidate, 12.5)
+    assert search.current_candidate(configured) == candidate
     best = Trial(candidate, 100.0, 9.0)
     written = search.recommendation(CONFIG, [best._replace(per_second=50.0), best], best, 12.5)
     assert "p99 within 12.5 ms: 100.0 requests/s" in written
     assert "before: 50.0 requests/s" in written
     config = normalise(parse_pbtxt(f'backend: "python" {IO}\n{written}'), "m", 0)
     validate(config, gpu_count=0, complete=True)
-    assert search.start(to_dict(config)) == candidate
+    assert search.current_candidate(to_dict(config)) == candidate
     assert ("target_p99_ms" in written) == (candidate.strategy == "adaptive")
     assert in_force(BATCHING) == CONFIG  # the former configuration is not changed
 
 
 def test_models_without_batching_keep_that_setting() -> None:
     config = in_force(f'backend: "onnxruntime" platform: "onnxruntime_onnx" {IO}')
-    start = search.start(config)
+    start = search.current_candidate(config)
     assert (start.batch, start.strategy) == (0, "")
-    space = search.space(config, 30, 4, 3, 64)
+    space = search.search_space(config, 30, 4, 3, 64)
     assert (space.instances, space.largest_batch) == ([1, 2, 3], 0)
-    assert [way.get("threads") for way in space.ways if "threads" in way] == [1, 2, 4]
-    configured = search.configured(config, replace(start, instances=3, threads=2), 30)
+    assert [way.get("threads") for way in space.variants if "threads" in way] == [1, 2, 4]
+    configured = search.with_candidate(config, replace(start, instances=3, threads=2), 30)
     assert configured["parameters"]["intra_op_thread_count"] == {"string_value": "2"}
     assert configured["instance_group"][0]["count"] == 3
     assert "dynamic_batching" not in configured
@@ -198,7 +198,7 @@ def test_models_without_batching_keep_that_setting() -> None:
 )
 def test_models_that_cannot_be_tuned_are_rejected(more: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidArgument, match=f"model 'm' cannot be tuned: .*{why}"):
-        search.start({**CONFIG, **more})
+        search.current_candidate({**CONFIG, **more})
 
 
 def test_the_picture_has_every_run_and_the_target() -> None:
@@ -212,5 +212,5 @@ def test_the_picture_has_every_run_and_the_target() -> None:
 
 def test_numbers_of_a_described_candidate_agree_with_their_nouns() -> None:
     start = replace(START, batch=0, strategy="", delay_us=0)
-    assert search.described(replace(start, instances=1, threads=1)) == "1 instance, 1 thread"
-    assert search.described(replace(start, instances=2, threads=3)) == "2 instances, 3 threads"
+    assert search.describe(replace(start, instances=1, threads=1)) == "1 instance, 1 thread"
+    assert search.describe(replace(start, instances=2, threads=3)) == "2 instances, 3 threads"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import HERE, LANES, MOST_TRIED_AGAIN, Suite
+from tests.__main__ import HERE, LANES, MAX_RETRIED, Suite
 
 # Each test writes a file about its run, which its second try reads.
 TESTS = """
@@ -132,7 +132,7 @@ def test_a_process_that_dies_twice_fails(tmp_path: Path, capfd: pytest.CaptureFi
 def test_very_many_failures_are_not_tried_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tests = "\n".join(f"def test_{n}(): assert 0" for n in range(MOST_TRIED_AGAIN + 1))
+    tests = "\n".join(f"def test_{n}(): assert 0" for n in range(MAX_RETRIED + 1))
     status, last, said = ran(tmp_path, capfd, many=tests)
-    assert (status, last) == (1, f"0 passed, {MOST_TRIED_AGAIN + 1} failed, 0 skipped")
+    assert (status, last) == (1, f"0 passed, {MAX_RETRIED + 1} failed, 0 skipped")
     assert "nothing is tried again" in said

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
 from shmserve.scheduler.tables import ACCURACY, LAST_INDEX, Quantiles
-from shmserve.supervisor.models.scheduler_process import CarryOver
+from shmserve.supervisor.models.scheduler_process import CarriedCounters
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
 NONE = {"count": 0, "ns": 0}
@@ -124,7 +124,7 @@ def test_the_table_has_an_end() -> None:
 def test_they_are_not_among_what_is_kept_once_a_second_and_outlive_their_scheduler() -> None:
     rig, peer, _, key = begun()
     give(rig, peer, key, MS, 1)
-    counts = CarryOver(lambda _: None)
+    counts = CarriedCounters(lambda _: None)
     shown, before = rig.report(), rig.snapshot()
     give(rig, peer, key, MS, 1, final=True)
     rig.control.take()

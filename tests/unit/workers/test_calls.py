@@ -425,7 +425,7 @@ def test_threads_take_answers_for_each_other(calls: CallRouter, others: CalledMo
             submits.append(scheduler.next(m.Submit))
         return len(submits) == 6
 
-    until("all are submitted", all_are_submitted, 10)
+    until("all are submitted", all_are_submitted)
     assert asked <= 6
     for submit in submits:
         scheduler.send(doubled(submit))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES
+from shmserve.ipc.credit import FIRST_CREDIT, MAX_UNREAD_BYTES
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import Output, Request, Response
@@ -585,7 +585,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
 
 
 def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[], None]) -> None:
-    size = MOST_UNREAD_BYTES // 2
+    size = MAX_UNREAD_BYTES // 2
     model.serve(
         f"""
         def execute(self, requests):
@@ -698,7 +698,7 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     link = model.rig.instance.link
     (opened,) = link._open_requests.values()
     opened.window.sent(1)
-    opened.window.sent(MOST_UNREAD_BYTES)
+    opened.window.sent(MAX_UNREAD_BYTES)
     looks: list[float] = []
 
     def look(*fds: int, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.credit import FIRST_CREDIT
-from shmserve.workers.backends import Output, Response, ResponseStream
+from shmserve.workers.backends import Output, OutputStream, Response
 from shmserve.workers.links import scheduler as scheduler_link
 from shmserve.workers.links.scheduler import HOLD_NS, InstanceLink, Timer
 from tests.rigs.stream_rig import Streams
@@ -138,7 +138,7 @@ def test_a_timer_is_due_after_its_last_start_and_never_once_closed() -> None:
 class Sender(Streams):
     """A decoupled model whose responses the test sends."""
 
-    streams: list[ResponseStream]
+    streams: list[OutputStream]
 
     def send(self, *values: float, final: bool = False, stream: int = 0) -> None:
         output = Output("Y", "FP32", np.array(values, np.float32))
@@ -155,7 +155,7 @@ class Sender(Streams):
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Sender]:
     class Kept(FunctionBackend):
-        def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+        def execute_decoupled(self, streams: list[OutputStream]) -> None:
             sender.streams = streams
 
     with rig(tmp_path) as model_rig:

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import RequestedOutput, RequestSchema, pack_inference
+from shmserve.ipc.tensors.inference import (
+    INLINE_LIMIT,
+    RequestedOutput,
+    RequestSchema,
+    pack_inference,
+)
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import request
 from tests.rigs.worker_rig import (
@@ -124,6 +129,38 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
         assert output.shape == expected.shape
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
         assert worker.finished.copied_out == (0 if stays else expected.nbytes)
+    region.close()
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_texts_of_all_sizes_are_written(worker: Rig, placed: bool) -> None:
+    """A long text is too large for the message, and short texts of the same shape follow it."""
+    region = Region(2 * INLINE_LIMIT)
+    config = model_config(
+        [tensor_config("X", "FP32", [-1])],
+        [tensor_config("T", "STRING", [-1]), tensor_config("N", "INT32", [-1])],
+    )
+    texts = [b"", b"a", b"bc", b"d" * INLINE_LIMIT, b"e", b"f" * INLINE_LIMIT]
+
+    def execute(requests: list[Request]) -> list[Response]:
+        return [Response([Output.of_values("T", "BYTES", [text]), Output("N", "INT32", number)])]
+
+    worker.serve(FunctionBackend(worker.context, execute), config)
+    memory_range = region.memory_range(0, 2 * INLINE_LIMIT) if placed else None
+    asked = [RequestedOutput("T", memory_range), RequestedOutput("N")]
+    for count, text in enumerate(texts * 2):
+        number = np.full(1, count, np.int32)
+        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=asked))
+        assert reply.answer is not None, reply.message
+        output = reply.answer.outputs[0]
+        assert isinstance(output.data, Range) == (placed or len(text) == INLINE_LIMIT)
+        raw = output.data
+        if isinstance(raw, Range):
+            at = raw.offset, raw.byte_size
+            raw = region.read(*at) if placed else bytes(worker.context.arena.view(raw))
+        assert raw == len(text).to_bytes(4, "little") + text
+        assert reply.array("N", worker).tolist() == [count]
+        assert worker.finished.copied_out == 4 + len(text) + number.nbytes
     region.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import pack_inference
-from shmserve.workers.backends import Output, Request, Response, ResponseStream
+from shmserve.workers.backends import Output, OutputStream, Request, Response
 from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
 from tests.rigs.worker_rig import (
     CLIENT_PID,
@@ -49,7 +49,7 @@ class StepBackend(FunctionBackend):
             for opened in requests:
                 request: Request = unpacker.request(opened.work)
                 doubled = Output("Y", "FP32", request.inputs["X"].numpy() * 2)
-                ResponseStream(writer, opened, request).send(Response([doubled]), final=True)
+                OutputStream(writer, opened, request).send(Response([doubled]), final=True)
             if message.number < 0:
                 return None
             return m.BatchFinished(message.number, 0, 0, 0, 0, [])

@@ -1,9 +1,9 @@
-"""Streaming parsers of messages: content, reasoning and tool calls, from the text that is sent.
+"""Streaming parsers of messages: content, reasoning and tool calls in the text of a sample.
 
-Each family of models writes its tool calls in a format of its own. A parser is one generator
+Each family of models writes tool calls in its own format. The parser of a format is a generator
 function, which reads the text as it arrives and passes on each character as soon as its meaning is
 certain. The result depends on the text alone, and not on the chunks in which the text arrives.
-A call that is not valid becomes content. A stream keeps the arguments that it has sent already.
+A malformed call becomes content, except for arguments that a stream has already sent.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
-# A function that yields whenever it needs more text.
+# A generator that reads text, yields whenever it needs more text, and returns a T.
 Reading = Generator[None, None, T]
-Emit = Callable[[str], Any]
+Emit = Callable[[str], Any]  # receives text as soon as it was read
 
 _JSON_PLAIN = frozenset(string.digits + string.whitespace + "+-.,:eE" + "truefalsn")
 CLOSING = {"{": "}", "[": "]", "(": ")"}
@@ -35,19 +35,19 @@ class ToolSyntax(NamedTuple):
     """The format in which a family of models writes tool calls.
 
     Attributes:
-        parse: The parser of a message.
-        calls: Returns the rules of a grammar for calls of tools, see `tools.Lark`.
+        parse: Reads a message.
+        call_grammar: Adds the rules of tools to a `Lark`, and returns their `CallGrammar`.
         markers: The texts that mark calls, which may be special tokens.
-        hint: A regular expression that chat templates of the family contain.
-        between: The characters that separate calls.
-        id_length: The length of ids without a prefix; 0: ids are long, and have a prefix.
+        template_pattern: A regular expression that matches a part of the family's chat templates.
+        separators: The characters that separate calls.
+        id_length: The length of a call's id; 0: 24 characters after the prefix "call_".
     """
 
     parse: Callable[[MessageParser], Reading[Any]]
-    calls: Callable[..., Any]
+    call_grammar: Callable[..., Any]
     markers: tuple[str, ...]
-    hint: str
-    between: str = string.whitespace
+    template_pattern: str
+    separators: str = string.whitespace
     id_length: int = 0
 
     def new_id(self) -> str:
@@ -63,21 +63,21 @@ class MessageFormat:
 
     Attributes:
         family: The format of tool calls.
-        tools: The parameter schema of each tool; empty: the message has no calls.
-        reasoning: The tags around reasoning; empty: all text is content.
-        thinking: Whether the prompt has opened the reasoning.
-        hidden: Whether reasoning is left out.
+        tools: The JSON schema of each tool's parameters by name; empty: the message has no calls.
+        reasoning: The opening and closing tags of reasoning; empty: all text is content.
+        starts_reasoning: Whether the message begins with reasoning, which the prompt has opened.
+        hides_reasoning: Whether reasoning is left out of the message.
         parallel: Whether a message may have several calls.
-        kept: The special tokens that mark calls and reasoning. They are a part of the text.
+        kept_tokens: The special tokens that mark calls and reasoning; the parser needs their text.
     """
 
     family: ToolSyntax
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reasoning: tuple[str, ...] = ()
-    thinking: bool = False
+    starts_reasoning: bool = False
     parallel: bool = True
-    hidden: bool = False
-    kept: frozenset[int] = frozenset()
+    hides_reasoning: bool = False
+    kept_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -85,72 +85,71 @@ class MessageParser:
     """The parser of one sample's text.
 
     Attributes:
-        format: The formats of tool calls and of reasoning.
         stream: Whether arguments are passed on before the end of their call.
-        thinking: Whether the text is reasoning now.
+        is_reasoning: Whether the parser is inside of reasoning.
     """
 
     format: MessageFormat
     stream: bool
-    thinking: bool = False
+    is_reasoning: bool = False
     _buffer: str = ""  # text that was not read yet
-    _raw: str = ""  # text that was read, but not passed on
+    _read_text: str = ""  # text that was read, but not passed on
     _ended: bool = False
     _parts: dict[str, str] = field(default_factory=dict)
     _calls: list[dict[str, Any]] = field(default_factory=list)
-    _count: int = 0  # number of calls so far
-    _held: str = ""  # white space at the beginning of content, which is dropped beside a call
-    _blank: bool = True  # whether the content since the last call is white space
-    _last: str = ""  # the last two characters of content
+    _call_count: int = 0  # number of calls so far
+    _leading_space: str = ""  # white space before content; discarded if a call follows
+    _is_blank: bool = True  # whether the content since the last call is white space
+    _last_characters: str = ""  # the last two characters of content
     _call: _Call | None = None
 
     def __post_init__(self) -> None:
-        self.thinking = self.format.thinking
-        self._reading = self._message()
+        self.is_reasoning = self.format.starts_reasoning
+        self._message_reading = self._read_message()
 
     def feed(self, text: str, ended: bool = False) -> None:
         """Parse more text; `ended` if it is the last."""
         self._buffer += text
         self._ended = self._ended or ended
         with suppress(StopIteration):
-            next(self._reading)
+            next(self._message_reading)
 
     @property
-    def has_news(self) -> bool:
+    def has_parts(self) -> bool:
         """Return whether `take` has parts to return."""
         return bool(self._parts or self._calls)
 
     def take(self) -> dict[str, Any]:
-        """Return and clear the parts of the message that have become known.
+        """Return and clear the parts of the message that were passed on.
 
-        These are `content`, `reasoning` and `tool_calls`, with the index of each call. A call has
-        its `id` and `name` in its first part only.
+        The members are `content`, `reasoning` and `tool_calls`. Each call has its `index`; only its
+        first part has its `id` and `name`.
         """
-        members: dict[str, Any] = {
+        parts: dict[str, Any] = {
             **self._parts,
             **({"tool_calls": self._calls} if self._calls else {}),
         }
         self._parts, self._calls = {}, []
-        return members
+        return parts
 
-    def _message(self) -> Reading[None]:
+    def _read_message(self) -> Reading[None]:
         tags = self.format.reasoning
         if tags:
-            yield from self._think(*tags)
-        yield from self.format.family.parse(self) if self.format.tools else self.content_until()
-        if self._held and not self._count:
-            self._add("content", self._held)
+            yield from self._read_reasoning(*tags)
+        yield from self.format.family.parse(self) if self.format.tools else self.read_content()
+        if self._leading_space and not self._call_count:
+            self._add_part("content", self._leading_space)
 
-    def _think(self, begin: str, end: str) -> Reading[None]:
-        """Pass on the text up to the end tag as reasoning, if the text is reasoning."""
+    def _read_reasoning(self, begin: str, end: str) -> Reading[None]:
+        """Pass on the text up to the tag `end` as reasoning, if the message begins with it."""
         while begin.startswith(self._buffer.lstrip()) and not self._ended:
             if self._buffer.lstrip() == begin:
                 break
             yield
         if self._buffer.lstrip().startswith(begin):
             self._buffer = self._buffer.lstrip()[len(begin) :]
-            self.thinking = True
-        if not self.thinking:
+            self.is_reasoning = True
+        if not self.is_reasoning:
             return
         trailing = ""
 
@@ -159,55 +158,55 @@ class MessageParser:
             text = trailing + text if "reasoning" in started else text.lstrip("\n")
             stripped = text.rstrip("\n")
             trailing = text[len(stripped) :]
-            if stripped and not self.format.hidden:
+            if stripped and not self.format.hides_reasoning:
                 started.add("reasoning")
-                self._add("reasoning", stripped)
+                self._add_part("reasoning", stripped)
 
         started: set[str] = set()
-        yield from self.until(emit, end)
-        self.thinking = False
+        yield from self.read_until(emit, end)
+        self.is_reasoning = False
         yield from self.skip("\n")
-        self._raw = ""
+        self._read_text = ""
 
     # --- results
 
-    def _add(self, part: str, text: str) -> None:
+    def _add_part(self, part: str, text: str) -> None:
         self._parts[part] = self._parts.get(part, "") + text
 
     def add_content(self, text: str) -> None:
-        """Pass on content. White space alone beside a call is left out."""
-        text, self._held = self._held + text, ""
-        shown = text.strip(self.format.family.between)
-        if self._blank and not shown:
-            self._held = text
+        """Pass on content. Content beside a call that is only white space is discarded."""
+        text, self._leading_space = self._leading_space + text, ""
+        stripped = text.strip(self.format.family.separators)
+        if self._is_blank and not stripped:
+            self._leading_space = text
         elif text:
-            self._blank, self._last = False, (self._last + shown)[-2:]
-            self._add("content", text)
+            self._is_blank, self._last_characters = False, (self._last_characters + stripped)[-2:]
+            self._add_part("content", text)
 
     def discard_read(self) -> None:
-        """Leave out the text that was read, and white space before and after it."""
-        self._raw = self._held = ""
-        self._blank = True
+        """Discard the text that was read, and white space before and after it."""
+        self._read_text = self._leading_space = ""
+        self._is_blank = True
 
     @property
-    def inside_json(self) -> bool:
-        """Return whether the content so far ends with the key of a JSON object."""
-        return self._last == '":'
+    def ends_with_json_key(self) -> bool:
+        """Return whether the content up to now ends with the key of a JSON object."""
+        return self._last_characters == '":'
 
-    def name(self, name: str) -> None:
-        """Set the name of the call, which is passed on with the first of its arguments."""
+    def set_name(self, name: str) -> None:
+        """Set the name of the call, which is passed on with the first part of the arguments."""
         call = self.call
         if not NAME.fullmatch(name) or call.name:
             raise MalformedCall
         call.name = name
         if call.arguments:
-            self._announce(call)
+            self._pass_on_call(call)
 
-    def arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """Pass on a part of the call's arguments."""
         call = self.call
         call.arguments += text
-        self._announce(call)
+        self._pass_on_call(call)
 
     @property
     def call(self) -> _Call:
@@ -215,52 +214,51 @@ class MessageParser:
         assert self._call is not None
         return self._call
 
-    def _announce(self, call: _Call, complete: bool = False) -> None:
-        """Pass on the parts of a call that are known and were not passed on yet."""
-        if not call.name or not (self.stream or complete):
+    def _pass_on_call(self, call: _Call, is_complete: bool = False) -> None:
+        """Pass on the parts of a call that were read and not passed on yet."""
+        if not call.name or not (self.stream or is_complete):
             return
-        if self._count and not self.format.parallel and call.index < 0:
+        if self._call_count and not self.format.parallel and call.index < 0:
             return
-        part: dict[str, Any] = {}
+        opening: dict[str, Any] = {}
         if call.index < 0:
-            call.index, self._count = self._count, self._count + 1
+            call.index, self._call_count = self._call_count, self._call_count + 1
             call.id = call.id or self.format.family.new_id()
-            part = {"id": call.id, "name": call.name}
-            self._held = ""
+            opening = {"id": call.id, "name": call.name}
+            self._leading_space = ""
         elif call.sent == len(call.arguments):
             return
-        fresh, call.sent = call.arguments[call.sent :], len(call.arguments)
-        last = self._calls[-1] if self._calls else {}
-        if last.get("index") == call.index:
-            last["arguments"] += fresh
+        new_arguments, call.sent = call.arguments[call.sent :], len(call.arguments)
+        last_part = self._calls[-1] if self._calls else {}
+        if last_part.get("index") == call.index:
+            last_part["arguments"] += new_arguments
         else:
-            self._calls.append({"index": call.index, **part, "arguments": fresh})
+            self._calls.append({"index": call.index, **opening, "arguments": new_arguments})
 
-    def attempt(self, body: Reading[None], end: str = "") -> Reading[bool]:
-        """Read a call, up to its end tag; return False if the text is no valid call.
+    def read_call(self, body: Reading[None], end: str = "") -> Reading[bool]:
+        """Read a call with `body`, and the tag `end` after it; return False if it is malformed.
 
-        The text of an invalid call is content. If a part of the call was passed on, the content
-        is the rest of the text.
+        The text of a malformed call becomes content, unless a part of the call was passed on.
         """
         call = self._call = _Call()
         try:
             yield from body
             if not (self.stream and call.index >= 0) and not _is_object(call.arguments):
                 raise MalformedCall
-            yield from self.until(ignore, end) if end else ()
+            yield from self.read_until(ignore, end) if end else ()
         except MalformedCall:
-            raw, self._raw = self._raw, ""
+            text, self._read_text = self._read_text, ""
             if call.index < 0:
-                self.add_content(raw)
+                self.add_content(text)
             return False
-        self._announce(call, complete=True)
+        self._pass_on_call(call, is_complete=True)
         self.discard_read()
         return True
 
     # --- reading
 
     def peek(self) -> Reading[str]:
-        """Return the next character; "" at the end."""
+        """Return the next character without reading it; "" at the end."""
         while not self._buffer:
             if self._ended:
                 return ""
@@ -268,18 +266,18 @@ class MessageParser:
         return self._buffer[0]
 
     def pull(self, count: int) -> str:
-        """Read `count` characters of the buffer."""
+        """Read and return `count` characters of the buffer."""
         text, self._buffer = self._buffer[:count], self._buffer[count:]
-        self._raw += text
+        self._read_text += text
         return text
 
     def unread(self, text: str) -> None:
         """Return characters to the buffer."""
         self._buffer = text + self._buffer
-        self._raw = self._raw[: len(self._raw) - len(text)]
+        self._read_text = self._read_text[: len(self._read_text) - len(text)]
 
     def skip(self, characters: str = string.whitespace) -> Reading[str]:
-        """Skip characters, and return the one after them."""
+        """Read characters that are in `characters`; return the next character, which stays."""
         while True:
             character = yield from self.peek()
             if not character or character not in characters:
@@ -287,10 +285,10 @@ class MessageParser:
             self.pull(1)
 
     def expect(self, text: str) -> Reading[None]:
-        """Read white space and a text.
+        """Read white space and then `text`.
 
         Raises:
-            MalformedCall: Another text follows.
+            MalformedCall: The text differs.
         """
         yield from self.skip()
         for expected in text:
@@ -298,14 +296,14 @@ class MessageParser:
                 raise MalformedCall
             self.pull(1)
 
-    def until(self, emit: Emit, *tags: str) -> Reading[str]:
-        """Pass text to `emit` up to the first of the tags; return the tag, or "" at the end."""
+    def read_until(self, emit: Emit, *tags: str) -> Reading[str]:
+        """Read text up to the first of the tags, and pass it to `emit`; return the tag, or ""."""
         while True:
             text = self._buffer
-            matches = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
+            matches = [(index, -len(tag), tag) for tag in tags if (index := text.find(tag)) >= 0]
             if matches:
-                at, _, tag = min(matches)
-                emit(self.pull(at))
+                index, _, tag = min(matches)
+                emit(self.pull(index))
                 self.pull(len(tag))
                 return tag
             partial = 0 if self._ended else max((overlap(text, tag) for tag in tags), default=0)
@@ -314,33 +312,33 @@ class MessageParser:
                 return ""
             yield
 
-    def content_until(self, *tags: str) -> Reading[str]:
-        """Pass on text as content up to the first of the tags; return the tag."""
+    def read_content(self, *tags: str) -> Reading[str]:
+        """Read text up to the first of the tags, and pass it on as content; return the tag."""
 
         def emit(text: str) -> None:
             self.add_content(text)
-            self._raw = ""
+            self._read_text = ""
 
-        tag = yield from self.until(emit, *tags)
+        tag = yield from self.read_until(emit, *tags)
         return tag
 
-    def text_until(self, *tags: str) -> Reading[tuple[str, str]]:
-        """Return the text before the first of the tags, and the tag.
+    def read_text_until(self, *tags: str) -> Reading[tuple[str, str]]:
+        """Read up to the first of the tags; return the text before it, and the tag.
 
         Raises:
-            MalformedCall: The text ends before.
+            MalformedCall: The text ends without a tag.
         """
         parts: list[str] = []
-        tag = yield from self.until(parts.append, *tags)
+        tag = yield from self.read_until(parts.append, *tags)
         if not tag:
             raise MalformedCall
         return "".join(parts), tag
 
-    def json(self, emit: Emit) -> Reading[None]:
-        """Pass the text of a JSON value to `emit` as it arrives.
+    def read_json(self, emit: Emit) -> Reading[None]:
+        """Read a JSON value, and pass its text to `emit` as it arrives.
 
         Raises:
-            MalformedCall: The text is no JSON value. Literals are not checked.
+            MalformedCall: The text is not a JSON value. Numbers and literals are not checked.
         """
         yield from self.skip()
         scan = _JsonScan()
@@ -352,33 +350,38 @@ class MessageParser:
             if not valid:
                 raise MalformedCall
 
-    def json_string(self) -> Reading[str]:
+    def read_json_string(self) -> Reading[str]:
         """Read and return a JSON string; raise MalformedCall for another value."""
         yield from self.skip()
         parts: list[str] = []
-        yield from self.json(parts.append)
-        value = _loads("".join(parts))
+        yield from self.read_json(parts.append)
+        value = _parse_json("".join(parts))
         if not isinstance(value, str):
             raise MalformedCall
         return value
 
-    def json_arguments(self) -> Reading[None]:
-        """Read and pass on the arguments of a call: an object, an object as a string, or null."""
+    def read_json_arguments(self) -> Reading[None]:
+        """Read the arguments of a call: a JSON object, a string that contains one, or null."""
         if (yield from self.skip()) == "{":
-            yield from self.json(self.arguments)
+            yield from self.read_json(self.add_arguments)
             return
         parts: list[str] = []
-        yield from self.json(parts.append)
-        value = _loads("".join(parts))
+        yield from self.read_json(parts.append)
+        value = _parse_json("".join(parts))
         text = "{}" if value is None else value
         if not (isinstance(text, str) and _is_object(text)):
             raise MalformedCall
-        self.arguments(text)
+        self.add_arguments(text)
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A tool call that is being read; `sent` characters of its arguments were passed on."""
+    """A tool call that is being read.
+
+    Attributes:
+        index: The index of the call in the message; -1: no part was passed on.
+        sent: The number of characters of its arguments that were passed on.
+    """
 
     name: str = ""
     arguments: str = ""
@@ -388,52 +391,52 @@ class _Call:
 
 
 class _JsonScan:
-    """A scan for the end of a JSON value."""
+    """An incremental search for the end of a JSON value."""
 
     def __init__(self) -> None:
         self.complete = False
         self._stack: list[str] = []
-        self._quoted = self._escaped = self._scalar = False
+        self._in_string = self._is_escaped = self._in_scalar = False
 
     def advance(self, text: str) -> tuple[int, bool]:
-        """Return the number of characters that belong to the value, and whether they are JSON."""
-        for at, char in enumerate(text):
-            if self._quoted:
-                if char < " ":
-                    return at, False
-                self._quoted = self._escaped or char != '"'
-                self._escaped = char == "\\" and not self._escaped
-                self.complete = not self._quoted and not self._stack
-            elif char == '"' and not self._scalar:
-                self._quoted = True
-            elif char in "{[" and not self._scalar:
-                self._stack.append(CLOSING[char])
-            elif self._stack and char == self._stack[-1]:
+        """Scan more text; return the number of characters of the value, and whether it is valid."""
+        for index, character in enumerate(text):
+            if self._in_string:
+                if character < " ":
+                    return index, False
+                self._in_string = self._is_escaped or character != '"'
+                self._is_escaped = character == "\\" and not self._is_escaped
+                self.complete = not self._in_string and not self._stack
+            elif character == '"' and not self._in_scalar:
+                self._in_string = True
+            elif character in "{[" and not self._in_scalar:
+                self._stack.append(CLOSING[character])
+            elif self._stack and character == self._stack[-1]:
                 self._stack.pop()
                 self.complete = not self._stack
-            elif not self._stack and (char in ",}]" or char.isspace()):
+            elif not self._stack and (character in ",}]" or character.isspace()):
                 self.complete = True
-                return at, self._scalar
-            elif char not in _JSON_PLAIN:
-                return at, False
+                return index, self._in_scalar
+            elif character not in _JSON_PLAIN:
+                return index, False
             else:
-                self._scalar = not self._stack
+                self._in_scalar = not self._stack
             if self.complete:
-                return at + 1, True
+                return index + 1, True
         return len(text), True
 
 
 def ignore(_: str) -> None:
-    """Discard a part of a text that is neither content nor a call."""
+    """Discard text that was read."""
 
 
 def overlap(text: str, tag: str) -> int:
-    """Return the length of the longest end of a text that begins a tag."""
-    most = min(len(text), len(tag) - 1)
-    return next((size for size in range(most, 0, -1) if tag.startswith(text[-size:])), 0)
+    """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
+    longest = min(len(text), len(tag) - 1)
+    return next((size for size in range(longest, 0, -1) if tag.startswith(text[-size:])), 0)
 
 
-def _loads(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

@@ -27,7 +27,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
-from shmserve.workers.backends.llm.tools import MessageFormats, take
+from shmserve.workers.backends.llm.tools import MessageFormats, take_tools
 
 UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
@@ -36,7 +36,7 @@ LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 _BEGINNINGS = (1, 3, 6)
 _ENDING = 12  # number of characters for each of a text's last tokens
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
-_MOST_CUT = 64  # number of tokens that may differ where a text is cut
+_MAX_CUT_TOKENS = 64  # number of tokens that may differ where a text is cut
 _BYTES_A_CHARACTER, _BYTES_A_TOKEN = 4, 64
 _NICE = 10
 _LEAST_LIMIT = 1 << 20  # minimum of `most_bytes`, and of the tokens that /tokenize returns
@@ -92,7 +92,7 @@ class LongText:
         return "".join(pieces)[-most:], count
 
 
-def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
+def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
     """Return the inputs of a request; only a `LongText` refers to its memory.
 
     Args:
@@ -175,7 +175,7 @@ class PromptReader:
         # Tokenizers may have more tokens than the model.
         largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
         Thread(target=self._start_threads).start()
-        self._grammars = Grammars(texts, largest, checkpoint.ends)
+        self._grammars = Grammars(texts, largest, checkpoint.end_tokens)
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
         widest = max(map(len, pieces), default=1)
@@ -201,14 +201,14 @@ class PromptReader:
         settings, echoes = merged_parameters(request, inputs)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
         scores = echoes and parameters.logprobs >= 0 and "messages" not in inputs
-        message, frame = None, ""
+        message, message_grammar = None, ""
         if "messages" in inputs:
             chat = conversation(inputs["messages"])
-            tools, hidden = take(chat), chat.pop("include_reasoning", None) is False
+            tools, hidden = take_tools(chat), chat.pop("include_reasoning", None) is False
             inputs = {**inputs, "messages": self._chat.render(chat)}
-            message = self._formats.format(tools, inputs["messages"], hidden)
+            message = self._formats.make_format(tools, inputs["messages"], hidden)
             if message is not None:
-                frame = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
+                message_grammar = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores)
         most = parameters.max_tokens
         if most == UNLIMITED:
@@ -219,22 +219,22 @@ class PromptReader:
             parameters,
             max_tokens=most,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            forbidden=BadWords(words, self._texts).after if words else None,
+            forbidden=BadWords(words, self._texts).forbidden_after if words else None,
             # The best samples are found by their probabilities.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
         # A grammar ends with an end token.
-        ignores = parameters.ignore_eos and not (parameters.grammar[0] or frame)
-        ends = () if ignores else self._checkpoint.ends
+        ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
+        end_tokens = () if ignores else self._checkpoint.end_tokens
         before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
-        prompt = Prompt(request.work.key, tokens, parameters, ends)
-        prompt.message, prompt.frame = message, frame
+        prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
+        prompt.message_format, prompt.message_grammar = message, message_grammar
         prompt.eos = -1 if ignores else self._checkpoint.eos
-        prompt.scored = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
-        if max(prompt.scored, parameters.logprobs) >= 0:
-            prompt.replayed = before
+        prompt.top_logprobs = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
+        if max(prompt.top_logprobs, parameters.logprobs) >= 0:
+            prompt.replayed_tokens = before
         else:
-            prompt.resumed = before
+            prompt.resumed_tokens = before
         prompt.offsets = offsets
         return prompt, text
 
@@ -273,7 +273,7 @@ class PromptReader:
                 text = text.whole()
             if text is None:
                 chat = conversation(inputs["messages"])
-                take(chat)
+                take_tools(chat)
                 chat.pop("include_reasoning", None)
                 text = self._chat.render(chat)
             self._check_beginnings("prompt", text, max(self._longest, _LEAST_LIMIT))
@@ -300,7 +300,7 @@ class PromptReader:
             InvalidArgument: The grammar is invalid, or allows no text.
         """
         parameters = prompt.parameters
-        grammar = parameters.grammar, prompt.frame, parameters.grammar_name
+        grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name
         prompt.grammar = self._grammars.matcher(*grammar)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
@@ -350,7 +350,7 @@ class PromptReader:
             return
         for characters in _BEGINNINGS:
             count = len(self._encoded(text[: characters * most], False, False))
-            if count > most + _MOST_CUT:
+            if count > most + _MAX_CUT_TOKENS:
                 raise InvalidArgument(f"{name}: {_too_long(count, most)}")
 
     def _encoded_ending(
@@ -370,7 +370,7 @@ class PromptReader:
         between = _BETWEEN_WORDS.search(end, 1, 1 + LONG) if count - size > LONG else None
         if between is not None:
             ending = self._encoded(end[between.start() :], special, scores)
-            if len(ending) > most + _MOST_CUT:
+            if len(ending) > most + _MAX_CUT_TOKENS:
                 return ending
         whole = text.whole() if isinstance(text, LongText) else text
         return self._encoded(whole, special, scores)
@@ -393,7 +393,7 @@ class PromptReader:
         if not parameters.echo:
             return PromptText(tokens)
         skip = parameters.skip_special_tokens
-        text = self._texts.decode(tokens[: self._texts.complete(tokens)], skip)
+        text = self._texts.decode(tokens[: self._texts.count_complete(tokens)], skip)
         return PromptText(tokens, text, self._texts.offsets(tokens, text, skip) if scores else ())
 
     def _count(self, name: str, count: int, parameters: GenerationParameters) -> int:

@@ -1,14 +1,14 @@
 """Sampling: from logits to tokens, for all rows of a step together.
 
-bias ─> penalties ─> least length ─> grammar ─> temperature ─> top-k ─> top-p ─> min-p ─> draw
+bias ─> penalties ─> grammar ─> min_tokens ─> temperature ─> top-k ─> top-p ─> min-p ─> draw
 
-The order is that of transformers. Every draw is a hash of (seed, sample, position). A text
-therefore depends neither on the other rows of the step nor on the time and instance. A grammar (a
-JSON schema or a regular expression) restricts the tokens that may be next.
+The order is that of transformers. Random numbers are hashes of (seed, sample, position, purpose).
+A text therefore depends neither on the other rows of the step nor on the time and instance. A
+grammar (a JSON schema or a regular expression) restricts the next tokens.
 
-Proposed tokens are verified (speculative decoding). A deterministic proposal (n-grams, a greedy
-draft) is accepted where the model's own draw is the same token, so texts do not change. A token
-that a draft model has drawn is accepted by rejection sampling (Leviathan et al., 2023; Chen et al.,
+Draft tokens are verified (speculative decoding). A deterministic draft token (n-grams, a greedy
+draft model) is accepted if the model samples the same token, so texts do not change. A token that a
+draft model has sampled is accepted by rejection sampling (Leviathan et al., 2023; Chen et al.,
 2023).
 """
 
@@ -23,48 +23,53 @@ import torch
 
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 
-# Purposes of independent draws at one position.
+# The purposes for which independent random numbers are drawn at one position.
 TOKEN, ACCEPTANCE, PROPOSAL = range(3)
-_FIRST_LOOK = 1024  # number of candidates that are searched for the top-p before all are sorted
-_BITS = (1 << 64) - 1
-# Temperature below which quotients may overflow, and the lowest temperature.
-_COLD, _COLDEST = 1e-3, 1e-30
+_TOP_P_CANDIDATES = 1024  # likeliest tokens in which top-p is evaluated before all are sorted
+_UINT64_MASK = (1 << 64) - 1
+# Logits divided by a temperature below the first value may overflow. Lower temperatures than the
+# second value are raised to it.
+_LOW_TEMPERATURE, _MIN_TEMPERATURE = 1e-3, 1e-30
 
 
 @dataclass(slots=True)
 class SampledRow:
-    """A row of logits to sample from.
+    """The sampling parameters and the earlier tokens of a row of logits.
 
     Attributes:
-        tokens: The tokens of the sequence before the row.
-        prompt: The number of tokens of the prompt.
-        allowed: The tokens that the grammar allows, as bits in int32 words.
+        sample: The index of the sample in its request.
+        tokens: The tokens of the sequence up to the sampled one.
+        prompt_length: The number of tokens of the prompt.
+        end_tokens: The tokens that end a text.
+        allowed: The tokens that the grammar allows, as a bitmask of int32 words [vocabulary / 32].
     """
 
     parameters: GenerationParameters
     sample: int
     tokens: Sequence[int]
-    prompt: int
-    ends: tuple[int, ...]
+    prompt_length: int
+    end_tokens: tuple[int, ...]
     allowed: torch.Tensor | None = None
 
     @property
     def generated(self) -> int:
         """Return the number of tokens after the prompt."""
-        return len(self.tokens) - self.prompt
+        return len(self.tokens) - self.prompt_length
 
     def draw(self, purpose: int = TOKEN) -> float:
-        """Return the random number of the row for a purpose, in [0, 1)."""
-        state = self.parameters.seed & _BITS
+        """Return the row's random number for a purpose, in [0, 1)."""
+        state = self.parameters.seed & _UINT64_MASK
         for part in (self.sample, self.generated, purpose):
-            state = _mixed(state ^ _mixed(part + 1))
+            state = _mix(state ^ _mix(part + 1))
         return (state >> 41) / (1 << 23)
 
 
 class TokenLogprobs(NamedTuple):
-    """The log probability of a token in the model's own distribution, and the likeliest tokens.
+    """The log probability of a token in the model's unprocessed distribution.
 
-    Its `rank` is 1 if no token is likelier.
+    Attributes:
+        top: The likeliest tokens with their log probabilities, likeliest first.
+        rank: The number of tokens that are likelier, plus 1.
     """
 
     token: int
@@ -73,11 +78,11 @@ class TokenLogprobs(NamedTuple):
     rank: int = 1
 
 
-def _mixed(value: int) -> int:
+def _mix(value: int) -> int:
     """Apply the finaliser of splitmix64 (Steele et al., 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & _BITS
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _BITS
+    value = (value + 0x9E3779B97F4A7C15) & _UINT64_MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _UINT64_MASK
     return value ^ (value >> 31)
 
 
@@ -92,32 +97,39 @@ def sample(
         purpose: The purpose of the random numbers.
 
     Returns:
-        The tokens, and the distribution of each row that was drawn, by its index.
+        The tokens, and the distribution [vocabulary] of each row that is not greedy, by row index.
     """
     tokens = _likeliest(logits)
-    warm = [index for index, row in enumerate(rows) if row.parameters.temperature]
-    if not warm:
+    indices = [index for index, row in enumerate(rows) if row.parameters.temperature]
+    if not indices:
         return tokens, {}
-    chosen = [rows[index] for index in warm]
-    chances = distribution(logits if len(warm) == len(rows) else logits[warm], chosen)
-    drawn = pick(chances, [row.draw(purpose) for row in chosen])
-    for index, token in zip(warm, drawn, strict=True):
+    sampled_rows = [rows[index] for index in indices]
+    if len(indices) < len(rows):
+        logits = logits[indices]
+    probabilities = distribution(logits, sampled_rows)
+    drawn = pick(probabilities, [row.draw(purpose) for row in sampled_rows])
+    for index, token in zip(indices, drawn, strict=True):
         tokens[index] = token
-    return tokens, dict(zip(warm, chances, strict=True))
+    return tokens, dict(zip(indices, probabilities, strict=True))
 
 
 def _likeliest(logits: torch.Tensor) -> list[int]:
     """Return the likeliest token of each row; of equal logits, the first.
 
-    On a CPU numpy is five times as fast as torch.
+    On CPUs, numpy's argmax is five times as fast as torch's.
     """
-    near = logits.numpy() if logits.device.type == "cpu" else logits
-    tokens: list[int] = near.argmax(-1).tolist()
+    array = logits.numpy() if logits.device.type == "cpu" else logits
+    tokens: list[int] = array.argmax(-1).tolist()
     return tokens
 
 
 def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
-    """Return the token of each row at which the cumulative probability passes its draw."""
+    """Return the token of each row at which the cumulative probability exceeds its draw.
+
+    Args:
+        probabilities: Probabilities, which need not sum to one, [rows, vocabulary].
+        draws: A random number in [0, 1) for each row.
+    """
     sums = probabilities.cumsum(-1)
     targets = torch.tensor(draws, dtype=sums.dtype, device=sums.device).unsqueeze(1) * sums[:, -1:]
     indices = torch.searchsorted(sums, targets, right=True).squeeze(1)
@@ -126,54 +138,54 @@ def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
 
 
 def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
-    """Apply bias, penalties, least length and grammar to logits, in place."""
-    for line, row in zip(logits, rows, strict=True):
+    """Apply biases, penalties, grammars and `min_tokens` to logits [rows, vocabulary], in place."""
+    for row_logits, row in zip(logits, rows, strict=True):
         parameters = row.parameters
         if parameters.restricted:
-            _restrict(line, row)
+            _restrict(row_logits, row)
         if parameters.penalised:
-            _penalise(line, row)
+            _penalise(row_logits, row)
         if row.allowed is not None:
-            _mask(line, row.allowed)
+            _mask(row_logits, row.allowed)
         if row.generated < parameters.min_tokens:
-            ends = [*row.ends, *parameters.stop_token_ids]
-            before, line[ends] = line[ends], -math.inf
-            if row.allowed is not None and line.max() == -math.inf:
-                line[ends] = before  # the grammar has ended, so only end tokens are allowed
+            end_tokens = [*row.end_tokens, *parameters.stop_token_ids]
+            end_logits, row_logits[end_tokens] = row_logits[end_tokens], -math.inf
+            if row.allowed is not None and row_logits.max() == -math.inf:
+                row_logits[end_tokens] = end_logits  # a completed grammar allows only end tokens
 
 
-def _restrict(line: torch.Tensor, row: SampledRow) -> None:
-    """Apply the bias of tokens, the allowed tokens, and the forbidden sequences of tokens."""
+def _restrict(logits: torch.Tensor, row: SampledRow) -> None:
+    """Apply `logit_bias`, `allowed_token_ids` and `bad_words` to logits [vocabulary], in place."""
     parameters = row.parameters
     if parameters.logit_bias:
-        ids = torch.tensor(list(parameters.logit_bias), device=line.device)
-        line[ids] += torch.tensor(list(parameters.logit_bias.values()), device=line.device)
+        ids = torch.tensor(list(parameters.logit_bias), device=logits.device)
+        logits[ids] += torch.tensor(list(parameters.logit_bias.values()), device=logits.device)
     if parameters.allowed_token_ids:
-        allowed = torch.tensor(parameters.allowed_token_ids, device=line.device)
-        logits = line[allowed]
-        line.fill_(-math.inf)
-        line[allowed] = logits
+        allowed = torch.tensor(parameters.allowed_token_ids, device=logits.device)
+        allowed_logits = logits[allowed]
+        logits.fill_(-math.inf)
+        logits[allowed] = allowed_logits
     if parameters.forbidden is not None:
-        line[parameters.forbidden(row.tokens[row.prompt :])] = -math.inf
+        logits[parameters.forbidden(row.tokens[row.prompt_length :])] = -math.inf
 
 
-def _penalise(line: torch.Tensor, row: SampledRow) -> None:
+def _penalise(logits: torch.Tensor, row: SampledRow) -> None:
     parameters = row.parameters
-    tokens = torch.tensor(row.tokens, device=line.device)
+    tokens = torch.tensor(row.tokens, device=logits.device)
     if parameters.repetition_penalty != 1.0:
         distinct = torch.unique(tokens)
-        logits, penalty = line[distinct], parameters.repetition_penalty
-        line[distinct] = torch.where(logits < 0, logits * penalty, logits / penalty)
-    present, counts = torch.unique(tokens[row.prompt :], return_counts=True)
-    line[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
+        old, penalty = logits[distinct], parameters.repetition_penalty
+        logits[distinct] = torch.where(old < 0, old * penalty, old / penalty)
+    present, counts = torch.unique(tokens[row.prompt_length :], return_counts=True)
+    logits[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
 
 
-def _mask(line: torch.Tensor, allowed: torch.Tensor) -> None:
-    """Forbid all tokens but those whose bits are set, lowest first, in int32 words."""
+def _mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Forbid the tokens whose bits are not set in int32 words, least significant bit first."""
     bits = (allowed.unsqueeze(1) >> torch.arange(32)) & 1
-    permitted = bits.flatten()[: len(line)].bool().to(line.device)
-    line[len(permitted) :] = -math.inf
-    line[: len(permitted)].masked_fill_(~permitted, -math.inf)
+    permitted = bits.flatten()[: len(logits)].bool().to(logits.device)
+    logits[len(permitted) :] = -math.inf
+    logits[: len(permitted)].masked_fill_(~permitted, -math.inf)
 
 
 def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
@@ -181,137 +193,156 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
 
     A greedy row has probability one for its likeliest token.
     """
-    settings = [row.parameters for row in rows]
-    cold = [index for index, each in enumerate(settings) if not each.temperature]
-    temperatures = torch.tensor([max(each.temperature or 1.0, _COLDEST) for each in settings])
-    if min(each.temperature or 1.0 for each in settings) < _COLD:
+    parameters = [row.parameters for row in rows]
+    greedy = [index for index, row in enumerate(parameters) if not row.temperature]
+    temperatures = [row.temperature or 1.0 for row in parameters]
+    if min(temperatures) < _LOW_TEMPERATURE:
         # Differences from the largest logit do not overflow.
         logits = logits - logits.amax(-1, keepdim=True)
-    scaled = logits / temperatures.to(logits.device).unsqueeze(1)
-    least = _least(scaled, settings)
-    if least is not None:
-        scaled.masked_fill_(scaled < least.unsqueeze(1), -math.inf)
+    divisors = torch.tensor([max(temperature, _MIN_TEMPERATURE) for temperature in temperatures])
+    scaled = logits / divisors.to(logits.device).unsqueeze(1)
+    min_logits = _min_logits(scaled, parameters)
+    if min_logits is not None:
+        scaled.masked_fill_(scaled < min_logits.unsqueeze(1), -math.inf)
     probs = scaled.softmax(-1)
-    if cold:
-        best = logits[cold].argmax(-1)
-        probs[cold] = torch.nn.functional.one_hot(best, logits.shape[1]).to(probs.dtype)
+    if greedy:
+        likeliest = logits[greedy].argmax(-1)
+        probs[greedy] = torch.nn.functional.one_hot(likeliest, logits.shape[1]).to(probs.dtype)
     return probs
 
 
-def _least(scaled: torch.Tensor, settings: Sequence[GenerationParameters]) -> torch.Tensor | None:
-    """Return the least logit of each row that may be sampled, or None for no limit."""
-    least = None
-    if any(setting.top_k or setting.top_p < 1 for setting in settings):
-        most = max(setting.top_k for setting in settings)
-        least = _nucleus(scaled, settings, max(_FIRST_LOOK, most))
-    if any(setting.min_p for setting in settings):
-        shares = torch.tensor([setting.min_p for setting in settings], device=scaled.device)
-        floor = scaled.amax(-1) + shares.log()
-        least = floor if least is None else torch.maximum(least, floor)
-    return least
+def _min_logits(
+    scaled: torch.Tensor, parameters: Sequence[GenerationParameters]
+) -> torch.Tensor | None:
+    """Return the smallest logit of each row that top-k, top-p and min-p keep; None: no limit."""
+    min_logits = None
+    if any(row.top_k or row.top_p < 1 for row in parameters):
+        max_top_k = max(row.top_k for row in parameters)
+        min_logits = _nucleus_min_logits(scaled, parameters, max(_TOP_P_CANDIDATES, max_top_k))
+    if any(row.min_p for row in parameters):
+        min_p = torch.tensor([row.min_p for row in parameters], device=scaled.device)
+        min_p_logits = scaled.amax(-1) + min_p.log()
+        min_logits = min_p_logits if min_logits is None else torch.maximum(min_logits, min_p_logits)
+    return min_logits
 
 
-def _nucleus(
-    scaled: torch.Tensor, settings: Sequence[GenerationParameters], width: int
+def _nucleus_min_logits(
+    scaled: torch.Tensor, parameters: Sequence[GenerationParameters], width: int
 ) -> torch.Tensor:
-    """Return the least logit that top-k and top-p keep, sought among the `width` likeliest."""
+    """Return the smallest logit of each row that top-k and top-p keep.
+
+    The nucleus of top-p (Holtzman et al., 2020) is looked for in the `width` likeliest tokens, then
+    in all tokens.
+    """
     vocabulary, device = scaled.shape[1], scaled.device
     width = min(width, vocabulary)
     values = scaled.topk(width).values
-    counts = torch.tensor([each.top_k or vocabulary for each in settings], device=device)
+    counts = torch.tensor([row.top_k or vocabulary for row in parameters], device=device)
     # A disabled limit keeps all tokens, regardless of rounding.
-    shares = [each.top_p if each.top_p < 1 else math.inf for each in settings]
-    outside = torch.arange(width, device=device) >= counts.unsqueeze(1)
-    inner = values.masked_fill(outside, -math.inf)
-    whole = torch.where(counts <= width, inner.logsumexp(-1), scaled.logsumexp(-1))
-    probabilities = (inner - whole.unsqueeze(1)).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    inside = (before < torch.tensor(shares, device=device).unsqueeze(1)) & ~outside
-    sizes = inside.sum(-1).clamp_min(1)
+    top_p = [row.top_p if row.top_p < 1 else math.inf for row in parameters]
+    beyond_top_k = torch.arange(width, device=device) >= counts.unsqueeze(1)
+    top_k_values = values.masked_fill(beyond_top_k, -math.inf)
+    log_totals = torch.where(counts <= width, top_k_values.logsumexp(-1), scaled.logsumexp(-1))
+    probabilities = (top_k_values - log_totals.unsqueeze(1)).exp()
+    mass_before = probabilities.cumsum(-1) - probabilities
+    kept = (mass_before < torch.tensor(top_p, device=device).unsqueeze(1)) & ~beyond_top_k
+    kept_counts = kept.sum(-1).clamp_min(1)
     if width < vocabulary and any(
-        count == width and each.top_p < 1 and not each.top_k
-        for count, each in zip(sizes.tolist(), settings, strict=True)
+        count == width and row.top_p < 1 and not row.top_k
+        for count, row in zip(kept_counts.tolist(), parameters, strict=True)
     ):
-        return _nucleus(scaled, settings, vocabulary)
-    least = values.gather(1, sizes.unsqueeze(1) - 1).squeeze(1)
-    free = [not each.top_k and each.top_p >= 1 for each in settings]
-    return least.masked_fill(torch.tensor(free, device=device), -math.inf)
+        return _nucleus_min_logits(scaled, parameters, vocabulary)
+    min_logits = values.gather(1, kept_counts.unsqueeze(1) - 1).squeeze(1)
+    unlimited = [not row.top_k and row.top_p >= 1 for row in parameters]
+    return min_logits.masked_fill(torch.tensor(unlimited, device=device), -math.inf)
 
 
 @dataclass(slots=True)
 class Proposal:
-    """Proposed tokens that may follow a sequence.
+    """Draft tokens that may follow a sequence.
 
     Attributes:
-        chances: The distribution [tokens, vocabulary] from which each token was drawn, if it was
-            drawn.
+        probabilities: The draft model's distribution [vocabulary] for each token; empty if the
+            tokens are deterministic.
     """
 
     tokens: list[int] = field(default_factory=list)
-    chances: list[torch.Tensor] = field(default_factory=list)
+    probabilities: list[torch.Tensor] = field(default_factory=list)
 
 
 class Check(NamedTuple):
-    """The rows of one sequence to verify, from `first`: one per proposed token, and one more."""
+    """A proposal to verify with the rows from `first_row`: one per draft token, and one more."""
 
-    first: int
+    first_row: int
     proposal: Proposal
 
 
 def verify(
     logits: torch.Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]
 ) -> list[list[int]]:
-    """Return the tokens that continue each sequence, given processed logits of all rows.
+    """Return the accepted draft tokens of each sequence, followed by a sampled token.
 
-    These tokens are the accepted part of the proposal, and one more token.
+    Args:
+        logits: Processed logits, [rows, vocabulary].
+        rows: The rows.
+        checks: The proposals to verify, with their rows.
     """
     drawn, _ = sample(logits, rows)
-    target = distribution(logits, rows) if any(check.proposal.chances for check in checks) else None
-    accepted_tokens: list[list[int]] = []
-    for first, proposal in checks:
-        own = drawn[first : first + len(proposal.tokens) + 1]
-        if target is not None and proposal.chances:
-            part = slice(first, first + len(own))
-            accepted_tokens.append(_rejection(target[part], rows[part], proposal, own[-1]))
-            continue
-        same = [token == sampled for token, sampled in zip(proposal.tokens, own, strict=False)]
-        accepted = same.index(False) if False in same else len(same)
-        accepted_tokens.append(own[: accepted + 1])
-    return accepted_tokens
+    target = None
+    if any(check.proposal.probabilities for check in checks):
+        target = distribution(logits, rows)
+    continuations: list[list[int]] = []
+    for first_row, proposal in checks:
+        part = slice(first_row, first_row + len(proposal.tokens) + 1)
+        sampled = drawn[part]
+        if target is not None and proposal.probabilities:
+            tokens = _rejection_sample(target[part], rows[part], proposal, sampled[-1])
+        else:
+            pairs = enumerate(zip(proposal.tokens, sampled, strict=False))
+            mismatches = (index for index, (draft, token) in pairs if draft != token)
+            tokens = sampled[: next(mismatches, len(proposal.tokens)) + 1]
+        continuations.append(tokens)
+    return continuations
 
 
-def _rejection(
+def _rejection_sample(
     target: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
 ) -> list[int]:
-    """Accept each token with the probability min(1, p / q).
+    """Accept each draft token with the probability min(1, p / q) (Leviathan et al., 2023).
 
-    The first rejected token is replaced by a draw from the excess of p over q. `bonus` follows if
+    The first rejected token is replaced by a token sampled from max(p - q, 0). `bonus` follows if
     all tokens are accepted.
+
+    Args:
+        target: The model's distributions p, [tokens, vocabulary].
+        rows: The rows, which supply the random numbers.
+        proposal: The draft tokens with their distributions q.
+        bonus: The token that the model samples after all draft tokens.
     """
     tokens: list[int] = []
-    for token, chance, target_chances, row in zip(
-        proposal.tokens, proposal.chances, target, rows, strict=False
+    for token, draft_probs, target_probs, row in zip(
+        proposal.tokens, proposal.probabilities, target, rows, strict=False
     ):
-        if row.draw(ACCEPTANCE) * float(chance[token]) < float(target_chances[token]):
+        if row.draw(ACCEPTANCE) * float(draft_probs[token]) < float(target_probs[token]):
             tokens.append(token)
             continue
-        rest = (target_chances - chance).clamp_min(0)
-        if float(rest.sum()) <= 1e-6:
-            rest = target_chances
-        return tokens + pick(rest.unsqueeze(0), [row.draw()])
+        excess = (target_probs - draft_probs).clamp_min(0)
+        if float(excess.sum()) <= 1e-6:
+            excess = target_probs
+        return tokens + pick(excess.unsqueeze(0), [row.draw()])
     return [*tokens, bonus]
 
 
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Return the log probabilities of tokens and of the `top` likeliest ones in each row.
+    """Return the log probability of each row's token, and those of the `top` likeliest tokens.
 
-    `logits` are raw, [rows, vocabulary].
+    `logits` are unprocessed, [rows, vocabulary].
     """
     scores = logits.log_softmax(-1)
-    picked = scores.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1)).squeeze(1)
-    best = scores.topk(min(top, scores.shape[1]))
-    ranks = (scores > picked.unsqueeze(1)).sum(1) + 1
-    columns = (picked, best.indices, best.values, ranks)
+    selected = scores.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1)).squeeze(1)
+    likeliest = scores.topk(min(top, scores.shape[1]))
+    ranks = (scores > selected.unsqueeze(1)).sum(1) + 1
+    columns = (selected, likeliest.indices, likeliest.values, ranks)
     return [
         TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)
         for token, value, ids, values, rank in zip(
@@ -321,10 +352,9 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
 
 
 def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
-    """Return the best tokens of one row of raw logits [vocabulary], for beam search, best first.
+    """Return the likeliest tokens of a beam, likeliest first, and their log probabilities.
 
-    Returns:
-        The tokens and their log probabilities.
+    `logits` are unprocessed, [vocabulary].
     """
     best = logits.log_softmax(-1).topk(min(count, len(logits)))
     return best.indices.tolist(), best.values.tolist()

@@ -1,4 +1,4 @@
-"""Speculative decoding: proposals for the next tokens, which `sampler.verify` checks exactly."""
+"""Speculative decoding: proposers of draft tokens, which `sampler.verify` accepts or rejects."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ from shmserve.workers.backends.llm.sampler import (
 )
 from shmserve.workers.backends.llm.sequences import TokenSequence
 
-_LONGEST, _SHORTEST = 4, 2  # maximum and minimum number of tokens of an ending that must be equal
-_MOST_BEHIND = 512  # tokens of a sequence that a draft model reads per step
+_MAX_NGRAM, _MIN_NGRAM = 4, 2  # number of tokens
+_MAX_DRAFT_INPUT = 512  # tokens of a sequence that a draft model reads per step
 
 
 class Proposer(Protocol):
-    """The interface of a method that proposes tokens."""
+    """The interface of the methods that propose draft tokens."""
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
-        """Return up to `row.draft` tokens for each sequence, by its number."""
+        """Return a proposal of up to `row.draft` tokens for each sequence, by sequence number."""
 
 
 class NgramProposer(Proposer):
-    """A proposer of the tokens that followed the last occurrence of a sequence's ending."""
+    """A proposer of tokens from the sequence itself (prompt lookup decoding; Saxena, 2023)."""
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
         return {
-            sequence.number: Proposal(followers(sequence.tokens, row.draft))
+            sequence.number: Proposal(ngram_draft(sequence.tokens, row.draft))
             for sequence, row in rows
         }
 
 
-def followers(tokens: Sequence[int], count: int) -> list[int]:
-    """Return up to `count` tokens behind the last earlier occurrence of the longest ending."""
+def ngram_draft(tokens: Sequence[int], count: int) -> list[int]:
+    """Return up to `count` tokens that followed the last earlier occurrence of the final n-gram.
+
+    The longest n-gram that occurs earlier is used.
+    """
     token_array = np.array(tokens)
-    for length in range(_LONGEST, _SHORTEST - 1, -1):
+    for length in range(_MAX_NGRAM, _MIN_NGRAM - 1, -1):
         if len(token_array) <= length:
             continue
         windows = np.lib.stride_tricks.sliding_window_view(token_array[:-1], length)
@@ -56,8 +59,7 @@ def followers(tokens: Sequence[int], count: int) -> list[int]:
 class DraftModel(Proposer):
     """A proposer that runs a smaller model.
 
-    The model has a KV cache of its own over the same blocks, and reads the tokens of a sequence
-    before it proposes for it.
+    Its KV cache has the same blocks as the target model's, so both models use one block table.
     """
 
     def __init__(self, passes: Passes) -> None:
@@ -66,51 +68,51 @@ class DraftModel(Proposer):
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
         ready = self._catch_up(rows)
-        most = max((row.draft for _, row in ready), default=0)
-        for round_ in range(most):
-            drafting = [(sequence, row) for sequence, row in ready if row.draft > round_]
-            logits = self._next(drafting, proposals)
-            self._extend(logits, drafting, proposals)
+        max_drafts = max((row.draft for _, row in ready), default=0)
+        for round_ in range(max_drafts):
+            draft_rows = [(sequence, row) for sequence, row in ready if row.draft > round_]
+            logits = self._next_logits(draft_rows, proposals)
+            self._append_drafts(logits, draft_rows, proposals)
         for sequence, row in ready:
-            sequence.drafted = len(sequence.tokens) + row.draft - 1
+            sequence.draft_computed = len(sequence.tokens) + row.draft - 1
         return proposals
 
     def _catch_up(
         self, rows: Sequence[tuple[TokenSequence, Row]]
     ) -> list[tuple[TokenSequence, Row]]:
-        """Compute earlier tokens of sequences in the draft model.
+        """Compute earlier tokens of sequences that the draft model has not computed yet.
 
         Returns:
-            The rows whose sequences are computed, for which the model can propose tokens.
+            The rows for whose sequences the model can propose tokens.
         """
-        late = [
+        behind = [
             (sequence, row)
             for sequence, row in rows
-            if len(sequence.tokens) - sequence.drafted > _MOST_BEHIND
+            if len(sequence.tokens) - sequence.draft_computed > _MAX_DRAFT_INPUT
         ]
-        if late:
-            reading = self._passes.empty()
-            for sequence, _ in late:
-                begin, end = sequence.drafted, sequence.drafted + _MOST_BEHIND
-                reading.add(sequence.tokens[begin:end], begin, sequence.table)
-                sequence.drafted = end
-            self._passes.logits(reading, [])
-        return [each for each in rows if each not in late]
+        if behind:
+            batch = self._passes.empty()
+            for sequence, _ in behind:
+                begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
+                batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
+                sequence.draft_computed = end
+            self._passes.logits(batch, [])
+        return [pair for pair in rows if pair not in behind]
 
-    def _next(
+    def _next_logits(
         self, rows: Sequence[tuple[TokenSequence, Row]], proposals: dict[int, Proposal]
     ) -> torch.Tensor:
-        """Return the logits behind each sequence and its proposed tokens."""
-        reading = self._passes.empty()
+        """Return the logits after each sequence and its draft tokens, [rows, vocabulary]."""
+        batch = self._passes.empty()
         logit_rows: list[int] = []
         for sequence, _ in rows:
             drafts = proposals[sequence.number].tokens
-            begin = len(sequence.tokens) + len(drafts) - 1 if drafts else sequence.drafted
+            begin = len(sequence.tokens) + len(drafts) - 1 if drafts else sequence.draft_computed
             tokens = drafts[-1:] or sequence.tokens[begin:]
-            logit_rows.append(reading.add(tokens, begin, sequence.table) + len(tokens) - 1)
-        return self._passes.logits(reading, logit_rows)
+            logit_rows.append(batch.add(tokens, begin, sequence.block_table) + len(tokens) - 1)
+        return self._passes.logits(batch, logit_rows)
 
-    def _extend(
+    def _append_drafts(
         self,
         logits: torch.Tensor,
         rows: Sequence[tuple[TokenSequence, Row]],
@@ -118,9 +120,9 @@ class DraftModel(Proposer):
     ) -> None:
         sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
         process(logits, sampled)
-        tokens, chances = sample(logits, sampled, PROPOSAL)
+        tokens, distributions = sample(logits, sampled, PROPOSAL)
         for index, (sequence, _) in enumerate(rows):
             proposal = proposals[sequence.number]
             proposal.tokens.append(tokens[index])
-            if index in chances:
-                proposal.chances.append(chances[index])
+            if index in distributions:
+                proposal.probabilities.append(distributions[index])

@@ -1,4 +1,4 @@
-"""Tokens as text: their bytes, and the incremental text of a sequence up to a stop string."""
+"""Detokenisation: the bytes of tokens, and the incremental text of a sequence with stop strings."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tokenizers import Tokenizer
 
 from shmserve.workers.backends.llm.message_parsers import overlap
 
-_REPLACEMENT = "\ufffd"  # the character that stands for an incomplete character
-_MOST_HELD = 16  # maximum number of tokens held back; longer invalid sequences are no characters
+_REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character by this character
+_MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @functools.cache
-def _byte_of() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies (GPT-2)."""
+def _byte_by_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary (GPT-2) represents."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in visible]
-    shown = {chr(byte): byte for byte in visible}
-    return shown | {chr(256 + index): byte for index, byte in enumerate(rest)}
+    invisible = [byte for byte in range(256) if byte not in visible]
+    by_character = {chr(byte): byte for byte in visible}
+    return by_character | {chr(256 + index): byte for index, byte in enumerate(invisible)}
 
 
 class TokenTexts:
-    """The bytes of single tokens, as they follow other tokens; safe to use in any thread.
+    """The bytes of single tokens within a text; safe to use in any thread.
 
-    A decoder removes the space at the beginning of a text, and replaces incomplete characters. The
-    bytes of a token have its space, and are exact for a part of a character.
+    A decoder strips the space at the beginning of a text, and replaces incomplete characters. The
+    bytes of a token include its leading space, and may be a part of a character.
 
     Attributes:
         special: The tokens that `skip_special_tokens` removes from a text.
@@ -39,50 +39,50 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.special = frozenset(token for token, each in added.items() if each.special)
+        self.special = frozenset(token for token, text in added.items() if text.special)
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         self._byte_level, self._byte_fallback = b'"ByteLevel"' in state, b'"ByteFallback"' in state
         self.bytes_of = functools.lru_cache(1 << 18)(self._bytes_of)
-        self.shown = functools.lru_cache(1 << 18)(self._shown)
+        self.text_and_bytes = functools.lru_cache(1 << 18)(self._text_and_bytes)
 
     def _bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token; they are empty for a token that the tokenizer lacks."""
+        """Return the bytes of a token; empty if the tokenizer lacks the token."""
         piece = self.tokenizer.id_to_token(token)
         if piece is None:
             return b""
         if self._byte_level:
-            values = [_byte_of().get(character) for character in piece]
+            values = [_byte_by_character().get(character) for character in piece]
             return piece.encode() if None in values else bytes(values)  # type: ignore[arg-type]
         byte = _BYTE.fullmatch(piece) if self._byte_fallback else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
         # The decoder may strip the first of two equal tokens, but not the second.
-        first, twice = self.decode([token]), self.decode([token, token])
-        return twice[len(first) :].encode()
+        once, twice = self.decode([token]), self.decode([token, token])
+        return twice[len(once) :].encode()
 
     @functools.cached_property
-    def _sorted(self) -> tuple[list[bytes], list[int]]:
-        """Return the bytes of the tokens that are text, sorted, and the tokens in this order."""
+    def _sorted_tokens(self) -> tuple[list[bytes], list[int]]:
+        """Return the sorted bytes of the tokens that are not special, and these tokens."""
         tokens = self.tokenizer.get_vocab().values()
         pairs = sorted(
             (self.bytes_of(token), token) for token in tokens if token not in self.special
         )
         return [data for data, _ in pairs], [token for _, token in pairs]
 
-    def beginning(self, data: bytes) -> list[int]:
+    def beginning_with(self, data: bytes) -> list[int]:
         """Return the tokens whose bytes begin with `data`."""
-        pieces, tokens = self._sorted
+        pieces, tokens = self._sorted_tokens
         first = bisect.bisect_left(pieces, data)
         last = bisect.bisect_right(pieces, data, first, key=lambda piece: piece[: len(data)])
         return tokens[first:last]
 
     def containing(self, data: bytes) -> list[int]:
         """Return the tokens whose bytes contain `data`."""
-        pieces, tokens = self._sorted
+        pieces, tokens = self._sorted_tokens
         return [token for piece, token in zip(pieces, tokens) if data in piece]  # noqa: B905
 
-    def continues(self, token: int) -> bool:
-        """Return whether a token begins inside a character."""
+    def begins_inside_character(self, token: int) -> bool:
+        """Return whether the first byte of a token continues a UTF-8 character."""
         data = self.bytes_of(token)
         return bool(data) and data[0] & 0xC0 == 0x80
 
@@ -91,79 +91,80 @@ class TokenTexts:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
-    def _shown(self, token: int) -> tuple[str, list[int]]:
-        """Return the text of a token's own bytes, and these bytes as numbers."""
+    def _text_and_bytes(self, token: int) -> tuple[str, list[int]]:
+        """Return the text of a token's bytes, and the bytes as integers."""
         data = self.bytes_of(token)
         return data.decode(errors="replace"), list(data)
 
-    def complete(self, tokens: Sequence[int]) -> int:
+    def count_complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
         count = len(tokens)
-        while missing := self._incomplete(tokens[max(count - _MOST_HELD, 0) : count]):
+        while missing := self._incomplete_bytes(tokens[max(count - _MAX_HELD_TOKENS, 0) : count]):
             while missing > 0:
                 count -= 1
                 missing -= len(self.bytes_of(tokens[count]))
         return count
 
-    def _incomplete(self, tokens: Sequence[int]) -> int:
-        """Return the number of bytes of an incomplete character at the end."""
+    def _incomplete_bytes(self, tokens: Sequence[int]) -> int:
+        """Return the number of bytes of an incomplete character at the end of `tokens`."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(b"".join(map(self.bytes_of, tokens)))
         return len(decoder.getstate()[0])
 
     def offsets(self, tokens: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
-        """Return the index in `text`, their decoding, of the character that each token begins in.
+        """Return the index in `text` of the character in which each token begins.
 
-        A space that the decoder strips belongs to the first token.
+        `text` is the decoding of the tokens. A space that the decoder strips has the index 0.
         """
-        begins: list[int] = []
-        count = 0
+        indices: list[int] = []
+        length = 0
         for token in tokens:
-            silent = skip_special_tokens and token in self.special
-            data = b"" if silent else self.bytes_of(token)
-            begun = sum(byte & 0xC0 != 0x80 for byte in data)
-            begins.append(count - (not silent and self.continues(token)))
-            count += begun
-        stripped = max(count - len(text), 0)
-        return [max(offset - stripped, 0) for offset in begins]
+            is_skipped = skip_special_tokens and token in self.special
+            data = b"" if is_skipped else self.bytes_of(token)
+            characters = sum(byte & 0xC0 != 0x80 for byte in data)
+            indices.append(length - (not is_skipped and self.begins_inside_character(token)))
+            length += characters
+        stripped = max(length - len(text), 0)
+        return [max(offset - stripped, 0) for offset in indices]
 
 
 class BadWords:
-    """Words that a text must not contain.
+    """A filter of the tokens that would complete a forbidden word.
 
-    A word is forbidden in any division into tokens, and as a part of another word.
+    A word is forbidden in any tokenization, and as a part of another word.
     """
 
     def __init__(self, words: Iterable[str], texts: TokenTexts) -> None:
         self._bytes_of = texts.bytes_of
         self._words = [word.encode() for word in words]
         self._longest = max(map(len, self._words))
-        self._whole = [token for word in self._words for token in texts.containing(word)]
-        # The tokens that begin with the rest of a word, by its beginning.
-        self._rests: dict[bytes, list[int]] = {}
+        # The tokens that contain a whole word, and those that complete a word, by its beginning.
+        self._containing = [token for word in self._words for token in texts.containing(word)]
+        self._completing: dict[bytes, list[int]] = {}
         for word in self._words:
             for size in range(1, len(word)):
-                self._rests.setdefault(word[:size], []).extend(texts.beginning(word[size:]))
+                completing = self._completing.setdefault(word[:size], [])
+                completing += texts.beginning_with(word[size:])
 
-    def after(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens that are forbidden after the tokens of a text."""
+    def forbidden_after(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that would complete a word after the tokens of a text."""
         tail = b""
         for token in reversed(tokens):
             if len(tail) >= self._longest:
                 break
             tail = self._bytes_of(token) + tail
-        tokens_after = self._whole[:]
+        forbidden = self._containing[:]
         for size in range(1, min(self._longest, len(tail) + 1)):
-            tokens_after += self._rests.get(tail[len(tail) - size :], ())
-        return tokens_after
+            forbidden += self._completing.get(tail[len(tail) - size :], ())
+        return forbidden
 
 
 class Detokenizer:
     """The incremental text of one sequence, which follows a prompt.
 
-    Tokens are decoded together with those of the text before them, since a token's text depends on
-    what it follows. A token that leaves a character incomplete is held back, and so are tokens at
-    the end of the prompt.
+    The text of a token depends on the tokens before it. Tokens are therefore decoded together with
+    those of the last returned text, the context. Tokens of an incomplete character are held back,
+    at the end of the prompt, too.
     """
 
     def __init__(
@@ -171,77 +172,81 @@ class Detokenizer:
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = texts.special if skip_special_tokens else frozenset()
-        context = [token for token in prompt[-4 * _MOST_HELD :] if token not in self._skipped]
-        context = context[-_MOST_HELD:]
-        while context and texts.continues(context[0]):
+        context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
+        context = context[-_MAX_HELD_TOKENS:]
+        while context and texts.begins_inside_character(context[0]):
             del context[0]  # byte-fallback decoders replace characters beside an incomplete one
-        self._tokens = context  # tokens of the last text, followed by the pending ones
-        self._read = texts.complete(self._tokens)  # the number of tokens of the last text
-        self._before = self._decode(self._tokens[: self._read])
-        self._consumed = self._ahead = 0
+        self._tokens = context  # the tokens of the context, followed by those held back
+        self._context_count = texts.count_complete(self._tokens)  # number of tokens
+        self._context_text = self._decode(self._tokens[: self._context_count])
+        self._emitted_length = self._held_length = 0
 
     @property
     def position(self) -> int:
-        """Return the number of complete characters, including characters held back."""
-        return self._consumed + self._ahead
+        """Return the number of complete characters, including those of tokens held back."""
+        return self._emitted_length + self._held_length
 
     def add(self, token: int) -> str:
-        """Append a token, and return the text that is complete now."""
+        """Append a token; return the text that it completes."""
         if token in self._skipped:
             return ""
         self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if text.endswith(_REPLACEMENT) and len(self._tokens) - self._read < _MOST_HELD:
-            self._ahead = max(len(text.rstrip(_REPLACEMENT)) - len(self._before), 0)
+        text, held_tokens = self._decode(self._tokens), len(self._tokens) - self._context_count
+        if text.endswith(_REPLACEMENT) and held_tokens < _MAX_HELD_TOKENS:
+            self._held_length = max(len(text.rstrip(_REPLACEMENT)) - len(self._context_text), 0)
             return ""
-        return self._take(text)
+        return self._advance(text)
 
     def flush(self) -> str:
-        """Return the text of all tokens held back."""
-        return self._take(self._decode(self._tokens))
+        """Return the text of the tokens held back."""
+        return self._advance(self._decode(self._tokens))
 
-    def _take(self, text: str) -> str:
-        pending = self._tokens[self._read :]
+    def _advance(self, text: str) -> str:
+        """Return the text after the context in `text`; its tokens become the context."""
+        pending = self._tokens[self._context_count :]
         # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
-        valid = text.startswith(self._before)
-        new = text[len(self._before) :] if valid else self._decode(pending)
-        self._tokens, self._read = pending, len(pending)
-        self._before = self._decode(pending)
-        self._consumed += len(new)
-        self._ahead = 0
+        extends_context = text.startswith(self._context_text)
+        new = text[len(self._context_text) :] if extends_context else self._decode(pending)
+        self._tokens, self._context_count = pending, len(pending)
+        self._context_text = self._decode(pending)
+        self._emitted_length += len(new)
+        self._held_length = 0
         return new
 
 
 class StopStrings:
-    """The stop strings of one sequence. Text that may begin a stop string is held back."""
+    """The search for stop strings in one sequence. Text that may begin a stop string is held back.
 
-    def __init__(self, stops: Sequence[str], included: bool) -> None:
+    Args:
+        stops: The stop strings.
+        includes_stop: Whether the text includes the stop string.
+    """
+
+    def __init__(self, stops: Sequence[str], includes_stop: bool) -> None:
         self._stops = stops
-        self._included = included
-        self._held = ""
+        self._includes_stop = includes_stop
+        self._held_text = ""
 
     def add(self, text: str) -> tuple[str, str]:
-        """Append text.
+        """Append text; return the text that is not held back, and the stop string found, or "".
 
-        Return the text outside of stop strings, and the stop string that was found, or "".
-
-        If there are several stop strings, the one that ends first counts. Of those that end
-        together, the first in the request counts, as in vLLM.
+        If several stop strings occur, the one that ends first is found. Of those that end at the
+        same position, the first of the request is found, as in vLLM.
         """
         if not self._stops:
             return text, ""
-        text = self._held + text
+        text = self._held_text + text
         positions = [(text.find(stop), stop) for stop in self._stops]
         matches = [(begin + len(stop), begin, stop) for begin, stop in positions if begin >= 0]
         if matches:
             end, begin, stop = min(matches, key=lambda match: match[0])
-            self._held = ""
-            return text[: end if self._included else begin], stop
+            self._held_text = ""
+            return text[: end if self._includes_stop else begin], stop
         count = max(overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - count :]
+        self._held_text = text[len(text) - count :]
         return text[: len(text) - count], ""
 
     def flush(self) -> str:
         """Return the text held back."""
-        text, self._held = self._held, ""
+        text, self._held_text = self._held_text, ""
         return text

@@ -43,7 +43,7 @@ from shmserve.ipc.model_spec import (
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.model import IS_CANCELLED, Context, TensorType
-from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
+from shmserve.workers.backends import Backend, ModelContext, OutputStream, Request, Response
 from shmserve.workers.backends.native import declaration
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
@@ -174,7 +174,7 @@ class NativeBackend(Backend):
                     result = self._run_coroutine(result)
             return self._runner.responses(requests, self._to_outputs(result))
 
-    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+    def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Call `predict` once for each request; the iterators outlast this call."""
         assert self._streams is not None
         for stream in streams:
@@ -296,14 +296,14 @@ class GeneratorStreams:
         self._predict = predict
         self._respond = respond
         self._free_slots = max_streams
-        self._waiting: deque[tuple[ResponseStream, Mapping[str, Any]]] = deque()
+        self._waiting: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
         self._loop: EventLoopThread | None = None
         # One thread per stream that waits for credit, so that slow clients do not delay the
         # responses of others.
         self._senders = ThreadPoolExecutor(max_streams, "send")
 
-    def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
+    def start(self, stream: OutputStream, inputs: Mapping[str, Any]) -> None:
         """Start a request, or queue it while `max_streams` requests run."""
         with self._lock:
             if not self._free_slots:
@@ -312,7 +312,7 @@ class GeneratorStreams:
             self._free_slots -= 1
         self._start_in_slot(stream, inputs)
 
-    def _start_in_slot(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
+    def _start_in_slot(self, stream: OutputStream, inputs: Mapping[str, Any]) -> None:
         """Start a request that has one of the free places."""
         try:
             with inference_mode(), _cancellable(stream):
@@ -361,12 +361,12 @@ class GeneratorStreams:
             self._loop.close()
         self._senders.shutdown(wait=False, cancel_futures=True)
 
-    def _finish(self, stream: ResponseStream) -> None:
+    def _finish(self, stream: OutputStream) -> None:
         if stream.is_cancelled():
             stream.fail(_CANCELLED)  # `fail` is ignored if the stream has ended
         self._pass_on_slot()
 
-    def _run_generator(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
+    def _run_generator(self, iterator: Iterator[Any], stream: OutputStream) -> None:
         try:
             with inference_mode(), _cancellable(stream):
                 self._relay(iterator, stream)
@@ -375,7 +375,7 @@ class GeneratorStreams:
         finally:
             self._finish(stream)
 
-    def _relay(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
+    def _relay(self, iterator: Iterator[Any], stream: OutputStream) -> None:
         try:
             for yielded in iterator:
                 stream.send(self._respond(stream.request, yielded))
@@ -387,7 +387,7 @@ class GeneratorStreams:
                 close()
         stream.send(final=True)
 
-    async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
+    async def _relay_async(self, iterator: AsyncIterator[Any], stream: OutputStream) -> None:
         loop = asyncio.get_running_loop()
         with _cancellable(stream):  # this code runs in the context of the stream's task
             try:
@@ -407,7 +407,7 @@ class GeneratorStreams:
 
 
 @contextlib.contextmanager
-def _cancellable(stream: ResponseStream) -> Iterator[None]:
+def _cancellable(stream: OutputStream) -> Iterator[None]:
     token = IS_CANCELLED.set(stream.is_cancelled)
     try:
         yield

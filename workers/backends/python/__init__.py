@@ -20,7 +20,7 @@ from typing import Any
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers import triton_python_backend_utils as pb_utils
-from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
+from shmserve.workers.backends import Backend, ModelContext, OutputStream, Request, Response
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.execution import DecoupledExecution, PythonExecution
 from shmserve.workers.triton_python_backend_utils import ModelConfig
@@ -110,7 +110,7 @@ class PythonBackend(Backend):
         finally:
             self._server.executing_requests = ()
 
-    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+    def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Call the model's `execute`, which sends responses itself and must return None.
 
         Errors of the model are passed on.

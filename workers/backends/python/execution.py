@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any
 
 from shmserve.errors import Internal
-from shmserve.workers.backends import ModelContext, Request, Response, ResponseStream
+from shmserve.workers.backends import ModelContext, OutputStream, Request, Response
 from shmserve.workers.backends.python.request import (
     DecoupledRequest,
     InferenceResponse,
@@ -186,7 +186,7 @@ class DecoupledExecution:
         self._iterative = iterative
         self._loop: EventLoopThread | None = None
 
-    def execute(self, streams: list[ResponseStream]) -> None:
+    def execute(self, streams: list[OutputStream]) -> None:
         """Call the model's `execute`.
 
         Raises:
@@ -228,7 +228,7 @@ class DecoupledExecution:
         return self._loop
 
 
-def _fail_all(streams: Sequence[ResponseStream], error: BaseException) -> None:
+def _fail_all(streams: Sequence[OutputStream], error: BaseException) -> None:
     explained = streams[0].explain(error)  # explained once, so that the error is logged once
     for stream in streams:
         stream.fail(explained)

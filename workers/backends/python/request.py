@@ -21,7 +21,7 @@ import numpy as np
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.trace import TraceContext
-from shmserve.workers.backends import Output, Request, Response, ResponseStream
+from shmserve.workers.backends import Output, OutputStream, Request, Response
 from shmserve.workers.backends.python import server
 from shmserve.workers.backends.python.errors import (
     NO_CAST,
@@ -215,7 +215,7 @@ class SingleResponse:
 class StreamedResponses:
     """The responses of a decoupled model, sent at once."""
 
-    def __init__(self, stream: ResponseStream) -> None:
+    def __init__(self, stream: OutputStream) -> None:
         self._stream = stream
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
@@ -636,7 +636,7 @@ class DecoupledRequest(ReceivedRequest):
     The request ends once neither it nor its sender is referenced.
     """
 
-    def __init__(self, stream: ResponseStream) -> None:
+    def __init__(self, stream: OutputStream) -> None:
         super().__init__(stream.request, None)
         self._response_sender = InferenceResponseSender(StreamedResponses(stream))
 

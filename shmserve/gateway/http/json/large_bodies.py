@@ -31,7 +31,7 @@ from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
 # Maximum bytes of all other fields, which the gateway parses in 20 ms.
-_MOST_OTHER_BYTES = 2 * LARGE
+_MAX_OTHER_BYTES = 2 * LARGE
 _BYTES_A_TOKEN = 128  # maximum average bytes of a token
 # The maximum number of prompts of OpenAI's APIs, and the error about a longer list.
 _COUNTS = {
@@ -159,9 +159,9 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
     nested = body.get("parameters")
     fields = {**nested, **body, "parameters": None} if isinstance(nested, dict) else body
     other_sizes = {name: len(orjson.dumps(fields[name])) for name in fields if name not in _PROMPTS}
-    if sum(other_sizes.values()) > _MOST_OTHER_BYTES:
+    if sum(other_sizes.values()) > _MAX_OTHER_BYTES:
         name = max(other_sizes, key=lambda name: other_sizes[name])
-        return f"{clip(name)}: {other_sizes[name]} bytes exceed the limit of {_MOST_OTHER_BYTES}"
+        return f"{clip(name)}: {other_sizes[name]} bytes exceed the limit of {_MAX_OTHER_BYTES}"
     if fields.get("truncate_prompt_tokens") is not None:
         return ""
     for name in _PROMPTS:

@@ -12,7 +12,8 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.gateway.grpc.infer import RequestRefused
 from shmserve.gateway.grpc.stream_infer import stream_infer
-from shmserve.gateway.inference.inference import ActiveCount, UnaryInference
+from shmserve.gateway.inference.inference import UnaryInference
+from shmserve.gateway.listener import ActiveCount
 from shmserve.ipc.messages import inference as m
 
 

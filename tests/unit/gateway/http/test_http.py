@@ -442,7 +442,7 @@ def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> 
                 received += len(connection.recv(reads)) if reads else 0
             return port not in client_ports(hasty)
 
-        until("the client is cut off", cut_off, 30)
+        until("the client is cut off", cut_off)
         connection.setblocking(True)
         with contextlib.suppress(ConnectionError):
             while piece := connection.recv(MIB):
@@ -822,7 +822,7 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
                 seen.add(ask())
                 return done in seen
 
-            until("it is taken", taken, 20)
+            until("it is taken", taken)
             assert seen <= {503, done}
             assert time.monotonic() - began < 20, "before its own patience is over"
             refused = [reply for reply in map(read_reply, slow) if reply.status != 503]

@@ -420,7 +420,7 @@ def test_large_tensors_go_through_the_arena(gateway: Rig, large: Scheduler, form
         body = iter([body[at : at + 50_000] for at in range(0, len(body), 50_000)])
     large.held = True
     caller = ClientIdentity(gateway.port, "large", body, headers)
-    until("the request is there", lambda: large.waiting, 20)
+    until("the request is there", lambda: large.waiting)
     first, second = inference_of(large.waiting[0][1]).inputs
     assert content(first.data) == a.tobytes()
     assert content(second.data) == strings
@@ -457,7 +457,7 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, large: Sched
     http = gateway.http
     large.held = True
     caller = ClientIdentity(gateway.port, "large", *large_body(ARENA - 12 * MIB))
-    until("the request is there", lambda: large.waiting, 20)
+    until("the request is there", lambda: large.waiting)
     peer = large.waiting[0][0]
     submit = fail(large, "Request timeout expired", early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")

@@ -9,7 +9,7 @@ import pytest
 from shmserve.gateway.http import routes
 from shmserve.gateway.http.routes import ROUTES, openapi_document
 from shmserve.gateway.http.routing import Route
-from shmserve.logs import FORMATS, MOST_VERBOSE
+from shmserve.logs import FORMATS, MAX_LOG_LEVEL
 
 DOCUMENT = openapi_document(ROUTES)
 OPERATIONS = [
@@ -53,7 +53,7 @@ def test_names_are_unique_and_references_resolve() -> None:
 def test_the_documented_log_settings_equal_the_servers() -> None:
     settings = DOCUMENT["components"]["schemas"]["Logging"]["properties"]
     assert settings["log_format"]["enum"] == list(FORMATS)
-    assert settings["log_verbose_level"]["maximum"] == MOST_VERBOSE
+    assert settings["log_verbose_level"]["maximum"] == MAX_LOG_LEVEL
 
 
 def _references(node: Any) -> Any:

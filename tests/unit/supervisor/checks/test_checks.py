@@ -43,7 +43,7 @@ GPU = memory.DeviceList(
 )
 RUN = access.RunDirectoryFacts(Path("/run/s"), "", 0, GB)
 PORTS = access.PortFacts(("127.0.0.1:8000",))
-TAKEN = PORTS._replace(refused=(("--http-port: taken", (7, 9)),))
+TAKEN = PORTS._replace(refused=(("127.0.0.1:80", "--http-port: taken", (7, 9)),))
 
 CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (host.judge_packages, {"aiohttp": ("3.14.5", "3.14.5")}, OK, "aiohttp 3.14.5"),
@@ -129,7 +129,12 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (access.judge_ports, access.PortFacts(()), OK, "disabled"),
     (access.judge_ports, TAKEN, WRONG, "--http-port: taken"),
     (access.judge_ports, TAKEN._replace(server_pid=3), WRONG, "--http-port: taken"),
-    (access.judge_ports, TAKEN._replace(server_pid=9), OK, "pid 9"),
+    (
+        access.judge_ports,
+        TAKEN._replace(server_pid=9),
+        OK,
+        "127.0.0.1:8000: free; 127.0.0.1:80: in use by the running server (pid 9)",
+    ),
     (access.judge_repositories, [], OK, "no --model-repository"),
     (access.judge_repositories, [("/m", 3, False)], OK, "/m: 3 folders"),
     (access.judge_repositories, [("/n", 3, False), ("/m", -1, False)], WRONG, "/m cannot be read"),

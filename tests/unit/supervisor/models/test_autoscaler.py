@@ -24,7 +24,7 @@ from shmserve.supervisor.models.autoscaler import (
     LoadSample,
     ScalingPolicy,
     private_bytes,
-    processor_s,
+    processor_time_s,
 )
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order, OrderKind
@@ -74,7 +74,7 @@ class Rig:
         asked = self.sent.count(m.SnapshotStatistics())
         if answers and asked:
             self.version.scheduler._on_scheduler_message(
-                self.version.scheduler.counts, m.StatisticsSnapshot(STATISTICS, [])
+                self.version.scheduler.counters, m.StatisticsSnapshot(STATISTICS, [])
             )
         await turns()
         return self.version.instances.count
@@ -157,8 +157,8 @@ def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
         assert await rig.look() == 1
         assert len(rig.processes.started) == started
         monkeypatch.setattr(autoscaler, "_RETRY_S", 0)
-        for watch in rig.autoscaler._watches.values():
-            watch.not_before_s = 0
+        for watch in rig.autoscaler._states.values():
+            watch.next_change_s = 0
         assert await rig.look() == 2
         assert not [event for event in rig.events if event.count == event.before]
 
@@ -195,7 +195,7 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
         (group,) = instances.config.instance_group
         two = replace(instances.config, instance_group=(replace(group, count=2),))
         other = instances.update_to(spec, two)
-        assert (other.differs, other.added, other.removed) == (True, [], [])
+        assert (other.config_differs, other.added, other.removed) == (True, [], [])
         anew = rig.processes.version(spec)
         assert anew.instances.count == 1
         anew.instances.keep_count_of(instances)
@@ -212,9 +212,9 @@ def load(at_s: float, **more: Any) -> LoadSample:
     fields: dict[str, Any] = {
         "executed": 100,
         "succeeded": 100,
-        "waited_s": 0.0,
+        "queueing_s": 0.0,
         "executions": 100,
-        "took_s": 5.0,
+        "execution_s": 5.0,
         "pending": 0,
         "ready": 2,
         "busy": 0,
@@ -225,7 +225,7 @@ def load(at_s: float, **more: Any) -> LoadSample:
 
 def served(policy: ScalingPolicy) -> ScalingPolicy:
     """Return a policy that knows the duration of an execution."""
-    policy.sample(load(0.0, executed=0, succeeded=0, executions=0, took_s=0.0), 2)
+    policy.sample(load(0.0, executed=0, succeeded=0, executions=0, execution_s=0.0), 2)
     policy.sample(load(0.1), 2)
     return policy
 
@@ -282,8 +282,10 @@ def test_an_instance_is_added_when_served_requests_waited() -> None:
 def looks_once(policy: ScalingPolicy, number: int) -> Change | None:
     """Return the change after ten further requests that waited for 100 ms each."""
     count = 100 + 10 * number
-    counted = {"executed": count, "succeeded": count, "executions": count, "took_s": count / 20}
-    return policy.sample(load(0.1 + number / 10, **counted, waited_s=1.0 * number), 2)
+    counted = dict.fromkeys(("executed", "succeeded", "executions"), count)
+    return policy.sample(
+        load(0.1 + number / 10, **counted, execution_s=count / 20, queueing_s=1.0 * number), 2
+    )
 
 
 def test_an_execution_that_hangs_makes_wait() -> None:
@@ -372,18 +374,18 @@ MIB = 2**20
 def test_a_process_is_measured() -> None:
     held = bytearray(os.urandom(1)) * (32 * MIB)
     assert private_bytes(os.getpid()) > len(held)
-    before, began = processor_s(os.getpid()), time.process_time()
+    before, began = processor_time_s(os.getpid()), time.process_time()
     while time.process_time() - began < 0.1:
         pass
-    assert 0.05 < processor_s(os.getpid()) - before < 1
-    assert (private_bytes(0), processor_s(0)) == (0, 0.0)
+    assert 0.05 < processor_time_s(os.getpid()) - before < 1
+    assert (private_bytes(0), processor_time_s(0)) == (0, 0.0)
 
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """The processor time of processes that have no memory of their own."""
     latencies = {1: 10.0, 2: 20.0}
-    monkeypatch.setattr(autoscaler, "processor_s", latencies.__getitem__)
+    monkeypatch.setattr(autoscaler, "processor_time_s", latencies.__getitem__)
     monkeypatch.setattr(autoscaler, "private_bytes", lambda pid: 0)
     monkeypatch.setattr(CpuUtilization, "read", lambda meter: 0.5)
     return latencies
@@ -423,7 +425,7 @@ def test_none_where_all_processors_are_busy_and_it_needs_some(
 
 def test_memory_for_one_as_large_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoscaler, "private_bytes", {1: 100 * MIB, 2: 200 * MIB}.__getitem__)
-    monkeypatch.setattr(autoscaler, "processor_s", lambda pid: 0.0)
+    monkeypatch.setattr(autoscaler, "processor_time_s", lambda pid: 0.0)
     host = HostCapacity(processors=4)
     host.sample([1, 2], 0.0, 0.0)
     monkeypatch.setattr(autoscaler, "memory_bytes", lambda: (1000 * MIB, 0))

@@ -19,10 +19,10 @@ from shmserve.supervisor.models.instances import (
     InstanceState,
     InstanceUpdate,
     VersionSpec,
-    change_between,
     expand_instances,
+    find_changes,
 )
-from shmserve.supervisor.models.model_version import ModelVersion, differs_in_instances_only
+from shmserve.supervisor.models.model_version import ModelVersion, differ_in_instances_only
 from shmserve.supervisor.models.repository import find, version_fingerprint
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 
@@ -37,7 +37,7 @@ def config(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
-    return replace(plan(), config=ModelSpec.of(given), files=files)
+    return replace(plan(), config=ModelSpec.of(given), fingerprint=files)
 
 
 # --- what is in place -------------------------------------------------------------------------
@@ -46,11 +46,11 @@ def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
     """Reference 2: nothing else avoids a full reload."""
     old = spec(config(group("m_0", 1)))
-    assert differs_in_instances_only(old, spec(config(group("m_0", 2), group("g", 1, 0))))
-    assert differs_in_instances_only(old, spec(config(group("m_0", 1), version_policy={"all": {}})))
-    assert not differs_in_instances_only(old, spec(config(group("m_0", 2), max_batch_size=4)))
-    assert not differs_in_instances_only(old, spec(config(group("m_0", 2)), files="others"))
-    assert not differs_in_instances_only(
+    assert differ_in_instances_only(old, spec(config(group("m_0", 2), group("g", 1, 0))))
+    assert differ_in_instances_only(old, spec(config(group("m_0", 1), version_policy={"all": {}})))
+    assert not differ_in_instances_only(old, spec(config(group("m_0", 2), max_batch_size=4)))
+    assert not differ_in_instances_only(old, spec(config(group("m_0", 2)), files="others"))
+    assert not differ_in_instances_only(
         old, replace(spec(config(group("m_0", 2))), model_dir=Path("/other"))
     )
 
@@ -86,11 +86,11 @@ def test_instances_that_both_ask_for_stay() -> None:
     """
     present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
     present[1].state = InstanceState.FAILED
-    added, leaving = change_between(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
+    added, leaving = find_changes(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
     assert [(i.index, i.name) for i in added] == [(4, "b_1")]
     assert [i.name for i in leaving] == ["a_1", "g_gpu0_0"]
     limited = group("b", 1, rate_limiter={"priority": 2})
-    added, leaving = change_between(present[:1], ModelSpec.of(config(limited)))
+    added, leaving = find_changes(present[:1], ModelSpec.of(config(limited)))
     assert [(i.index, i.name) for i in added] == [(1, "b_0")]
     assert leaving == present[:1]
 
@@ -117,7 +117,7 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
         return sorted((i.kind, i.device_id) for i in instances)
 
     present = expand_instances(ModelSpec.of(config(*old)))
-    added, leaving = change_between(present, ModelSpec.of(config(*new)))
+    added, leaving = find_changes(present, ModelSpec.of(config(*new)))
     after = [i for i in present if i not in leaving] + added
     assert what(after) == what(expand_instances(ModelSpec.of(config(*new))))
     assert len({i.index for i in present + added}) == len(present + added)
@@ -158,7 +158,7 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     assert not worker.alive and model.ready
     seen.append(model.instances.states())
     same = model.update_to(spec(config(group("m_0", 1))))
-    assert same is not None and not same.differs
+    assert same is not None and not same.config_differs
     await processes.end()
     assert seen == [[ready, retiring], [ready]]
 

@@ -20,7 +20,7 @@ from shmserve.supervisor.models.instances import (
     InstanceState,
     bounds_of,
     expand_instances,
-    sized,
+    with_count,
 )
 from shmserve.supervisor.models.model_version import ModelVersion
 from tests.rigs.process_rig import STACKS_FD, Processes
@@ -81,10 +81,10 @@ def test_one_with_bounds_has_as_many_as_run() -> None:
 
 
 def test_so_many_evenly_on_the_devices() -> None:
-    names = [i.name for i in expand_instances(sized(bounded(1, 0, 2), 3))]
+    names = [i.name for i in expand_instances(with_count(bounded(1, 0, 2), 3))]
     assert names == ["m_0_gpu0_0", "m_0_gpu0_1", "m_0_gpu2_0"]
-    assert [i.name for i in expand_instances(sized(bounded(2, 0, 2), 1))] == ["m_0_gpu0_0"]
-    assert len(expand_instances(sized(bounded(1), 2))) == 2
+    assert [i.name for i in expand_instances(with_count(bounded(2, 0, 2), 1))] == ["m_0_gpu0_0"]
+    assert len(expand_instances(with_count(bounded(1), 2))) == 2
 
 
 def instance() -> Instance:
@@ -166,7 +166,7 @@ def test_stacks_are_read_once_they_are_whole(
 
     monkeypatch.setattr("asyncio.sleep", nap)
     with stacks.open("a+b") as file:
-        asyncio.run(instances._written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
+        asyncio.run(instances._await_written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
     assert stacks.read_text() == STACKS
 
 
@@ -182,7 +182,7 @@ def test_stacks_are_read_once_they_are_whole(
 def test_the_reported_frame_is_the_models_in_the_loading_thread(
     stacks: str, memory_range: str
 ) -> None:
-    assert instances.model_frame(stacks, Path("/tmp")) == memory_range
+    assert instances.find_model_frame(stacks, Path("/tmp")) == memory_range
 
 
 def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
@@ -225,7 +225,7 @@ def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None
 def test_a_hanging_restart_is_retried_and_abandoned(
     written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 2)
+    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 2)
 
     async def story(processes: Processes, model: ModelVersion) -> None:
         await model.start()

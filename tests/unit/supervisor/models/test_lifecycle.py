@@ -50,10 +50,10 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     (new,) = model.incoming.values()
     new.ready = False
     rig.happen("known")
-    assert model.serving == {"1": old} and model.shown == {"1": new}
+    assert model.serving == {"1": old} and model.published == {"1": new}
     new.ready = True
     new.changed()
-    assert model.serving == {"1": new} and load.answered and load.error is None
+    assert model.serving == {"1": new} and load.is_answered and load.error is None
     load = rig.lifecycle.load("m")
     rig.happen(*EVENTS)
     (new,) = model.serving.values()
@@ -64,7 +64,7 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     broken.ready = False
     broken.problem = "it broke"
     broken.changed()
-    assert model.shown == {"1": new} and not load.answered, "it is to be known first"
+    assert model.published == {"1": new} and not load.is_answered, "it is to be known first"
     rig.happen("known", "end")
     assert load.error is not None
     assert load.error.message == (
@@ -87,13 +87,13 @@ def test_a_model_on_demand_is_loaded_once_for_all_requests() -> None:
     rig.happen("read")
     assert first is rig.lifecycle.load_on_demand("m")
     rig.happen(*EVENTS)
-    assert first.answered and rig.answers == [first]
+    assert first.is_answered and rig.answers == [first]
     assert rig.lifecycle.load_on_demand("m") is None, "it serves"
     rig.lifecycle.unload("m", on_demand=True)
     again = rig.lifecycle.load_on_demand("m")
-    assert again is not None and not again.answered, "it comes back when it has left"
+    assert again is not None and not again.is_answered, "it comes back when it has left"
     rig.happen(*EVENTS)
-    assert again.answered and len(rig.alive) == 1
+    assert again.is_answered and len(rig.alive) == 1
 
 
 def test_one_that_failed_is_loaded_again_when_it_is_wanted_again() -> None:
@@ -167,9 +167,9 @@ def test_a_step_ends_after_its_ensemble_and_both_once_all_know() -> None:
     unload = rig.lifecycle.unload("s")
     assert ends(rig) == []
     rig.happen("known")
-    assert not unload.answered and ends(rig) == ["e"]
+    assert not unload.is_answered and ends(rig) == ["e"]
     rig.happen("end")
-    assert unload.answered and not rig.alive
+    assert unload.is_answered and not rig.alive
 
 
 def test_generations_that_need_each_other_do_not_deadlock() -> None:
@@ -179,13 +179,13 @@ def test_generations_that_need_each_other_do_not_deadlock() -> None:
     rig.lifecycle.load("a")
     rig.happen(*EVENTS)
     for rig.steps, name in (({"a": ["s"]}, "a"), ({"a": ["s"], "b": ["a"]}, "b")):
-        assert not rig.lifecycle.load(name, LoadSource("another", {})).answered
+        assert not rig.lifecycle.load(name, LoadSource("another", {})).is_answered
         rig.happen("read", "start", "known", "move")
     unload = rig.lifecycle.unload("a")
     rig.happen("known", "move")
-    assert not unload.answered
+    assert not unload.is_answered
     rig.happen("end")
-    assert unload.answered
+    assert unload.is_answered
     assert [version.spec.name for version in rig.alive] == ["s"]
 
 
@@ -208,7 +208,7 @@ def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
     rig.happen("known", "read")
     assert later.phase is OrderPhase.QUEUED
     rig.happen(*EVENTS)
-    assert later.answered and later.error is None
+    assert later.is_answered and later.error is None
 
 
 @pytest.mark.parametrize(("sent", "broken"), [("", False), ("another", False), ("another", True)])
@@ -221,9 +221,9 @@ def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, br
     rig.broken = {"e"} if broken else set()
     load = rig.lifecycle.load("s", LoadSource(sent, {}))
     rig.happen("read", "start s", "known")
-    assert load.answered is (not sent)
+    assert load.is_answered is (not sent)
     rig.happen(*EVENTS)
-    assert load.answered and load.error is None
+    assert load.is_answered and load.error is None
     serving = list(rig.registry.models["e"].serving.values())
     assert serving == ([] if broken else rig.alive[-1:] if sent else [before])
     rig.broken = set()
@@ -246,7 +246,7 @@ def test_a_failed_load_leaves_no_ensemble_with_a_steps_old_shape() -> None:
     rig.broken = set()
     rig.happen(*EVENTS)
     (after,) = rig.registry.models["e"].serving.values()
-    assert after is not before and load.answered
+    assert after is not before and load.is_answered
     assert not after.config.source["parameters"]["sent"]["string_value"]
 
 
@@ -265,7 +265,7 @@ def test_a_step_that_is_unloaded_later_stays_away() -> None:
     rig = ensemble("s")
     load, unload = rig.lifecycle.load("e"), rig.lifecycle.unload("s")
     rig.happen("read")
-    assert load.answered and load.error is not None and not unload.answered
+    assert load.is_answered and load.error is not None and not unload.is_answered
     rig.happen(*EVENTS)
     assert not rig.alive
 
@@ -273,7 +273,7 @@ def test_a_step_that_is_unloaded_later_stays_away() -> None:
 def test_an_order_for_an_unknown_model_leaks_nothing() -> None:
     rig = LifecycleRig()
     order = rig.lifecycle.unload("m")
-    assert order.answered and order.error is None
+    assert order.is_answered and order.error is None
     assert rig.registry.models == {}
 
 
@@ -287,6 +287,6 @@ def test_an_error_about_one_model_stops_no_other(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LifecycleRig, "read", fail)
     broken, good = rig.lifecycle.load("m"), rig.lifecycle.load("n")
     rig.happen(*EVENTS)
-    assert broken.answered and broken.error is not None
+    assert broken.is_answered and broken.error is not None
     assert broken.error.message == "internal error"
-    assert good.answered and good.error is None
+    assert good.is_answered and good.error is None

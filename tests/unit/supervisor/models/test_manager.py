@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -23,7 +22,7 @@ from shmserve.supervisor.models.instances import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import (
     LifecycleExecutor,
     ModelManager,
-    News,
+    Publication,
     Publications,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
@@ -76,9 +75,8 @@ def models(processes: Processes, repository: Repository) -> ModelManager:
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
     planner: Any = repository
     registry = ModelRegistry()
-    nobody = MagicMock()
-    parts = (processes.context, planner, registry, Publications(), nobody)
-    manager = ModelManager(LifecycleExecutor(*parts))
+    parts = (processes.context, planner, registry, Publications())
+    manager = ModelManager(LifecycleExecutor(*parts, []))
     return manager, RepositoryPoller(processes.context, planner, registry, manager)
 
 
@@ -115,7 +113,7 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
     await until_async(lambda: repository.discarded == repository.planned == 1)
     assert not any(child.alive for child in processes.started)
     await served.load("m")
-    assert [row["state"] for row in await served.index(ready=False)] == ["READY"]
+    assert [row["state"] for row in await served.index(ready_only=False)] == ["READY"]
     await served.stop()
     await processes.end()
     given_up = "failed to load 'm', no version is available"
@@ -215,7 +213,7 @@ class Gateway:
         self.sent: list[Any] = []
         self.number = self.known = 0
 
-    def announce(self, news: News) -> int:
+    def announce(self, news: Publication) -> int:
         self.number += 1
         self.sent.append(news)
         return self.number

@@ -74,7 +74,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
 
     An instance that will not be restarted is reported as gone, too.
     """
-    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
+    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
     processes = Processes()
     model = deployment(processes)
     records: list[Any] = []
@@ -106,7 +106,7 @@ async def test_an_instance_that_does_nothing_but_crash_stays_down(
     """An instance that has executed a request in between is restarted; each restart has a
     longer backoff.
     """
-    most = instance_processes._MOST_CRASHES
+    most = instance_processes._MAX_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
     text = "its process ended 10 times in a row (signal 6), and it executed no request in between"
@@ -134,7 +134,7 @@ async def test_killed_workers_are_always_restarted(
 ) -> None:
     """It starts again after longer and longer pauses, as often as that is; a crash of its own is
     none of them, and a long life ends the row."""
-    most, pauses = instance_processes._MOST_CRASHES, list[float]()
+    most, pauses = instance_processes._MAX_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
     processes = Processes()
     model = deployment(processes)
@@ -187,7 +187,7 @@ async def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> 
     processes = Processes()
     model = deployment(processes)
     await model.start()
-    for death in range(instance_processes._MOST_CRASHES + 1):
+    for death in range(instance_processes._MAX_CRASHES + 1):
         async with asyncio.timeout(10):
             await model.until_ready()
         (processes.started[-1] if death else processes.started[0]).kill()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import Internal
 from shmserve.supervisor.models import on_demand
-from shmserve.supervisor.models.on_demand import MemoryUse, OnDemand, Resident, to_unload
+from shmserve.supervisor.models.on_demand import MemoryUse, OnDemand, Resident, select_unloads
 from shmserve.supervisor.models.registry import ModelRegistry
 from tests.rigs.process_rig import Processes, turns
 
@@ -29,7 +29,7 @@ def residents(draw: st.DrawFn) -> list[Resident]:
             byte_size=draw(st.integers(0, 5)),
             used_ns=draw(st.integers(0, 9)),
             must_stay=draw(st.booleans()),
-            idle_ns=draw(st.sampled_from([0, 0, 4])),
+            idle_limit_ns=draw(st.sampled_from([0, 0, 4])),
             users=draw(st.frozensets(st.sampled_from(names[:memory_range]), max_size=1))
             if memory_range
             else frozenset(),
@@ -45,7 +45,7 @@ BOUNDS = st.integers(0, 20)
 def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound: int) -> None:
     by_name = {model.name: model for model in models}
     gone: set[str] = set()
-    for name in to_unload(models, bound, 10):
+    for name in select_unloads(models, bound, 10):
         assert not by_name[name].must_stay
         assert by_name[name].users <= gone
         gone.add(name)
@@ -55,7 +55,7 @@ def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound
 def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
     models: list[Resident], bound: int
 ) -> None:
-    names = to_unload(models, bound, 10)
+    names = select_unloads(models, bound, 10)
     gone: set[str] = set()
     here = {resident.name: resident for resident in models}
 
@@ -63,7 +63,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
         return bool(bound) and sum(resident.byte_size for resident in here.values()) > bound
 
     def idle(each: Resident) -> bool:
-        return 0 < each.idle_ns <= 10 - each.used_ns
+        return 0 < each.idle_limit_ns <= 10 - each.used_ns
 
     def free() -> list[Resident]:
         return [
@@ -88,9 +88,9 @@ def test_an_ensemble_is_unloaded_with_its_steps() -> None:
         Resident("ensemble", 0, used_ns=2),
         Resident("other", 4, used_ns=3),
     ]
-    assert to_unload(models, 8, 9) == []
-    assert to_unload(models, 7, 9) == ["ensemble", "step"]
-    assert to_unload(models, 3, 9) == ["ensemble", "step", "other"]
+    assert select_unloads(models, 8, 9) == []
+    assert select_unloads(models, 7, 9) == ["ensemble", "step"]
+    assert select_unloads(models, 3, 9) == ["ensemble", "step", "other"]
 
 
 @dataclass(eq=False)
@@ -144,7 +144,7 @@ async def test_an_unexpected_error_of_a_load_is_an_internal_error(
     processes, registry = Processes(), ModelRegistry()
     registry.model("m").on_demand = True
     broken: Any = MagicMock(**{"load_on_demand.side_effect": RuntimeError("a defect")})
-    on_demand = OnDemand(processes.context, registry, broken, MagicMock())
+    on_demand = OnDemand(processes.context, registry, broken, MagicMock(), [])
     callers = [on_demand.load("m", 5.0) for _ in range(2)]
     errors: Any = await asyncio.gather(*callers, return_exceptions=True)
     await processes.end()
@@ -156,7 +156,7 @@ async def test_a_wait_for_a_load_fails_when_the_server_stops() -> None:
     processes, registry = Processes(), ModelRegistry()
     registry.model("m").on_demand = True
     hanging: Any = asyncio.Event()
-    on_demand = OnDemand(processes.context, registry, MagicMock(), lambda _: hanging.wait())
+    on_demand = OnDemand(processes.context, registry, MagicMock(), lambda _: hanging.wait(), [])
     caller = asyncio.ensure_future(on_demand.load("m", 0))
     await turns()
     await processes.end()

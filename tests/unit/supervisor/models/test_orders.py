@@ -77,7 +77,9 @@ class Repository:
         config = self._config(name, override)
         folder = Path("/")
         return [
-            VersionSpec(name, version, folder, folder, config, files=self.files.get(version, ""))
+            VersionSpec(
+                name, version, folder, folder, config, fingerprint=self.files.get(version, "")
+            )
             for version in self.versions
         ]
 
@@ -105,7 +107,7 @@ class Server(Processes):
         self.repository: Repository = planner
         self.publications = Publications()
         parts = (self.context, planner, self.registry)
-        executor = LifecycleExecutor(*parts, self.publications, MagicMock())
+        executor = LifecycleExecutor(*parts, self.publications, [])
         self.models = ModelManager(executor)
         self.poller = RepositoryPoller(*parts, self.models)
 
@@ -188,7 +190,7 @@ def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
         await server.load("s")
         server.deaf = True
         load = asyncio.ensure_future(server.load("e"))
-        await until_async(lambda: server.registry.model("e").shown)
+        await until_async(lambda: server.registry.model("e").published)
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
         server.hears_again()
@@ -327,7 +329,7 @@ def test_generations_that_need_one_another_end() -> None:
 def test_an_ensemble_reports_a_step_that_failed_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
+    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
 
     async def story() -> None:
         server = Server(s=[], e=["s"])
@@ -390,7 +392,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         server.repository.versions = ["2"]
         server.deaf = True
         load = asyncio.ensure_future(server.load("s"))
-        await until_async(lambda: server.registry.model("s").offered)
+        await until_async(lambda: server.registry.model("s").is_offered)
         snapshot = list(server.publications.snapshot())
         assert [(type(news), news.version) for news in snapshot] == [
             (m.ModelPublished, "1"),
@@ -414,10 +416,10 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
         await server.load("s")
         server.deaf = True
         load = asyncio.ensure_future(server.load("s", [], "new"))
-        await until_async(lambda: server.registry.model("s").offered)
+        await until_async(lambda: server.registry.model("s").is_offered)
         (version,) = server.registry.model("s").incoming.values()
         for _ in range(10):
-            (instance,) = version.instances._all
+            (instance,) = version.instances._instances
             instance.backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
             server.worker("s").kill()
             await until_async(lambda: version.ready)
@@ -468,7 +470,7 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
     async def story() -> None:
         server = Server(s=[])
         await server.load("s")
-        (instance,) = server.registry.model("s").serving["1"].instances._all
+        (instance,) = server.registry.model("s").serving["1"].instances._instances
         instance.ready_at -= 3600
         backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
         instance.backoff = backoff

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from shmserve.supervisor.models.registry import (
     progress,
     statuses,
 )
-from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder
 
 
 @dataclass
@@ -70,7 +71,7 @@ TABLE = [
     (offered(model(incoming={"1": Version()})), "LOADING", "", False),
     (model(retiring=leaving(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
     (model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
-    (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", IN_SEVERAL, True),
+    (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", DUPLICATE_MODEL, True),
     (model(outcomes={"1": LoadOutcome("no memory")}), "UNAVAILABLE", "no memory", False),
     (model(on_demand=True, outcomes={"1": UNLOADED}), "ON_DEMAND", "", True),
     (model(on_demand=True, outcomes={"1": LoadOutcome("no")}), "UNAVAILABLE", "no", True),
@@ -98,7 +99,7 @@ def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
         model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
     )
     shown = [
-        [row["reason"] for row in index_rows("m", statuses(facts), memory_range, ready=False)]
+        [row["reason"] for row in index_rows("m", statuses(facts), memory_range, ready_only=False)]
         for facts in (unloaded, failed)
         for memory_range in (folder, None)
     ]
@@ -117,7 +118,7 @@ PROGRESS = [
     (serving(Version(ready=False)), "loading"),
     (serving(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),
     (model(outcomes={"": LoadOutcome("no such folder")}), "failed: no such folder"),
-    (model(outcomes={"": DUPLICATE}), f"failed: {IN_SEVERAL}"),
+    (model(outcomes={"": DUPLICATE}), f"failed: {DUPLICATE_MODEL}"),
     (
         model(outcomes={"1": UNLOADED, "2": LoadOutcome("no"), "3": LoadOutcome("neither")}),
         "failed: version 2: no; version 3: neither",
@@ -135,12 +136,14 @@ def test_the_start_report_logs_each_change_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     seen: dict[str, str] = {}
-    report = StartupReport(lambda: dict(seen))
+    observers: list[Callable[[], None]] = []
+    report = StartupReport(lambda: dict(seen), observers)
 
     def said(**now: str) -> list[tuple[str, str]]:
         caplog.clear()
         seen.update(now)
-        report.update()
+        for notify in observers:
+            notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
     assert said(a="loading") == []

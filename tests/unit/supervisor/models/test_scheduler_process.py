@@ -8,7 +8,7 @@ import pytest
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import BaseCounters, ResizeCache
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.scheduler_process import CarryOver
+from shmserve.supervisor.models.scheduler_process import CarriedCounters
 from shmserve.supervisor.resources.rate_limiter import CacheShares
 from tests.rigs.process_rig import CONFIG, Processes, plan
 
@@ -18,22 +18,22 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.base: dict[str, Any] = {}
-        self.counts = CarryOver(self.tell)
+        self.counters = CarriedCounters(self.tell)
 
     def tell(self, message: BaseCounters) -> None:
         self.base = message.statistics
 
     def count(self, success: int, **rows: Any) -> None:
-        self.counts.update({"success": success, "pending": 7, "base": self.base, **rows}, [])
+        self.counters.update({"success": success, "pending": 7, "base": self.base, **rows}, [])
 
 
 def test_a_base_is_passed_on_through_all_that_follow() -> None:
     first, second, third = Scheduler(), Scheduler(), Scheduler()
-    first.counts.be_base_of(second.counts)
+    first.counters.pass_to(second.counters)
     assert second.base == {}  # nothing was counted yet
     first.count(2, responses=[[1] * 12])
     assert second.base == {"success": 2}
-    second.counts.be_base_of(third.counts)
+    second.counters.pass_to(third.counters)
     assert third.base == {"success": 2}  # the second has not reported anything yet
     second.count(3)
     assert third.base == {"success": 5}
@@ -43,9 +43,9 @@ def test_a_base_is_passed_on_through_all_that_follow() -> None:
 
 def test_a_former_successor_receives_no_counts() -> None:
     first, second = Scheduler(), Scheduler()
-    first.counts.be_base_of(second.counts)
+    first.counters.pass_to(second.counters)
     first.count(1)
-    first.counts.be_base_of(None)
+    first.counters.pass_to(None)
     first.count(2)
     assert second.base == {"success": 1}
 
@@ -53,13 +53,13 @@ def test_a_former_successor_receives_no_counts() -> None:
 def test_a_successor_restores_the_snapshot_and_receives_the_base() -> None:
     first, second = Scheduler(), Scheduler()
     first.count(2)
-    first.counts.be_base_of(second.counts)
+    first.counters.pass_to(second.counters)
     second.count(1, responses=[[1]])
     second.count(3)
-    statistics, _ = second.counts.snapshot
+    statistics, _ = second.counters.snapshot
     assert (statistics["success"], statistics["responses"]) == (3, [[1]])
     second.base = {}
-    second.counts.send_base()
+    second.counters.send_base()
     assert second.base == {"success": 2}
 
 

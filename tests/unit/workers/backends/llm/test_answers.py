@@ -176,7 +176,7 @@ def test_a_client_that_reads_nothing_delays_no_other_request(
 def test_a_request_without_a_reader_fails_while_other_requests_generate(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "_MOST_WAIT_NS", int(0.3e9))
+    monkeypatch.setattr(texts, "_MAX_WAIT_NS", int(0.3e9))
     scheduler.reads = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
     scheduler.add(2, max_tokens=400, **GREEDY)
@@ -550,7 +550,7 @@ def test_a_grammar_that_fails_ends_its_request_with_an_error(
     scheduler.step()
     with monkeypatch.context() as patched:
         error = InvalidArgument("response_format: the grammar has failed")
-        patched.setattr("shmserve.workers.backends.llm.engine.failure", lambda _: error)
+        patched.setattr("shmserve.workers.backends.llm.engine.matcher_error", lambda _: error)
         scheduler.step()
     assert scheduler.errors[1] == ("INVALID_ARG", error.message)
     scheduler.run()

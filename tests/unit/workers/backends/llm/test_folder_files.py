@@ -269,7 +269,7 @@ def test_end_tokens_come_from_the_model_and_the_tokenizer(
     path = write_folder(tmp_path / "m")
     for name, more in files.items():
         edit(path, name, **more)
-    assert Checkpoint.open(path).ends == ends
+    assert Checkpoint.open(path).end_tokens == ends
 
 
 def test_settings_without_effect_are_logged(

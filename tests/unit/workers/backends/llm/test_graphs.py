@@ -9,7 +9,12 @@ import torch
 
 from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.passes import _size, _sizes, decode_inputs, decode_logits
+from shmserve.workers.backends.llm.model.passes import (
+    _graph_size,
+    _graph_sizes,
+    decode_inputs,
+    decode_logits,
+)
 from shmserve.workers.backends.llm.model.transformer import Transformer
 
 BLOCK, BLOCKS = 4, 128
@@ -46,9 +51,9 @@ def test_every_pass_within_the_bounds_has_a_graph(
     folder: Callable[..., Path], most: int, longest: int
 ) -> None:
     cache = KvCache(Checkpoint.open(folder()).architecture, 16, 1 << 14, 0)
-    sizes = set(_sizes(most, longest, cache))
+    sizes = set(_graph_sizes(most, longest, cache))
     assert all(rows * blocks * 16 <= 1 << 17 for rows, blocks in sizes)
     for rows in range(1, most + 1):
         for length in (1, 16, 17, 255, 256, 257, longest):
             if length <= longest and 2 * rows * max(length, 256) * 2 <= 1 << 17:
-                assert _size(rows, -(-length // 16), 16) in sizes
+                assert _graph_size(rows, -(-length // 16), 16) in sizes

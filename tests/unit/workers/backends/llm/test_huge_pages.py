@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.workers.backends.llm.model.transformer import moved_to_huge_pages, without
+from shmserve.workers.backends.llm.model.transformer import moved_to_huge_pages, subtract_ranges
 
 MIB = 1 << 20
 _ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
@@ -23,7 +23,7 @@ def test_the_difference_of_address_ranges(
     def addresses(of: list[tuple[int, int]]) -> set[int]:
         return {address for begin, end in of for address in range(begin, end)}
 
-    remaining = list(without(ranges, others))
+    remaining = list(subtract_ranges(ranges, others))
     assert addresses(remaining) == addresses(ranges) - addresses(others)
     assert all(begin < end for begin, end in remaining)
 

@@ -22,7 +22,7 @@ def test_logits_have_the_bits_that_they_have_alone() -> None:
 
 @pytest.mark.usefixtures("cleared")
 def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "padded", lambda count: count)
+    monkeypatch.setattr(attention, "padded_count", lambda count: count)
     with pytest.raises(AssertionError, match="logits behind"):
         schedules.run(5)
 

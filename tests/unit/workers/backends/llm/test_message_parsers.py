@@ -12,7 +12,7 @@ from shmserve.workers.backends.llm.tool_formats import (
     FAMILIES,
     REASONING,
     TOOL_PARSERS,
-    parsers_of,
+    detect_parsers,
 )
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -285,7 +285,7 @@ def test_reasoning_that_the_prompt_has_begun_and_calls() -> None:
             content, reasoning, calls = parsed(
                 *("hermes", split(begin + text, seed), True),
                 reasoning=REASONING["qwen3"],
-                thinking=True,
+                starts_reasoning=True,
             )
             assert (content, reasoning) == ("", "Hm <tool_call>")
             assert [(name, json.loads(arguments)) for name, arguments in calls] == [WEATHER]
@@ -306,7 +306,7 @@ HINTS = {
 
 @pytest.mark.parametrize("template", HINTS)
 def test_the_parsers_are_chosen_from_the_template(template: str) -> None:
-    assert parsers_of([template]) == HINTS[template]
+    assert detect_parsers([template]) == HINTS[template]
 
 
 def test_all_formats_have_a_name_in_engine_yaml() -> None:

@@ -197,7 +197,7 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
     for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
-        given = rows.only(list(range(124)))
+        given = rows.select(list(range(124)))
         logits = lone.model.forward(given, lone.cache, lone.attention, expected)
         assert torch.equal(logits, every[expected])
 
@@ -260,7 +260,7 @@ def test_linears_agree(rows: int) -> None:
     expected = given @ weight.T + bias
     for layer, error in (
         (transformer.make_linear(weight, bias), 1e-4),
-        (transformer._plain(weight, bias), 1e-4),
+        (transformer._make_plain(weight, bias), 1e-4),
         (transformer.make_linear(weight, bias, "int8"), 2.5),
     ):
         output = layer(given)

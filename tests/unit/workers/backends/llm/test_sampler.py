@@ -85,7 +85,7 @@ def test_distributions_equal_those_of_transformers() -> None:
 def test_penalties_of_presence_and_frequency() -> None:
     logits = torch.zeros(1, 20)
     row = made(presence_penalty=0.5, frequency_penalty=0.25)
-    row.tokens, row.prompt = [1, 1, 3, 4, 4], 1
+    row.tokens, row.prompt_length = [1, 1, 3, 4, 4], 1
     sampler.process(logits, [row])
     assert logits[0, :6].tolist() == [0.0, -0.75, 0.0, -0.75, -1.0, 0.0]
 
@@ -160,7 +160,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for where, name in (
         (engine, "allowed_tokens"),
-        (grammars, "_bits"),
+        (grammars, "_bitmask"),
         (grammars.Grammars, "matcher"),
         (sampler, "_mask"),
     ):
@@ -181,7 +181,7 @@ def test_requests_without_a_grammar_pay_nothing(
         scheduler.add(6, input_ids=[5, 6, 7], max_tokens=9, regex="[ab]{4}")
         scheduler.run()
         rows = len(scheduler.tokens(6))
-        assert calls == {"matcher": 1, "allowed_tokens": rows, "_bits": rows, "_mask": rows}
+        assert calls == {"matcher": 1, "allowed_tokens": rows, "_bitmask": rows, "_mask": rows}
 
 
 def test_allowed_tokens_and_bad_words() -> None:

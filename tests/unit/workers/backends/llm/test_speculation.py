@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.workers.backends.llm.speculation import followers
+from shmserve.workers.backends.llm.speculation import ngram_draft
 from tests.rigs.llm_rig import llm_rig
 from tests.unit.workers.backends.llm.conftest import generated
 
@@ -97,9 +97,9 @@ def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path)
 
 
 def test_tokens_that_followed_earlier_are_proposed() -> None:
-    assert followers([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
-    assert followers([1, 2, 9, 1, 2, 3, 1, 2], 2) == [3, 1]  # the most recent occurrence counts
+    assert ngram_draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
+    assert ngram_draft([1, 2, 9, 1, 2, 3, 1, 2], 2) == [3, 1]  # the most recent occurrence counts
     # The longest matching ending has precedence.
-    assert followers([9, 1, 2, 7, 7, 1, 2, 8, 9, 1, 2], 1) == [7]
-    assert followers([1, 2, 3], 4) == []
-    assert followers([1, 1, 1, 1, 1, 1, 1], 2) == [1]
+    assert ngram_draft([9, 1, 2, 7, 7, 1, 2, 8, 9, 1, 2], 1) == [7]
+    assert ngram_draft([1, 2, 3], 4) == []
+    assert ngram_draft([1, 1, 1, 1, 1, 1, 1], 2) == [1]

@@ -60,7 +60,7 @@ def test_a_prompt_and_what_follows_are_the_decoding_of_all(
     for tokens in [whole, *drawn]:
         for cut in range(len(tokens) + 1):
             prompt, answer = tokens[:cut], tokens[cut:]
-            echoed = texts.decode(prompt[: texts.complete(prompt)], skip)
+            echoed = texts.decode(prompt[: texts.count_complete(prompt)], skip)
             detokenizer = Detokenizer(texts, skip, prompt)
             pieces = [*map(detokenizer.add, answer), detokenizer.flush()]
             assert echoed + "".join(pieces) == texts.decode(tokens, skip)
@@ -111,7 +111,7 @@ def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: l
     said: list[int] = []
     for _ in range(40):
         text = b"".join(map(texts.bytes_of, said))
-        forbidden = set(bad.after(said))
+        forbidden = set(bad.forbidden_after(said))
         completing = {
             token
             for token in letters
