@@ -126,9 +126,9 @@ class ResponseStream:
 
     async def _attend(self, pending: ClientStream) -> None:
         deadline_ns = pending.built.options.deadline_ns
-        left_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
+        remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(remaining_s):
                 while not pending.ready():
                     self._arrived.clear()
                     await self._arrived.wait()
@@ -180,7 +180,7 @@ class Server:
         self._former: list[_Turns] = []
 
     @takes(call_of)
-    async def infer(self, /, *given: Any, **named: Any) -> Result:
+    async def infer(self, /, *args: Any, **kwargs: Any) -> Result:
         """Run a model and return its response.
 
             result = await server.infer("blur", image=image)
@@ -199,7 +199,7 @@ class Server:
             InvalidArgument: An argument is invalid, or this client belongs to another event loop.
             ShmserveError: The server's or the model's error, with its code.
         """
-        call = call_of(*given, **named)
+        call = call_of(*args, **kwargs)
         turns, built = await self._connected(), None
         try:
             await self._loaded(turns, *call)
@@ -208,8 +208,8 @@ class Server:
         except TimedOut:
             raise
         except ShmserveError:
-            repeated = (turns.connection, call[4], built)
-            if not await asyncio.to_thread(self._session.is_repeated, *repeated):
+            attempt = (turns.connection, call[4], built)
+            if not await asyncio.to_thread(self._session.is_repeated, *attempt):
                 raise
         turns = await self._connected()
         await self._loaded(turns, *call)
@@ -218,18 +218,18 @@ class Server:
     async def _loaded(self, turns: _Turns, *call: Any) -> None:
         model, _, _, version, options, _ = call
         if turns.connection.models.needs_load(model, version):
-            of = (turns.connection, model, version, options)
-            await asyncio.to_thread(self._session.load, *of)
+            arguments = (turns.connection, model, version, options)
+            await asyncio.to_thread(self._session.load, *arguments)
 
     async def _infer(self, turns: _Turns, built: PackedRequest) -> Result:
         deadline_ns = built.options.deadline_ns
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def answered(_: ClientRequest) -> None:
+        def on_done(_: ClientRequest) -> None:
             if not future.done():
                 future.set_result(None)
 
-        pending = turns.channel.submit(built, answered)
+        pending = turns.channel.submit(built, on_done)
         turns.flush_soon()
         try:
             if deadline_ns:
@@ -246,7 +246,7 @@ class Server:
         return pending.result()
 
     @takes(call_of)
-    def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
+    def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:
         """Run a model that sends any number of responses, and iterate over them as they arrive.
 
             async with server.stream("words", text=[b"..."]) as responses:
@@ -260,7 +260,7 @@ class Server:
         Returns:
             The asynchronous iterator over the responses, which raises the request's errors.
         """
-        call = call_of(*given, **named)
+        call = call_of(*args, **kwargs)
 
         async def begin(on_item: Callable[[], None]) -> tuple[_Turns, ClientStream]:
             turns = await self._connected()
@@ -361,19 +361,19 @@ class Server:
             ShmserveError: The error of a request, as for `infer`.
         """
         input_iterator = _each(inputs)
-        waiting: deque[asyncio.Task[Result]] = deque()
+        tasks: deque[asyncio.Task[Result]] = deque()
         try:
-            async for each in input_iterator:
-                call = self.infer(model, each, outputs=outputs, version=version, timeout=timeout)
-                waiting.append(asyncio.ensure_future(call))
-                if len(waiting) >= in_flight:
-                    yield await waiting.popleft()
-            while waiting:
-                yield await waiting.popleft()
+            async for tensors in input_iterator:
+                call = self.infer(model, tensors, outputs=outputs, version=version, timeout=timeout)
+                tasks.append(asyncio.ensure_future(call))
+                if len(tasks) >= in_flight:
+                    yield await tasks.popleft()
+            while tasks:
+                yield await tasks.popleft()
         finally:
-            for task in waiting:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ready(self, model: str = "", version: str = "") -> bool:
         """Check whether the server is ready, or a model, or one version of it.
@@ -510,11 +510,11 @@ class Server:
 
 async def _each(inputs: Iterable[Tensors] | AsyncIterable[Tensors]) -> AsyncIterator[Tensors]:
     if isinstance(inputs, AsyncIterable):
-        async for each in inputs:
-            yield each
+        async for request_inputs in inputs:
+            yield request_inputs
         return
-    for each in inputs:
-        yield each
+    for request_inputs in inputs:
+        yield request_inputs
 
 
 class _Connecting:

@@ -151,8 +151,8 @@ def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
     SO_SNDTIMEO is used because connect() fails immediately with EAGAIN on a socket with a Python
     timeout.
     """
-    seconds, rest = divmod(timeout_s, 1)
-    limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+    seconds, fraction = divmod(timeout_s, 1)
+    limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     listener.connect(path)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
@@ -181,9 +181,9 @@ class Timeouts:
             The seconds until the next deadline, or None if there is none.
         """
         while self._heap:
-            left_ns = self._heap[0][0] - time.monotonic_ns()
-            if left_ns > 0:
-                return left_ns / 1e9
+            remaining_ns = self._heap[0][0] - time.monotonic_ns()
+            if remaining_ns > 0:
+                return remaining_ns / 1e9
             self._channel.expire(heapq.heappop(self._heap)[1])
         return None
 
@@ -229,7 +229,7 @@ class ServerConnection(ServerState):
 
     def _informed(self) -> bool:
         """Process the server's next messages; return whether the initial state is complete."""
-        informed = False
+        is_complete = False
         for message in self._link.receive():
             match message:
                 case Welcome(number, token):
@@ -248,14 +248,14 @@ class ServerConnection(ServerState):
                     self.draining = True
                 case HealthChanged(ready=ready):
                     self.models.ready = ready
-                    informed = True
+                    is_complete = True
                 case Answered(number, payload):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
             if number := getattr(message, "acknowledge", 0):
                 self._link.send_message(Acknowledged(number))
-        return informed
+        return is_complete
 
     def has_successor(self) -> bool:
         """Check whether another server has replaced, or will replace, this one at the same path."""
@@ -267,31 +267,31 @@ class ServerConnection(ServerState):
 
     # --- control requests
 
-    def _ask(self, asking: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
+    def _ask(self, make_message: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
         """Send a control request and wait for its response.
 
         Args:
-            asking: Returns the message, and the descriptors to pass, for a request number.
+            make_message: Returns the message, and the descriptors to pass, for a request number.
         """
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
             number, response = self._link.request()
-        self._link.send_message(*asking(number))
+        self._link.send_message(*make_message(number))
         # The caller is a callback of a future, in the connection's thread.
         if self.is_current_thread():
             self._read_until(response)
         payload: dict[str, Any] = response.result()
         return payload
 
-    def load_on_demand(self, model: str, patience_s: float) -> None:
+    def load_on_demand(self, model: str, timeout_s: float) -> None:
         """Load an on-demand model and wait until it is available.
 
         Raises:
             Unavailable: The load takes longer than `patience_s` seconds (0: unlimited).
             ShmserveError: The load failed.
         """
-        self._ask(lambda number: (WantModel(number, model, patience_s), ()))
+        self._ask(lambda number: (WantModel(number, model, timeout_s), ()))
 
     def share(self, segment: AnySegment) -> None:
         """Share a segment with the server and wait for its confirmation."""
@@ -341,20 +341,20 @@ class ServerConnection(ServerState):
     # --- the thread
 
     def _run(self) -> None:
-        listener, own = self._link.fileno(), self._own
+        listener, channel = self._link.fileno(), self._own
         try:
             while self.alive:
                 timeout_s = self._timeouts.run()
-                own.flush()
+                channel.flush()
                 events = dict(self._poll.poll(timeout_s))
                 if listener in events:
                     self._informed()
                 # This resets the wakeup and must come first: a task added meanwhile runs below, and
                 # a task added later wakes the thread again.
-                own.take(events)
+                channel.take(events)
                 while self._tasks:
                     self._tasks.popleft()(self._own)
-                if own.waker in events:
+                if channel.waker in events:
                     self._on_nudge()
         except (OSError, MalformedMessage):
             pass  # the server exited or sent an unknown message

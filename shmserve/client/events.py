@@ -108,10 +108,10 @@ class EventReader:
         self._socket.subscribe(snapshot_topic)
         try:
             while True:
-                arrived = self._next(_ANSWER_WITHIN_MS)
-                if arrived is None:
+                publication = self._next(_ANSWER_WITHIN_MS)
+                if publication is None:
                     raise Disconnected("the server did not send its state in time")
-                topic, header, events = arrived
+                topic, header, events = publication
                 if topic == snapshot_topic:
                     return [ReceivedEvent(topic, event, header.time_ns, 0) for event in events]
                 self._gaps.before(topic, header.sequence)
@@ -124,19 +124,19 @@ class EventReader:
         After a silence the reader requests the server's latest sequence numbers, so that losses at
         the end of a topic are reported too.
         """
-        quiet = False
+        is_silent = False
         while True:
-            arrived = self._next(None if quiet else _SILENCE_MS)
-            if arrived is None:
-                quiet = True
+            publication = self._next(None if is_silent else _SILENCE_MS)
+            if publication is None:
+                is_silent = True
                 self._socket.subscribe(SEQUENCES + secrets.token_hex(8))
                 continue
-            topic, header, events = arrived
+            topic, header, events = publication
             if topic.startswith(SEQUENCES):
                 self._socket.unsubscribe(topic)
                 yield from self._missing(header, events)
                 continue
-            quiet = False
+            is_silent = False
             lost = self._gaps.before(topic, header.sequence)
             for event in events:
                 yield ReceivedEvent(topic, event, header.time_ns, lost)

@@ -214,8 +214,8 @@ class ServerState(ABC):
         """Remove a closed channel; the last one frees the mappings of a closed connection."""
         with self._lock:
             self._channels.discard(channel)
-            last = not self._channels and not self.alive
-        if last:
+            is_last = not self._channels and not self.alive
+        if is_last:
             self.mappings.unmap_all()
 
     def wake(self, channel: Wakeable) -> None:

@@ -36,7 +36,7 @@ class Server:
         self._lock = threading.Lock()
 
     @takes(call_of)
-    def infer(self, /, *given: Any, **named: Any) -> Result:
+    def infer(self, /, *args: Any, **kwargs: Any) -> Result:
         """Run a model and wait for its response.
 
             image = np.zeros((1, 512, 512), np.float32)
@@ -79,7 +79,7 @@ class Server:
                 channels.
             ShmserveError: The server's or the model's error, with its code.
         """
-        call = call_of(*given, **named)
+        call = call_of(*args, **kwargs)
         waiter, built = self._waiting(), None
         try:
             built = self._session.built(waiter.connection, call)
@@ -145,7 +145,7 @@ class Server:
             waiter.cancel(waiting)
 
     @takes(call_of)
-    def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
+    def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:
         """Run a model that sends any number of responses, and iterate over them as they arrive.
 
             with server.stream("words", text=[b"..."]) as responses:
@@ -164,13 +164,13 @@ class Server:
             ShmserveError: The request cannot be sent, as for `infer`. Later errors are raised by
                 the iterator.
         """
-        call = call_of(*given, **named)
+        call = call_of(*args, **kwargs)
         waiter = self._waiting()
         built = self._session.built(waiter.connection, call, stream=True)
         return ResponseStream(waiter, waiter.open(built), self)
 
     @takes(call_of)
-    def infer_async(self, /, *given: Any, **named: Any) -> Future[Result]:
+    def infer_async(self, /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Run a model in the background.
 
             future = server.infer_async("blur", image=image)
@@ -187,7 +187,7 @@ class Server:
             ShmserveError: The request cannot be sent, as for `infer`. Later errors are those of
                 the future.
         """
-        call, connection = call_of(*given, **named), self._session.connection()
+        call, connection = call_of(*args, **kwargs), self._session.connection()
         future = SharedChannel(connection).submit(self._session.built(connection, call))
         # The client must not be collected, and thus closed, before the future completes.
         future.add_done_callback(partial(_keep, self))
@@ -375,16 +375,16 @@ class Server:
 
     def _new_channel(self, thread: threading.Thread, connection: ServerConnection) -> Waiting:
         with self._lock:
-            for other, waiter in list(self._channels.items()):
-                ended = waiter.connection is not connection and not other.is_alive()
-                if ended or other is thread:
-                    self._former.append(self._channels.pop(other))
+            for owner, waiter in list(self._channels.items()):
+                is_obsolete = waiter.connection is not connection and not owner.is_alive()
+                if is_obsolete or owner is thread:
+                    self._former.append(self._channels.pop(owner))
             self._close_former()
             # The channel of an ended thread is reused rather than closed: workers may still use the
             # memory of its requests, and a generator of `map` may await them.
-            for other, waiter in self._channels.items():
-                if not other.is_alive() and not waiter.lock.locked():
-                    self._channels[thread] = self._channels.pop(other)
+            for owner, waiter in self._channels.items():
+                if not owner.is_alive() and not waiter.lock.locked():
+                    self._channels[thread] = self._channels.pop(owner)
                     return waiter
             if len(self._channels) >= _MAX_CHANNELS:
                 return _shared(connection)
@@ -432,12 +432,12 @@ class Server:
         self._session.close_later(self.close)
 
 
-def _keep(server: Server, ended: Future[Result]) -> None:
+def _keep(server: Server, future: Future[Result]) -> None:
     """Do nothing: the callback keeps a reference to the client until the future completes."""
 
 
 def _shared(connection: ServerConnection) -> SharedChannel:
     """Return the channel for threads without one of their own; raise Unavailable."""
-    shared = SharedChannel(connection)
-    shared.check_may_wait()
-    return shared
+    channel = SharedChannel(connection)
+    channel.check_may_wait()
+    return channel

@@ -204,15 +204,15 @@ class Memories:
         """
         with self._lock:
             self.settle()
-            free_block = None if alone else self._found(byte_size)
-            if free_block is None and self._free_idle(byte_size) and not alone:
-                free_block = self._found(byte_size)
-            if free_block is not None:
-                return free_block
+            block = None if alone else self._found(byte_size)
+            if block is None and self._free_idle(byte_size) and not alone:
+                block = self._found(byte_size)
+            if block is not None:
+                return block
             used = self._used()
             # With space for further blocks, within the limit.
-            roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
-            size = byte_size if alone else max(byte_size, roomy)
+            preferred_size = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
+            size = byte_size if alone else max(byte_size, preferred_size)
             self._check_limit(used, size)
             segment = Segment(size)
             block = self._first_block(segment, segment.size if alone else byte_size)
@@ -243,10 +243,10 @@ class Memories:
         self.settle()
         return True
 
-    def serve(self, keeper: BlockOwner) -> None:
+    def serve(self, owner: BlockOwner) -> None:
         """Register an owner of idle blocks, which frees the blocks when memory is short."""
         with self._lock:
-            self._keepers[keeper] = None
+            self._keepers[owner] = None
 
     def add(self, segment: AnySegment) -> MemoryBlock:
         """Register a segment that was created elsewhere; return it as one block.

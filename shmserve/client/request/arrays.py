@@ -92,8 +92,8 @@ def _converted(value: Any, expected: str, name: str) -> tuple[Any, str]:
         )
     if isinstance(value, np.ndarray):
         # The method of a `View`, which raises Released after its release.
-        plain = getattr(value, "plain", None)
-        return (value.view(np.ndarray) if plain is None else plain()), ""
+        as_plain = getattr(value, "plain", None)
+        return (value.view(np.ndarray) if as_plain is None else as_plain()), ""
     if hasattr(value, "__dlpack__"):
         try:
             return np.from_dlpack(value), ""

@@ -149,8 +149,8 @@ class ClientRequest(InflightRequest):
                 self.explain(outcome, message.spans)
         except ShmserveError as error:
             self.end = end
-            ended = self.again or self.abandoned or runs_once(self.submit.schema, self.submit.data)
-            if isinstance(error, Unavailable) and not ended:
+            final = self.again or self.abandoned or runs_once(self.submit.schema, self.submit.data)
+            if isinstance(error, Unavailable) and not final:
                 self.again = True  # the worker exited before the response was read
                 channel.schedulers.submit(self, self.endpoint, message_size(self.submit))
                 return
@@ -275,11 +275,11 @@ class RequestChannel:
             InvalidArgument: As for `submit`.
         """
         server, built = self.server, pending.built
-        another = built.model.source is not server.models
-        if self._closed or not server.alive or another:
+        is_other_server = built.model.source is not server.models
+        if self._closed or not server.alive or is_other_server:
             built.end()
             raise Disconnected(
-                "this client is closed" if self._closed and not another else CLOSED_EARLY
+                "this client is closed" if self._closed and not is_other_server else CLOSED_EARLY
             )
         options = built.options
         size = len(built.schema) + inline_size_of(built.data) + len(options.request_id)
@@ -352,8 +352,8 @@ class RequestChannel:
     def _find(self, pending: ClientRequest, _: Failed | None) -> str:
         """Return the endpoint that currently serves the model of a request; "" if there is none."""
         model, models = pending.built.model, self.server.models
-        now = models.find(model.name, model.version) or models.find(model.name, "")
-        return "" if now is None else now.endpoint
+        current = models.find(model.name, model.version) or models.find(model.name, "")
+        return "" if current is None else current.endpoint
 
     # --- losses
 
@@ -364,7 +364,7 @@ class RequestChannel:
             self._drop_all()
             return
         self._losses = server.losses
-        for endpoint in [each.endpoint for each in self._links if each.endpoint in server.lost]:
+        for endpoint in [link.endpoint for link in self._links if link.endpoint in server.lost]:
             self.schedulers.handle_loss(endpoint)
 
     def _cut_off(self, link: Dealer) -> None:
@@ -374,26 +374,26 @@ class RequestChannel:
         once over a new link. If the scheduler has exited, the listener reports its successor.
         """
         try:
-            again = self._links.connect(link.endpoint)
+            new_link = self._links.connect(link.endpoint)
         except Unavailable as error:
             self._links.remove(link)
             for pending in self.schedulers.withdraw(link.endpoint):
                 pending.fail(error.message)
             return
-        if not again.connected:
-            again.close()
+        if not new_link.connected:
+            new_link.close()
             return
         self._links.remove(link)
         withdrawn = self.schedulers.withdraw(link.endpoint)
         if all(pending.again for pending in withdrawn):
-            again.close()
+            new_link.close()
         else:
-            self._links.add(again)
+            self._links.add(new_link)
         for pending in withdrawn:
             if pending.again:
                 pending.free()
-                ended = self.server.is_closed()
-                pending.done(Disconnected(CLOSED_EARLY) if ended else Unavailable(_TWICE))
+                is_closed = self.server.is_closed()
+                pending.done(Disconnected(CLOSED_EARLY) if is_closed else Unavailable(_TWICE))
             else:
                 pending.again = True
                 self.schedulers.submit(pending, link.endpoint, message_size(pending.submit))

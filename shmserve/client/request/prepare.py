@@ -63,8 +63,8 @@ def options_of(
 ) -> Options:
     """Return the options of a call; PLAIN if all are defaults. Raises InvalidArgument."""
     flags = SEQUENCE_START * bool(start) | SEQUENCE_END * bool(end)
-    few = not request_id and not parameters and not priority
-    if few and timeout_s is None and not sequence and not flags and not traceparent:
+    is_plain = not request_id and not parameters and not priority
+    if is_plain and timeout_s is None and not sequence and not flags and not traceparent:
         return PLAIN
     timeout_us = _timeout_us(timeout_s)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
@@ -90,8 +90,8 @@ def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
                 f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
             )
         return caller.child().message
-    asked = isinstance(parameters, Mapping) and parameters.get("explain") is True
-    return TraceContext.new().message if asked else ""
+    explain_requested = isinstance(parameters, Mapping) and parameters.get("explain") is True
+    return TraceContext.new().message if explain_requested else ""
 
 
 def _sequence(sequence: int | str) -> int | str:
@@ -210,7 +210,7 @@ def prepare(
     can_use_template = not isinstance(outputs, Mapping)
     if can_use_template and outputs is not None and type(outputs) not in (list, tuple):
         outputs = _names(outputs)
-    large = 0
+    byte_size = 0
     specs = model.signature.inputs
     for name, value in inputs.items():
         if type(value) is np.ndarray and value.flags.c_contiguous:
@@ -221,20 +221,20 @@ def prepare(
             as_torch = as_torch or is_torch(value)
             array, datatype = from_program(value, specs.get(name), name)
         arrays.append(array)
-        large += array.nbytes
+        byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
     # A large array may be in a region, which only its address shows.
-    if can_use_template and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
+    if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         prepared = model.prepared.find(tuple(key))
         if prepared is not None:
             return _filled(model, prepared, arrays, options, as_torch)
     else:
         can_use_template = False
-    loose = _Loose(memories, model, inputs, arrays, options, as_torch)
-    if not can_use_template or not loose.plain:
-        return loose.prepare(outputs)
-    prepared = loose.prepared(tuple(key), tuple(outputs or ()))
+    request = _Loose(memories, model, inputs, arrays, options, as_torch)
+    if not can_use_template or not request.plain:
+        return request.prepare(outputs)
+    prepared = request.prepared(tuple(key), tuple(outputs or ()))
     return _filled(model, prepared, arrays, options, as_torch)
 
 
@@ -281,13 +281,13 @@ def _in_place(
                     f"model '{model.name}'"
                 )
         refs = [region.ref(name) for name in region if name in signature.inputs]
-        asked = [
+        outputs = [
             RequestedOutput(name, region.output_range(name, signature))
             for name in region
             if name not in signature.inputs
         ]
-        signature.check(options.request_id, refs, asked)
-        packed = pack(refs, asked, options.parameters)
+        signature.check(options.request_id, refs, outputs)
+        packed = pack(refs, outputs, options.parameters)
         if not options.parameters:
             region.remember(model, packed)
     lease, segment = region.lease, region.segment
@@ -362,8 +362,8 @@ class _Loose:
     @property
     def plain(self) -> bool:
         """Check whether a template can be made: all inputs are numbers that are copied."""
-        strings = any(template.datatype == "BYTES" for template in self._templates)
-        return not strings and not any(self._memory_ranges)
+        has_strings = any(template.datatype == "BYTES" for template in self._templates)
+        return not has_strings and not any(self._memory_ranges)
 
     def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
         """Create a template for requests with the datatypes and shapes of this request."""
@@ -383,14 +383,14 @@ class _Loose:
         """Return the packed request."""
         signature = self._model.signature
         asked = [self._output(name, outputs) for name in outputs or ()]
-        pairs = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
-        loose = [array.nbytes for _, array, memory_range in pairs if memory_range is None]
+        tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
+        request = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
-        if sum(loose) > INLINE_LIMIT:
-            block = self._memories.allocate(sum(map(aligned, loose)))
-        at = block.offset if block else 0
+        if sum(request) > INLINE_LIMIT:
+            block = self._memories.allocate(sum(map(aligned, request)))
+        offset = block.offset if block else 0
         refs: list[TensorRef] = []
-        for template, array, memory_range in pairs:
+        for template, array, memory_range in tensors:
             data: bytes | Range
             if memory_range is not None:
                 data = memory_range
@@ -398,9 +398,9 @@ class _Loose:
                 data = array.tobytes()
             else:
                 segment = block.segment
-                np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, at), array)
-                data = segment.memory_range(at, array.nbytes)
-                at += aligned(array.nbytes)
+                np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, offset), array)
+                data = segment.memory_range(offset, array.nbytes)
+                offset += aligned(array.nbytes)
             refs.append(template.ref(data))
         end = nothing if block is None else block.recycle
         try:

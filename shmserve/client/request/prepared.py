@@ -157,22 +157,22 @@ class ClientTemplate:
             return self._new_slot()
 
     def _new_slot(self) -> Buffer:
-        inside = [] if self._inline else self._templates
-        sizes = [*[template.byte_size for template in inside], *self._output_sizes.values()]
+        slot_templates = [] if self._inline else self._templates
+        sizes = [*[template.byte_size for template in slot_templates], *self._output_sizes.values()]
         block = self._memories.allocate(sum(map(aligned, sizes)))
-        at, segment = block.offset, block.segment
+        offset, segment = block.offset, block.segment
         arrays: list[Array] = []
         inputs: list[Any] = []
-        for template in inside:
+        for template in slot_templates:
             arrays.append(
-                np.ndarray(template.shape, dtype_of(template.datatype), segment.bytes, at)
+                np.ndarray(template.shape, dtype_of(template.datatype), segment.bytes, offset)
             )
-            inputs.append(pack_range(segment.memory_range(at, template.byte_size)))
-            at += aligned(template.byte_size)
+            inputs.append(pack_range(segment.memory_range(offset, template.byte_size)))
+            offset += aligned(template.byte_size)
         outputs: list[Any] = []
         for size in self._output_sizes.values():
-            outputs.append(pack_range(segment.memory_range(at, size)))
-            at += aligned(size)
+            outputs.append(pack_range(segment.memory_range(offset, size)))
+            offset += aligned(size)
         return Buffer(self, block, arrays, inputs, outputs)
 
     def take_back(self, slot: Buffer) -> None:

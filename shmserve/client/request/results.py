@@ -122,10 +122,10 @@ def read(reader: Reader, message: Finished) -> Result:
 
 
 def _check_whole(built: PackedRequest, result: Result) -> None:
-    asked = [output.name for output in RequestSchema(built.schema).outputs]
-    lacking = [name for name in asked or built.model.signature.outputs if name not in result]
-    if lacking:
-        names = ", ".join(f"'{name}'" for name in lacking)
+    requested = [output.name for output in RequestSchema(built.schema).outputs]
+    missing = [name for name in requested or built.model.signature.outputs if name not in result]
+    if missing:
+        names = ", ".join(f"'{name}'" for name in missing)
         raise Internal(f"model '{built.model.name}' did not return the requested outputs {names}")
 
 

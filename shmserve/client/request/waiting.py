@@ -368,12 +368,12 @@ class SharedChannel(Waiting):
             self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
 
     def cancel(self, pending_requests: Iterable[Future[Result] | ClientStream]) -> None:
-        for each in pending_requests:
-            if isinstance(each, Future):
-                each.cancel()
+        for pending in pending_requests:
+            if isinstance(pending, Future):
+                pending.cancel()
             else:
                 with contextlib.suppress(Disconnected):
-                    self.connection.call(partial(RequestChannel.cancel, pending=each))
+                    self.connection.call(partial(RequestChannel.cancel, pending=pending))
 
 
 def _notified(future: Future[Result]) -> None:
@@ -403,16 +403,16 @@ def _submit(
         connection.expire_at(deadline_ns, pending.submit.id)
 
     # The callback has a parameter, because a reference to `future` would form a cycle.
-    def on_done(ended: Future[Result]) -> None:
-        if ended.cancelled() and pending.outcome is None:
+    def on_done(completed: Future[Result]) -> None:
+        if completed.cancelled() and pending.outcome is None:
             connection.call(partial(RequestChannel.cancel, pending=pending))
 
     future.add_done_callback(on_done)
 
 
-def _resolve(future: Future[Result], done: ClientRequest) -> None:
+def _resolve(future: Future[Result], pending: ClientRequest) -> None:
     with contextlib.suppress(InvalidStateError):  # the future may have been cancelled
-        if isinstance(done.outcome, Result):
-            future.set_result(done.outcome)
+        if isinstance(pending.outcome, Result):
+            future.set_result(pending.outcome)
         else:
-            future.set_exception(done.outcome)
+            future.set_exception(pending.outcome)

@@ -14,7 +14,7 @@ import torch
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
-from shmserve.workers.backends.llm.grammars import allowed_tokens, failure
+from shmserve.workers.backends.llm.grammars import allowed_tokens, matcher_error
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.sampler import (
     Check,
@@ -150,7 +150,7 @@ class WorkerEngine:
             masks: list[torch.Tensor] = []
             if row.samples and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
-                error = failure(sequence.matcher)
+                error = matcher_error(sequence.matcher)
                 if error is not None:
                     self.fail({sequence.prompt.key}, error)
                     del self._sequences[row.sequence]  # `step` reports the sequence as lost

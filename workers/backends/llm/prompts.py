@@ -27,7 +27,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
-from shmserve.workers.backends.llm.tools import MessageFormats, take
+from shmserve.workers.backends.llm.tools import MessageFormats, take_tools
 
 UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
@@ -92,7 +92,7 @@ class LongText:
         return "".join(pieces)[-most:], count
 
 
-def given_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
+def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
     """Return the inputs of a request; only a `LongText` refers to its memory.
 
     Args:
@@ -206,9 +206,9 @@ class PromptReader:
         message, message_grammar = None, ""
         if "messages" in inputs:
             chat = conversation(inputs["messages"])
-            tools, hidden = take(chat), chat.pop("include_reasoning", None) is False
+            tools, hidden = take_tools(chat), chat.pop("include_reasoning", None) is False
             inputs = {**inputs, "messages": self._chat.render(chat)}
-            message = self._formats.format(tools, inputs["messages"], hidden)
+            message = self._formats.make_format(tools, inputs["messages"], hidden)
             if message is not None:
                 message_grammar = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores)
@@ -275,7 +275,7 @@ class PromptReader:
                 text = text.whole()
             if text is None:
                 chat = conversation(inputs["messages"])
-                take(chat)
+                take_tools(chat)
                 chat.pop("include_reasoning", None)
                 text = self._chat.render(chat)
             self._check_beginnings("prompt", text, max(self._longest, _LEAST_LIMIT))

@@ -550,7 +550,7 @@ def test_a_grammar_that_fails_ends_its_request_with_an_error(
     scheduler.step()
     with monkeypatch.context() as patched:
         error = InvalidArgument("response_format: the grammar has failed")
-        patched.setattr("shmserve.workers.backends.llm.engine.failure", lambda _: error)
+        patched.setattr("shmserve.workers.backends.llm.engine.matcher_error", lambda _: error)
         scheduler.step()
     assert scheduler.errors[1] == ("INVALID_ARG", error.message)
     scheduler.run()
