@@ -184,7 +184,7 @@ class Supervisor:
             finally:
                 await end_all(waited_for)
         if not self.health.failed:
-            for line in model_table(await self.models.index(ready=False)):
+            for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
             logger.error(
@@ -249,7 +249,7 @@ class Supervisor:
         match context.control.dismiss(pid):
             case "gateway":
                 self.regions.draining.gateway_exited(pid)
-                context.background(self.regions.abandoned(pid))
+                context.background(self.regions.withdraw_leased(pid))
             case "host":
                 context.tickets.exited(pid)
             case "worker":

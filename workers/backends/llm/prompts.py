@@ -112,9 +112,7 @@ def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
         raw = memoryview(tensor.raw)
         size = raw.nbytes
         is_long = name in _INPUTS and size > most_bytes
-        # A tensor of one text has its length in 4 bytes.
-        is_text = name == "text_input" and raw[:4] == (size - 4).to_bytes(4, "little")
-        if is_long and truncates and is_text:
+        if is_long and truncates and name == "text_input" and tensor.is_text():
             inputs[name] = LongText(name, raw[4:])
             continue
         if is_long and not truncates:
