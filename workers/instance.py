@@ -230,7 +230,7 @@ class WorkerInstance:
         """Send an answer; release its output memory if it cannot be sent."""
         with self.link.lock:
             self._metrics.post_changes()
-            if self.link.send(reply):
-                self._output_memory.mark_sent()
-            else:
+            if not self.link.send(reply):
                 self._output_memory.free_unsent()
+            elif self._output_memory.unsent:
+                self._output_memory.mark_sent()

@@ -89,7 +89,8 @@ class ServerConfig:
     repository_poll_s: int
     auto_complete: bool
     model_config_name: str
-    backend_config: tuple[tuple[str, str, str], ...]  # tuples of backend, setting and value
+    # Tuples of backend, setting and value; the backend "" means all backends.
+    backend_config: tuple[tuple[str, str, str], ...]
     model_defaults: ModelDefaults
     max_queue_size: int
     request_timeout_us: int
@@ -135,14 +136,6 @@ class ServerConfig:
     visible_devices: str | None
     without_effect: tuple[str, ...]
     flags: Mapping[str, Any]
-
-    def backend_settings(self, backend: str) -> dict[str, str]:
-        """Return the --backend-config settings for a backend, including those for all backends."""
-        return {key: value for name, key, value in self.backend_config if name in ("", backend)}
-
-    def worker_threads(self, instances: int) -> int:
-        """Return the number of compute threads per worker if a model has `instances` workers."""
-        return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
 
     @property
     def guarded(self) -> bool:

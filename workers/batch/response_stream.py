@@ -347,12 +347,12 @@ class OutputStream:
                 )
             )
             # A response with arena memory is flushed now, because its delivery must be known.
-            may_wait = self._sent and not final and not memory.has_unsent
+            may_wait = self._sent and not final and not memory.unsent
             is_sent = writer.link.flush_soon() if may_wait else writer.link.flush()
-        if is_sent:
-            memory.mark_sent()
-        else:
+        if not is_sent:
             memory.free_unsent()
+        elif memory.unsent:
+            memory.mark_sent()
         if response is not None:
             self._sent = True
             self._open.window.sent(byte_size_of(packed[1]))

@@ -84,7 +84,7 @@ class Region(Mapping[str, Any]):
         assert not block.offset  # the block of a region is a whole segment
         self._start = offset
         self.segment: Any = block.segment
-        self.lease = MemoryLease(partial(memories.part_with, block))
+        self.lease = MemoryLease(partial(memories.withdraw_block, block))
         self.memories = memories
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
@@ -100,7 +100,7 @@ class Region(Mapping[str, Any]):
             return self
         region = self._attached.get(memories)
         if region is None:
-            region = self._attached[memories] = attached(memories, self, pin=self.segment.pin)
+            region = self._attached[memories] = attach_region(memories, self, pin=self.segment.pin)
         return region
 
     def fileno(self) -> int:
@@ -125,7 +125,7 @@ class Region(Mapping[str, Any]):
         from multiprocessing.reduction import DupFd
 
         shared = DupFd(self.fileno())
-        return _received, (shared, self.specs, self._start, self.segment.pin)
+        return _receive_region, (shared, self.specs, self._start, self.segment.pin)
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -208,7 +208,7 @@ class Region(Mapping[str, Any]):
         self.release()
 
 
-def attached(
+def attach_region(
     memories: Memories,
     source: Any,
     tensors: Specs | None = None,
@@ -258,7 +258,7 @@ def _descriptor(source: Any) -> int:
         ) from None
 
 
-def _received(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
+def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
     """Return a region that another process has sent. Servers use it after it is attached."""
     unshared = Memories(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)

@@ -21,7 +21,7 @@ class RegisteredMemory:
 
     memory: Memory | None = None
 
-    def shared(self, memory: bytes) -> None:
+    def on_shared(self, memory: bytes) -> None:
         """Store the server's description of the memory."""
         self.memory = unpack_memory(memory)
 

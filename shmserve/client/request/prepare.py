@@ -16,7 +16,7 @@ from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, nothing
-from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
+from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
 from shmserve.client.request.prepared import Buffer, ClientTemplate, TensorTemplate, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
@@ -162,7 +162,7 @@ def _value(name: str, value: Any) -> Any:
     )
 
 
-_ELSEWHERE = np.empty(0, np.uint8)  # placeholder of arrays that are not in host memory
+_NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder of arrays that are not in host memory
 
 
 class PackedRequest(NamedTuple):
@@ -201,7 +201,7 @@ def prepare(
         Unavailable: There is not enough memory.
     """
     if type(inputs) is Region and outputs is None:
-        return _in_place(memories, model, inputs, options)
+        return _prepare_region(memories, model, inputs, options)
     if type(inputs) is not dict and not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
     arrays: list[Array] = []
@@ -216,10 +216,10 @@ def prepare(
         if type(value) is np.ndarray and value.flags.c_contiguous:
             array, datatype = value, ""
         elif type(value) is DeviceView:
-            array, datatype, can_use_template = _ELSEWHERE, value.datatype, False
+            array, datatype, can_use_template = _NOT_ON_HOST, value.datatype, False
         else:
             as_torch = as_torch or is_torch(value)
-            array, datatype = from_program(value, specs.get(name), name)
+            array, datatype = as_array(value, specs.get(name), name)
         arrays.append(array)
         byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
@@ -228,14 +228,14 @@ def prepare(
         key += outputs or ()
         prepared = model.prepared.find(tuple(key))
         if prepared is not None:
-            return _filled(model, prepared, arrays, options, as_torch)
+            return _fill_template(model, prepared, arrays, options, as_torch)
     else:
         can_use_template = False
-    request = _Loose(memories, model, inputs, arrays, options, as_torch)
+    request = _UntemplatedRequest(memories, model, inputs, arrays, options, as_torch)
     if not can_use_template or not request.plain:
         return request.prepare(outputs)
     prepared = request.prepared(tuple(key), tuple(outputs or ()))
-    return _filled(model, prepared, arrays, options, as_torch)
+    return _fill_template(model, prepared, arrays, options, as_torch)
 
 
 def _names(outputs: Any) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ def _names(outputs: Any) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def _filled(
+def _fill_template(
     model: ClientModel,
     prepared: ClientTemplate,
     arrays: Sequence[Array],
@@ -255,7 +255,7 @@ def _filled(
     as_torch: bool,
 ) -> PackedRequest:
     parameters = options.parameters
-    if not prepared.slotted:
+    if not prepared.uses_slots:
         packed = prepared.packed(arrays, None, parameters)
         return PackedRequest(model, *packed, options, prepared, None, as_torch)
     slot = prepared.slot()
@@ -266,7 +266,7 @@ def _filled(
     return PackedRequest(model, *packed, options, prepared, slot, as_torch, *memory)
 
 
-def _in_place(
+def _prepare_region(
     memories: Memories, model: ClientModel, region: Region, options: Options
 ) -> PackedRequest:
     if region.memories is not memories:
@@ -294,7 +294,7 @@ def _in_place(
     return PackedRequest(model, *packed, options, segments=(segment,), holders=(lease,))
 
 
-def _encoded(array: Array, name: str) -> bytes:
+def _encode(array: Array, name: str) -> bytes:
     try:
         return encode_bytes(array)
     except UnicodeEncodeError as error:
@@ -303,7 +303,7 @@ def _encoded(array: Array, name: str) -> bytes:
         ) from None
 
 
-class _Loose:
+class _UntemplatedRequest:
     """A request that is packed without a template."""
 
     def __init__(
@@ -330,16 +330,16 @@ class _Loose:
                 self._templates.append(
                     TensorTemplate(name, value.datatype, value.shape, value.nbytes)
                 )
-                self._memory_ranges.append(self._on_device(value))
+                self._memory_ranges.append(self._device_range(value))
                 continue
-            array, datatype = from_program(value, specs.get(name), name)
+            array, datatype = as_array(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
-                array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
+                array = arrays[index] = np.frombuffer(_encode(array, name), np.uint8)
             self._templates.append(TensorTemplate(name, datatype, shape, array.nbytes))
-            self._memory_ranges.append(self._found(value, array))
+            self._memory_ranges.append(self._find_range(value, array))
 
-    def _on_device(self, view: DeviceView) -> Range:
+    def _device_range(self, view: DeviceView) -> Range:
         self._hold(view.segment, view.lease)
         return view.memory_range()
 
@@ -348,7 +348,7 @@ class _Loose:
         self._segments.append(segment)
         self._holders.append(holder)
 
-    def _found(self, value: Any, array: Array) -> Range | None:
+    def _find_range(self, value: Any, array: Array) -> Range | None:
         """Return the memory range of an array in the client's memory, or None for another array."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
@@ -432,7 +432,7 @@ class _Loose:
         spec = self._model.signature.outputs.get(name)
         if type(target) is DeviceView:
             check_datatype(name, target.datatype, self._model.signature)
-            memory_range = self._on_device(target)
+            memory_range = self._device_range(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
             plain = target.plain() if isinstance(target, View) else target
             datatype = datatype_of(plain, spec.datatype if spec is not None else "")

@@ -78,7 +78,7 @@ class Engine(Generic[T]):
     def fits(self, generation: Generation[T]) -> bool:
         """Return whether the KV pool is large enough for a generation.
 
-        It must hold all sequences that must run together.
+        The pool must hold all sequences that must run together.
         """
         block_size = self.settings.block_size
         shared_blocks, max_blocks = (
@@ -367,7 +367,7 @@ class Engine(Generic[T]):
     def _blocks_needed(self, sequence: Sequence[T]) -> int:
         """Return the number of further blocks that a sequence must get without preempting others.
 
-        These are the blocks of its tokens or, without preemption, of its maximum length.
+        The sequence needs the blocks of its tokens or, without preemption, of its maximum length.
         """
         block_size, generation = self.settings.block_size, sequence.generation
         if self.settings.enable_preemption:

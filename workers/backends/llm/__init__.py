@@ -236,7 +236,7 @@ def _prepare(
     """Read the inputs of a request from shared memory, and pass it to the text thread."""
     try:
         with writer.link.lock:
-            request = unpacker.request(open_request.work)
+            request = unpacker.request(open_request.work, copies_text=False)
             inputs = read_inputs(request, texts.reader.most_bytes)
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))
