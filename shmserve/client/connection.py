@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.memory.segments import AnySegment
-from shmserve.client.memory.views import nothing
+from shmserve.client.memory.views import noop
 from shmserve.client.request.channel import RequestChannel
 from shmserve.client.server_state import ServerState
 from shmserve.errors import Disconnected, ShmserveError, from_code
@@ -192,7 +192,7 @@ class ServerConnection(ServerState):
     """A local client's connection: the link to the listener, and the thread that reads it."""
 
     def __init__(
-        self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = nothing
+        self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = noop
     ) -> None:
         """Connect to the server at `run_dir`.
 

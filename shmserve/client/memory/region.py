@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
-from shmserve.client.memory.views import MemoryLease, nothing
+from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import datatype_of
 from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
@@ -78,7 +78,7 @@ class Region(Mapping[str, Any]):
             end = start + max(1, template.byte_size)
         byte_size = max(1, end)
         if make is None:
-            self._block = block = memories.allocate(byte_size, alone=True)
+            self._block = block = memories.allocate(byte_size, whole_segment=True)
         else:
             self._block = block = memories.add(make(byte_size))
         assert not block.offset  # the block of a region is a whole segment
@@ -136,7 +136,7 @@ class Region(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._templates)
 
-    def remember(self, model: ClientModel, request: Packed) -> None:
+    def store_request(self, model: ClientModel, request: Packed) -> None:
         """Cache the packed request for `model`, and remove those of models that are closed."""
         for model_key in [model_key for model_key in list(self.requests) if model_key.closed]:
             self.requests.pop(model_key, None)
@@ -195,7 +195,7 @@ class Region(Mapping[str, Any]):
         self.lease.released = True
         self.requests.clear()
         # The memory itself is freed with the last array over it and the last request in flight.
-        self.lease = MemoryLease(nothing)
+        self.lease = MemoryLease(noop)
         self.lease.released = True
         self.memories.settle()
         for region in list(self._attached.values()):

@@ -12,7 +12,7 @@ from shmserve.errors import Released
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
 
 
-def nothing() -> None:
+def noop() -> None:
     """Do nothing, as the end of a lease without memory."""
 
 

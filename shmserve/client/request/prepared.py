@@ -61,14 +61,14 @@ class Buffer:
     """Memory for one request at a time.
 
     Attributes:
-        prepared: The template that the slot belongs to.
+        template: The template that the slot belongs to.
         block: The memory.
         inputs: Arrays to write the inputs to; empty if the inputs are sent in the message.
         input_data: The packed ranges of `inputs`.
         output_data: The packed ranges of the outputs with space in the slot.
     """
 
-    prepared: ClientTemplate
+    template: ClientTemplate
     block: MemoryBlock
     inputs: list[Array]
     input_data: list[Any]
@@ -76,7 +76,7 @@ class Buffer:
 
     def end(self) -> None:
         """Return the slot for the next request."""
-        self.prepared.return_slot(self)
+        self.template.return_slot(self)
 
 
 class ClientTemplate:
