@@ -145,7 +145,7 @@ def cuda() -> FakeCuda:
 def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
     """Return the driver as the client uses it; the memory that it allocates is host memory."""
     export = cuda.exporting()
-    monkeypatch.setattr("shmserve.client.session.exporting", lambda: export)
+    monkeypatch.setattr("shmserve.client.session.open_exporter", lambda: export)
     monkeypatch.setattr(DeviceView, "__dlpack_device__", lambda view: (1, 0))
     return export
 
@@ -416,7 +416,7 @@ def test_a_program_without_a_device(host: SupervisorContext) -> None:
 def test_a_program_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match=r"\[cuda]"):
-        client_device.exporting()
+        client_device.open_exporter()
 
 
 def test_a_local_client_uses_no_handle_that_it_did_not_share(
@@ -474,10 +474,10 @@ def test_invalid_handles_are_rejected(
     connection = client._session.connection()
 
     class Asking:
-        def sharing(self, number: int) -> Any:
+        def make_share_request(self, number: int) -> Any:
             return ShareDeviceMemory(number, size, handle, device, uuid), ()
 
-        def shared(self, memory: Any) -> None:
+        def on_shared(self, memory: Any) -> None:
             raise AssertionError(memory)
 
     with pytest.raises((InvalidArgument, PermissionDenied), match=text):
