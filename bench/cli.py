@@ -16,9 +16,9 @@ from bench.context import Context, Settings
 from bench.peers import measure as peers
 from bench.report import rendering, results
 from bench.runner import Runner
-from bench.system.servers import BENCH, leave
+from bench.system.servers import BENCH, stop_on_signal
 
-_PEERS = "~/.cache/shmserve-peers"
+_PEER_FOLDER = "~/.cache/shmserve-peers"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,9 +55,9 @@ def _measure(arguments: list[str]) -> int:
     parser.add_argument(
         "--peer",
         type=Path,
-        default=Path(_PEERS),
+        default=Path(_PEER_FOLDER),
         metavar="DIR",
-        help=f"where bench/peer_setup.sh put Triton ({_PEERS})",
+        help=f"where bench/peer_setup.sh put Triton ({_PEER_FOLDER})",
     )
     parser.add_argument("--no-peer", action="store_true", help="do not start Triton")
     parser.add_argument(
@@ -67,7 +67,7 @@ def _measure(arguments: list[str]) -> int:
         help="where to write the results, and the picture beside them",
     )
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, stop_on_signal)
     settings = Settings(
         peer=options.peer.expanduser().resolve(),
         with_peer=not options.no_peer,
@@ -75,18 +75,18 @@ def _measure(arguments: list[str]) -> int:
         seconds=options.seconds,
         only=frozenset(options.only),
     )
-    run_results = Runner(Context(settings, _say)).run()
+    run_results = Runner(Context(settings, _print_progress)).run()
     return _publish(run_results, options.json or _default_path())
 
 
 def _publish(run_results: results.Results, path: Path) -> int:
     run_results.save(path)
     picture = path.with_suffix(".svg")
-    if missing := rendering.draw(run_results, picture):
-        _say(f"no picture: {missing}")
+    if reason := rendering.draw(run_results, picture):
+        _print_progress(f"no picture: {reason}")
     else:
-        _say(f"picture: {picture}")
-    _say(f"results: {path}\n")
+        _print_progress(f"picture: {picture}")
+    _print_progress(f"results: {path}\n")
     sys.stdout.write(rendering.render(run_results))
     return 1 if any(item.failed for item in run_results.not_run) else 0
 
@@ -118,5 +118,5 @@ def _positive(text: str) -> int:
     return value
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     sys.stderr.write(text + "\n")

@@ -26,7 +26,7 @@ class Settings:
     seconds: float
     only: frozenset[str]
 
-    def wants(self, name: str) -> bool:
+    def selects(self, name: str) -> bool:
         """Return whether the case with this name is selected."""
         return not self.only or name in self.only
 
@@ -34,9 +34,9 @@ class Settings:
 class Context:
     """The context of all cases. `say` prints the progress of the run."""
 
-    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, log: Callable[[str], None]) -> None:
         self.settings = settings
-        self.say = say
+        self.log = log
         self.results = Results(
             datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             machine.describe(),
@@ -70,7 +70,7 @@ class Context:
         self.analyzer = analyzer
         return analyzer
 
-    def skip(self, subject: str, why: str, *, failed: bool = False) -> None:
+    def skip(self, subject: str, reason: str, *, failed: bool = False) -> None:
         """Record that a figure is not measured, and why; `failed`: its measurement failed."""
-        self.results.not_run.append(NotRun(subject, why, failed))
-        self.say(f"{subject}: not measured: {why}")
+        self.results.not_run.append(NotRun(subject, reason, failed))
+        self.log(f"{subject}: not measured: {reason}")

@@ -50,7 +50,7 @@ def _median_us(call: Callable[[], object], seconds: float) -> float:
     return statistics.median(times) / 1000
 
 
-def _alone() -> Callable[[], object]:
+def _local_layer() -> Callable[[], object]:
     """Run the layer in this process, with its output in place as in a worker."""
     import torch
 
@@ -66,21 +66,21 @@ def _alone() -> Callable[[], object]:
     return call
 
 
-def _ways(client: shmserve.client.Server) -> dict[str, Callable[[], object]]:
-    form = ((SIDE, SIDE), "FP32")
+def _client_calls(client: shmserve.client.Server) -> dict[str, Callable[[], object]]:
+    spec = ((SIDE, SIDE), "FP32")
     values = np.random.default_rng(0).random((SIDE, SIDE), np.float32)
-    forms = {"input": form, "output": form}
-    device = client.allocate(forms, device="cuda:0")
+    specs = {"input": spec, "output": spec}
+    device = client.allocate(specs, device="cuda:0")
     device["input"].fill(values)
-    pinned, plain = client.allocate(forms, pin=True), client.allocate(forms)
-    pinned["input"][:] = plain["input"][:] = values
-    ways: dict[str, Any] = {
+    pinned, unpinned = client.allocate(specs, pin=True), client.allocate(specs)
+    pinned["input"][:] = unpinned["input"][:] = values
+    kinds: dict[str, Any] = {
         "in place on the device": device,
         "in pinned host memory": pinned,
-        "in host memory": plain,
+        "in host memory": unpinned,
         "given as an array": {"input": values},
     }
-    return {name: partial(client.infer, "linear", inputs) for name, inputs in ways.items()}
+    return {name: partial(client.infer, "linear", inputs) for name, inputs in kinds.items()}
 
 
 def main() -> int:
@@ -108,7 +108,7 @@ def main() -> int:
             running(Shmserve(), [model], notes=notes) as server,
             shmserve.client.connect(server.run_dir) as client,
         ):
-            cases = {"the layer alone, in one process": _alone(), **_ways(client)}
+            cases = {"the layer alone, in one process": _local_layer(), **_client_calls(client)}
             samples: dict[str, list[float]] = {name: [] for name in cases}
             for call in cases.values():
                 _median_us(call, _WARM_UP_S)
@@ -117,8 +117,8 @@ def main() -> int:
                     samples[name].append(_median_us(call, options.seconds))
     print(f"torch.nn.Linear on 16 MiB, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     for name, values in samples.items():
-        middle = statistics.median(values)
-        print(f"{name:34} {middle:8,.0f} µs  [{min(values):,.0f} .. {max(values):,.0f}]")
+        median = statistics.median(values)
+        print(f"{name:34} {median:8,.0f} µs  [{min(values):,.0f} .. {max(values):,.0f}]")
     for note in notes:
         print(note)
     return 0

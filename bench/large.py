@@ -24,16 +24,16 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from bench.load.attacks import Honest, simple_request
+from bench.load.attacks import HonestClient, simple_request
 from bench.load.client import BODIES, Client
 from bench.soak import quantile
 from bench.system import machine, processes, resources, servers
 from shmserve.common import fd_limits
 
-_ASKING = 100
+_ACTIVE = 100  # connections that send requests
 _SECONDS = 5
 _PAGE = 4096
-_FEW = 500
+_PART = 500  # regions of which the percentiles of the first and of the last are printed
 _BODY = json.dumps(BODIES["simple"])
 
 
@@ -42,7 +42,7 @@ class Connection(Protocol):
 
     sock: socket.socket
 
-    def ask(self) -> None:
+    def send_request(self) -> None:
         """Send a request."""
 
     def read(self) -> int:
@@ -57,7 +57,7 @@ class Http:
         self._connection.connect()
         self.sock: socket.socket = self._connection.sock
 
-    def ask(self) -> None:
+    def send_request(self) -> None:
         """Send a request."""
         self._connection.request("POST", "/v2/models/simple/infer", _BODY)
 
@@ -70,7 +70,7 @@ class Http:
         return 1
 
 
-class Grpc(Honest):
+class Grpc(HonestClient):
     """A gRPC connection with one call in flight."""
 
     def __init__(self, port: int) -> None:
@@ -89,60 +89,60 @@ _MESSAGE = simple_request()
 
 def connections(count: int) -> None:
     """Measure `count` idle connections of each protocol in turn."""
-    kinds: dict[str, Callable[[int], Connection]] = {"http": Http, "grpc": Grpc}
-    for name, make in kinds.items():
+    types: dict[str, Callable[[int], Connection]] = {"http": Http, "grpc": Grpc}
+    for name, open_connection in types.items():
         with _server([servers.BENCH / "models" / "simple"]) as server:
             port = server.ports.grpc if name == "grpc" else server.ports.http
             gateway = f"gateway {name} 0"
-            asking = [make(port) for _ in range(_ASKING)]
-            alone = _latencies(asking)
+            active = [open_connection(port) for _ in range(_ACTIVE)]
+            alone = _latencies(active)
             before = resources.sample(server.pid).memory_mb
             began = time.perf_counter()
-            idle = [_used(make(port)) for _ in range(count)]
+            idle = [_after_one_request(open_connection(port)) for _ in range(count)]
             took = time.perf_counter() - began
             after = resources.sample(server.pid).memory_mb
-            crowded = _latencies(asking)
-            gone = sum(map(_ended, idle))
-            added = (after[_found(after, gateway)] - before[_found(before, gateway)]) / count * 1e3
+            beside = _latencies(active)
+            ended = sum(map(_ended, idle))
+            kb = (after[_title(after, gateway)] - before[_title(before, gateway)]) / count * 1e3
             print(
-                f"{name}: {count:,} idle, {gone} of them ended; {took / count * 1e6:,.0f} µs and "
-                f"{added:.1f} KB each; {_ASKING} that ask: alone {_shown(alone)}, beside them "
-                f"{_shown(crowded)}",
+                f"{name}: {count:,} idle, {ended} of them ended; {took / count * 1e6:,.0f} µs and "
+                f"{kb:.1f} KB each; {_ACTIVE} that ask: alone {_quantiles(alone)}, beside them "
+                f"{_quantiles(beside)}",
                 flush=True,
             )
-            for each in (*idle, *asking):
-                each.sock.close()
+            for connection in (*idle, *active):
+                connection.sock.close()
 
 
-def _found(table: dict[str, float], start: str) -> str:
-    return next(title for title in table if title.startswith(start[:-2]))
+def _title(memory_mb: dict[str, float], prefix: str) -> str:
+    return next(title for title in memory_mb if title.startswith(prefix[:-2]))
 
 
-def _used(connection: Connection) -> Connection:
+def _after_one_request(connection: Connection) -> Connection:
     # The server closes a connection that sends no first request in time.
-    connection.ask()
+    connection.send_request()
     while not connection.read():
         pass
     return connection
 
 
-def _latencies(asking: list[Connection]) -> list[float]:
+def _latencies(active: list[Connection]) -> list[float]:
     """Send a request per second on each connection, and return their latencies in ms."""
-    by_fd = {each.sock: each for each in asking}
+    by_socket = {connection.sock: connection for connection in active}
     sent: dict[socket.socket, float] = {}
     latencies_ms = []
     began = time.perf_counter()
-    due = [began + number / len(asking) for number in range(_SECONDS * len(asking))]
-    while due or sent:
-        if due and time.perf_counter() >= due[0]:
-            connection = asking[len(due) % len(asking)]
+    due_s = [began + number / len(active) for number in range(_SECONDS * len(active))]
+    while due_s or sent:
+        if due_s and time.perf_counter() >= due_s[0]:
+            connection = active[len(due_s) % len(active)]
             # Otherwise the request is late, and is sent after the response to the previous request.
             if connection.sock not in sent:
-                sent[connection.sock] = due.pop(0)
-                connection.ask()
-        wait = max(0.0, due[0] - time.perf_counter()) if due else 1.0
+                sent[connection.sock] = due_s.pop(0)
+                connection.send_request()
+        wait = max(0.0, due_s[0] - time.perf_counter()) if due_s else 1.0
         for sock in select.select(list(sent), [], [], wait)[0] if len(sent) else ():
-            if by_fd[sock].read():
+            if by_socket[sock].read():
                 latencies_ms += [(time.perf_counter() - sent.pop(sock)) * 1e3]
         if not sent:
             time.sleep(wait)
@@ -156,7 +156,7 @@ def _ended(connection: Connection) -> bool:
     return False
 
 
-def _shown(latencies: list[float]) -> str:
+def _quantiles(latencies: list[float]) -> str:
     p50, p99 = (quantile(latencies, share) for share in (0.5, 0.99))
     return f"p50 {p50:.1f}, p99 {p99:.1f} ms"
 
@@ -172,23 +172,23 @@ def regions(count: int) -> None:
             _server([servers.BENCH / "models" / "simple"], flags) as server,
             server.client() as client,
         ):
-            before = processes.pss_mb(server.pid)
-            registered = [_timed(partial(_register, client, name)) for name in names]
-            memory = processes.pss_mb(server.pid) - before
-            status = _timed(partial(client.call, "GET", "/v2/systemsharedmemory/status"))
-            one = _timed(partial(client.call, "GET", f"{_REGION}/{names[-1]}/status"))
-            infer = [_timed(partial(client.infer, "simple")) for _ in range(100)]
+            before_mb = processes.pss_mb(server.pid)
+            added = [_time_ms(partial(_register, client, name)) for name in names]
+            added_mb = processes.pss_mb(server.pid) - before_mb
+            all_ms = _time_ms(partial(client.call, "GET", "/v2/systemsharedmemory/status"))
+            one_ms = _time_ms(partial(client.call, "GET", f"{_REGIONS_PATH}/{names[-1]}/status"))
+            infer = [_time_ms(partial(client.infer, "simple")) for _ in range(100)]
             removed = [
-                _timed(partial(client.call, "POST", f"{_REGION}/{name}/unregister"))
+                _time_ms(partial(client.call, "POST", f"{_REGIONS_PATH}/{name}/unregister"))
                 for name in names
             ]
             print(
-                f"{count:,} regions: {memory / count * 1e3:.2f} KB each; register p50 of the first "
-                f"{_FEW} {quantile(registered[:_FEW], 0.5):.2f} ms, of the last "
-                f"{quantile(registered[-_FEW:], 0.5):.2f} ms; status of one {one:.1f} ms, of all "
-                f"{status:.0f} ms; a request p50 {quantile(infer, 0.5):.2f} ms; unregister first "
-                f"{quantile(removed[:_FEW], 0.5):.2f} ms, last "
-                f"{quantile(removed[-_FEW:], 0.5):.2f} ms",
+                f"{count:,} regions: {added_mb / count * 1e3:.2f} KB each; register p50 of the "
+                f"first {_PART} {quantile(added[:_PART], 0.5):.2f} ms, of the last "
+                f"{quantile(added[-_PART:], 0.5):.2f} ms; status of one {one_ms:.1f} ms, of all "
+                f"{all_ms:.0f} ms; a request p50 {quantile(infer, 0.5):.2f} ms; unregister first "
+                f"{quantile(removed[:_PART], 0.5):.2f} ms, last "
+                f"{quantile(removed[-_PART:], 0.5):.2f} ms",
                 flush=True,
             )
     finally:
@@ -196,43 +196,44 @@ def regions(count: int) -> None:
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-_REGION = "/v2/systemsharedmemory/region"
+_REGIONS_PATH = "/v2/systemsharedmemory/region"
 
 
 def _register(client: Client, name: str) -> None:
-    where = {"key": f"/{name}", "offset": 0, "byte_size": _PAGE}
-    client.call("POST", f"{_REGION}/{name}/register", where)
+    region = {"key": f"/{name}", "offset": 0, "byte_size": _PAGE}
+    client.call("POST", f"{_REGIONS_PATH}/{name}/register", region)
 
 
-def _timed(act: Callable[[], object]) -> float:
+def _time_ms(call: Callable[[], object]) -> float:
     began = time.perf_counter()
-    act()
+    call()
     return (time.perf_counter() - began) * 1e3
 
 
 def models(count: int) -> None:
     """Measure servers with copies of one model: one copy, half of them, and all."""
     with tempfile.TemporaryDirectory(prefix="bench-large-") as folder:
-        named = [_copy(Path(folder), number) for number in range(count)]
-        lone = 0.0
-        for several in (1, count // 2, count):
-            served = named[:several]
+        folders = [_copy(Path(folder), number) for number in range(count)]
+        first_mb = 0.0
+        for loaded in (1, count // 2, count):
+            served = folders[:loaded]
             with _server(served, ("--model-control-mode=explicit", "--load-model=*")) as server:
-                memory = processes.pss_mb(server.pid)
-                lone = lone or memory
-                cpu = processes.cpu_s(server.pid)
-                more = (memory - lone) / max(1, several - 1)
-                line = f"{several} models: start {server.ready_s:.1f} s ({cpu:.1f} s of CPU), "
-                line += f"{memory:,.0f} MB"
+                memory_mb = processes.pss_mb(server.pid)
+                first_mb = first_mb or memory_mb
+                cpu_s = processes.cpu_s(server.pid)
+                added_mb = (memory_mb - first_mb) / max(1, loaded - 1)
+                line = f"{loaded} models: start {server.ready_s:.1f} s ({cpu_s:.1f} s of CPU), "
+                line += f"{memory_mb:,.0f} MB"
                 with server.client() as client:
-                    index = _timed(partial(client.call, "POST", "/v2/repository/index"))
-                    line += f", {more:.1f} MB for one more, index {index:.0f} ms"
-                    times = [_timed(partial(_unload, client, each.name)) for each in served]
-                line += f"; unload p50 {quantile(times, 0.5):.0f} ms, all {sum(times) / 1e3:.1f} s"
+                    index = _time_ms(partial(client.call, "POST", "/v2/repository/index"))
+                    line += f", {added_mb:.1f} MB for one more, index {index:.0f} ms"
+                    unload = [_time_ms(partial(_unload, client, model.name)) for model in served]
+                total_s = sum(unload) / 1e3
+                line += f"; unload p50 {quantile(unload, 0.5):.0f} ms, all {total_s:.1f} s"
                 remaining_mb = processes.pss_mb(server.pid)
                 began = time.perf_counter()
-            stopped = time.perf_counter() - began
-            print(f"{line}, {remaining_mb:,.0f} MB left; end {stopped:.1f} s", flush=True)
+            stopped_s = time.perf_counter() - began
+            print(f"{line}, {remaining_mb:,.0f} MB left; end {stopped_s:.1f} s", flush=True)
 
 
 def _unload(client: Client, name: str) -> None:
@@ -270,10 +271,10 @@ def main() -> None:
     parser.add_argument("--count", type=int)
     options = parser.parse_args()
     fd_limits.raise_limit()
-    signal.signal(signal.SIGTERM, servers.leave)
+    signal.signal(signal.SIGTERM, servers.stop_on_signal)
     print(machine.describe())
-    case, usual = _CASES[options.case]
-    case(options.count or usual)
+    case, default_count = _CASES[options.case]
+    case(options.count or default_count)
 
 
 if __name__ == "__main__":

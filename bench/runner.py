@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _WARM_UP_S = 1.5
-_FAILURES = (ServerFailed, perf.LoadFailed, RequestFailed, OSError)
+_CASE_FAILURES = (ServerFailed, perf.LoadFailed, RequestFailed, OSError)
 
 
 class Runner:
@@ -44,12 +44,12 @@ class Runner:
         self._context = context
         self._settings = context.settings
         self.results = context.results
-        self._written: tempfile.TemporaryDirectory[str] | None = None
+        self._ensemble_folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self) -> Results:
         """Measure every selected case."""
-        loads = [case for case in (*LOADS, *DYNAMIC) if self._settings.wants(case.name)]
-        natives = [case for case in native.NATIVE if self._settings.wants(case.name)]
+        loads = [case for case in (*LOADS, *DYNAMIC) if self._settings.selects(case.name)]
+        natives = [case for case in native.NATIVE if self._settings.selects(case.name)]
         analyzer = self._context.find_analyzer() if loads or natives else None
         if analyzer:
             for load in loads:
@@ -57,40 +57,40 @@ class Runner:
         for case in natives:
             try:
                 self._add(native.run(case, self._context))
-            except _FAILURES as error:
+            except _CASE_FAILURES as error:
                 self._context.skip(case.name, str(error), failed=True)
-        for streamed in streams.STREAMS:
-            if self._settings.wants(streamed.name):
+        for stream_case in streams.STREAMS:
+            if self._settings.selects(stream_case.name):
                 try:
-                    for row in streams.run(streamed, self._context):
+                    for row in streams.run(stream_case, self._context):
                         self._add(row)
-                except _FAILURES as error:
-                    self._context.skip(streamed.name, str(error), failed=True)
-        for traced in tracing.TRACES:
-            if self._settings.wants(traced.name):
+                except _CASE_FAILURES as error:
+                    self._context.skip(stream_case.name, str(error), failed=True)
+        for trace_case in tracing.TRACES:
+            if self._settings.selects(trace_case.name):
                 try:
-                    self._add(tracing.run(traced, self._context))
-                except _FAILURES as error:
-                    self._context.skip(traced.name, str(error), failed=True)
-        if self._settings.wants(QUEUE):
-            for queued, figure in QUEUE_COST.items():
-                self._context.say(f"{QUEUE}: {queued:,} queued")
-                costs = [queue_cost.sample(queued) for _ in range(self._settings.repeats)]
+                    self._add(tracing.run(trace_case, self._context))
+                except _CASE_FAILURES as error:
+                    self._context.skip(trace_case.name, str(error), failed=True)
+        if self._settings.selects(QUEUE):
+            for queue_size, figure in QUEUE_COST.items():
+                self._context.log(f"{QUEUE}: {queue_size:,} queued")
+                costs = [queue_cost.sample(queue_size) for _ in range(self._settings.repeats)]
                 self._add(Row(figure, {US: costs}))
-        if self._settings.wants(MEMCPY.name):
+        if self._settings.selects(MEMCPY.name):
             samples = [native.memcpy_sample() for _ in range(self._settings.repeats)]
             self._add(Row(MEMCPY, {MACHINE: samples}))
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            for standing in STANDING:
-                if self._settings.wants(standing.name):
-                    self._run_standing(standing, Path(folder))
+            for standing_case in STANDING:
+                if self._settings.selects(standing_case.name):
+                    self._run_standing(standing_case, Path(folder))
         return self.results
 
     def _run_load(self, case: LoadCase, analyzer: Analyzer) -> None:
         """Measure a load on both servers, which run together and take turns at being first."""
         row = Row(case.figure, {}, {})
-        with ExitStack() as started:
-            servers = self._start(case, started)
+        with ExitStack() as stack:
+            servers = self._start(case, stack)
             warm_up = partial(self._warm_up, case=case, analyzer=analyzer)
             for server in list(servers):
                 self._attempt(servers, server, case, warm_up)
@@ -100,19 +100,22 @@ class Runner:
                     self._attempt(servers, server, case, sample)
         self._add(row)
         for column, figure in case.more:
-            reports = row.details.items()
-            self._add(Row(figure, {name: [each[column] for each in of] for name, of in reports}))
+            samples = {
+                server: [report[column] for report in reports]
+                for server, reports in row.details.items()
+            }
+            self._add(Row(figure, samples))
 
-    def _start(self, case: LoadCase, started: ExitStack) -> list[Server]:
+    def _start(self, case: LoadCase, stack: ExitStack) -> list[Server]:
         servers = []
         for product in self._context.products():
-            self._context.say(f"{case.name}: starting {product.name}")
+            self._context.log(f"{case.name}: starting {product.name}")
             notes = self.results.notes
             try:
                 models = list(map(self._model, (case.load.model, *case.load.steps)))
                 server = running(product, models, notes=notes)
-                servers.append(started.enter_context(server))
-            except _FAILURES as error:
+                servers.append(stack.enter_context(server))
+            except _CASE_FAILURES as error:
                 self._context.skip(f"{case.name}, {product.name}", str(error), failed=True)
         return servers
 
@@ -121,10 +124,10 @@ class Runner:
         folder = BENCH / "models" / name
         if folder.is_dir():
             return folder
-        if self._written is None:
-            self._written = tempfile.TemporaryDirectory(prefix="bench-models-")
-            ensembles.write(Path(self._written.name))
-        return Path(self._written.name, name)
+        if self._ensemble_folder is None:
+            self._ensemble_folder = tempfile.TemporaryDirectory(prefix="bench-models-")
+            ensembles.write(Path(self._ensemble_folder.name))
+        return Path(self._ensemble_folder.name, name)
 
     def _attempt(
         self, servers: list[Server], server: Server, case: LoadCase, step: Callable[[Server], None]
@@ -135,7 +138,7 @@ class Runner:
         """
         try:
             step(server)
-        except _FAILURES as error:
+        except _CASE_FAILURES as error:
             servers.remove(server)
             self._context.skip(f"{case.name}, {server.name}", str(error), failed=True)
 
@@ -153,7 +156,7 @@ class Runner:
         row.details.setdefault(server.name, []).append(report)
         value = f"{report[case.column]:,.0f} {case.figure.unit}"
         progress = f"{len(row.samples[server.name])}/{self._settings.repeats}"
-        self._context.say(f"{case.name}: {server.name} {value} ({progress})")
+        self._context.log(f"{case.name}: {server.name} {value} ({progress})")
 
     def _run_standing(self, case: StandingCase, folder: Path) -> None:
         model_folder = BENCH / "models" / case.model
@@ -161,10 +164,10 @@ class Runner:
         rows = [Row(figure, {}) for figure in case.figures]
         for product in self._context.products(case.with_triton) if model else ():
             assert model is not None
-            self._context.say(f"{case.name}: {product.name}")
+            self._context.log(f"{case.name}: {product.name}")
             try:
                 measured = case.measure(product, model, self._settings.repeats, self.results.notes)
-            except _FAILURES as error:
+            except _CASE_FAILURES as error:
                 self._context.skip(f"{case.name}, {product.name}", str(error), failed=True)
                 continue
             for row, samples in zip(rows, measured.samples, strict=True):

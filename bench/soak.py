@@ -25,10 +25,10 @@ from bench.load.client import Client
 from bench.system import machine, resources, servers
 
 _MODELS = ("simple", "identity", "repeat", "pass")
-_RELOADED = "pass"
+_RELOADED_MODEL = "pass"
 _WINDOWS = 30
-_REGION = 1 << 20
-_LOAD = [sys.executable, "-m", "bench.load.mixed"]
+_REGION_BYTES = 1 << 20
+_LOAD_COMMAND = [sys.executable, "-m", "bench.load.mixed"]
 
 
 @dataclass
@@ -42,25 +42,25 @@ class Run:
 
     def take(self, line: str) -> None:
         """Record a line of the load generator."""
-        report_line = json.loads(line)
-        self.failed += report_line["failed"]
-        for door, times_ms in report_line["ms"].items():
+        report = json.loads(line)
+        self.failed += report["failed"]
+        for door, times_ms in report["ms"].items():
             self.latencies.setdefault(door, []).extend(times_ms)
 
     def close_window(self, server: servers.Server) -> str:
         """Take a sample of the server's resources, and return it in one line with the latencies."""
-        now = resources.sample(server.pid)
-        self.samples.append(now)
-        every = sorted(ms for latency in self.latencies.values() for ms in latency)
+        sample = resources.sample(server.pid)
+        self.samples.append(sample)
+        latencies = sorted(ms for latency in self.latencies.values() for ms in latency)
         slowest = max(self.latencies, key=lambda door: quantile(self.latencies[door], 0.99))
         self.latencies = {}
-        p50, p99, p999 = (quantile(every, q) for q in (0.5, 0.99, 0.999))
+        p50, p99, p999 = (quantile(latencies, q) for q in (0.5, 0.99, 0.999))
         self.medians.append(p50)
         return (
-            f"{len(every):7,} requests  p50 {p50:6.1f}  p99 {p99:7.1f}  p99.9 {p999:7.1f} ms "
-            f"(slowest: {slowest})  PSS {sum(now.memory_mb.values()):6.1f} MB  fds "
-            f"{sum(now.descriptors.values()):5}  threads {sum(now.threads.values()):4}  "
-            f"/dev/shm {now.shm_mb:5.1f} MB"
+            f"{len(latencies):7,} requests  p50 {p50:6.1f}  p99 {p99:7.1f}  p99.9 {p999:7.1f} ms "
+            f"(slowest: {slowest})  PSS {sum(sample.memory_mb.values()):6.1f} MB  fds "
+            f"{sum(sample.descriptors.values()):5}  threads {sum(sample.threads.values()):4}  "
+            f"/dev/shm {sample.shm_mb:5.1f} MB"
         )
 
 
@@ -72,13 +72,14 @@ def quantile(values: Sequence[float], share: float) -> float:
 def churn(client: Client) -> None:
     """Run the rare operations: register a region, reload a model, and read the statistics."""
     path = Path(f"/dev/shm/bench-soak-{os.getpid()}")
-    path.write_bytes(bytes(_REGION))
-    where = f"/v2/systemsharedmemory/region/{path.name}"
-    client.call("POST", f"{where}/register", {"key": path.name, "offset": 0, "byte_size": _REGION})
+    path.write_bytes(bytes(_REGION_BYTES))
+    region = f"/v2/systemsharedmemory/region/{path.name}"
+    memory = {"key": path.name, "offset": 0, "byte_size": _REGION_BYTES}
+    client.call("POST", f"{region}/register", memory)
     path.unlink()
-    client.call("POST", f"{where}/unregister")
-    client.call("POST", f"/v2/repository/models/{_RELOADED}/unload")
-    client.call("POST", f"/v2/repository/models/{_RELOADED}/load")
+    client.call("POST", f"{region}/unregister")
+    client.call("POST", f"/v2/repository/models/{_RELOADED_MODEL}/unload")
+    client.call("POST", f"/v2/repository/models/{_RELOADED_MODEL}/load")
     client.call("POST", "/v2/repository/index")
     client.call("GET", "/v2/models/stats")
 
@@ -92,7 +93,7 @@ def soak(seconds: float, rate: float) -> int:
     notes: list[str] = []
     with servers.running(servers.Shmserve(), models, flags, notes=notes) as server:
         ports = (str(server.ports.http), str(server.ports.grpc))
-        command = [*_LOAD, str(server.run_dir), *ports, str(rate), str(seconds)]
+        command = [*_LOAD_COMMAND, str(server.run_dir), *ports, str(rate), str(seconds)]
         with (
             subprocess.Popen(
                 command, stdout=subprocess.PIPE, text=True, cwd=servers.BENCH.parent
@@ -100,13 +101,13 @@ def soak(seconds: float, rate: float) -> int:
             server.client() as client,
         ):
             assert load.stdout is not None
-            ends = time.monotonic() + window
+            window_end = time.monotonic() + window
             for line in load.stdout:
                 run.take(line)
-                if time.monotonic() >= ends:
+                if time.monotonic() >= window_end:
                     churn(client)
                     print(f"{len(run.samples):3} {run.close_window(server)}", flush=True)
-                    ends += window
+                    window_end += window
         if load.returncode:
             run.failed.append(f"the load ended with status {load.returncode}")
     return report(run, notes)
@@ -114,16 +115,16 @@ def soak(seconds: float, rate: float) -> int:
 
 def report(run: Run, notes: Sequence[str]) -> int:
     """Print the growth, the failures and the leftovers, and return the exit status."""
-    grown = resources.growth(run.samples)
+    growth = resources.growth(run.samples)
     third = len(run.medians) // 3
     if third:
-        first = statistics.median(run.medians[-2 * third : -third])
+        previous = statistics.median(run.medians[-2 * third : -third])
         print(f"p50 of the last third {statistics.median(run.medians[-third:]):.1f} ms, ", end="")
-        print(f"of the one before {first:.1f} ms")
-    for line in (*(f"grew: {each}" for each in grown), *run.failed[:20], *notes):
+        print(f"of the one before {previous:.1f} ms")
+    for line in (*(f"grew: {resource}" for resource in growth), *run.failed[:20], *notes):
         print(line)
-    print(f"{len(grown)} grew, {len(run.failed)} requests failed")
-    return int(bool(grown or run.failed or notes))
+    print(f"{len(growth)} grew, {len(run.failed)} requests failed")
+    return int(bool(growth or run.failed or notes))
 
 
 def main() -> int:
@@ -132,7 +133,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second, of each door")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, servers.leave)
+    signal.signal(signal.SIGTERM, servers.stop_on_signal)
     return soak(options.minutes * 60, options.rate)
 
 

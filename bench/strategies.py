@@ -26,9 +26,9 @@ from bench.system import machine
 from bench.system.peer import Analyzer
 from bench.system.servers import BENCH, Server, Shmserve, running
 
-SETUP_MS, EACH_MS, LARGEST = 4.0, 0.4, 32
+SETUP_MS, ROW_MS, MAX_BATCH = 4.0, 0.4, 32
 TARGET_MS = 30
-OUR_DELAY_US = 5_000
+PREFER_BATCH_DELAY_US = 5_000
 IN_FLIGHT = (1, 2, 4, 8, 16, 32, 48)
 TRITON_DELAYS_US = (0, 1_000, 2_000, 5_000, 10_000)
 _WARM_UP_S = 1.0
@@ -41,9 +41,9 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        given = [pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy() for r in requests]
-        time.sleep(({SETUP_MS} + {EACH_MS} * sum(len(each) for each in given)) / 1000)
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)]) for x in given]
+        inputs = [pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy() for r in requests]
+        time.sleep(({SETUP_MS} + {ROW_MS} * sum(map(len, inputs))) / 1000)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)]) for x in inputs]
 """
 _CONFIG = """
 backend: "python"
@@ -69,36 +69,36 @@ def _model(folder: Path, name: str, delay_us: int, **parameters: object) -> Path
     model = folder / name
     (model / "1").mkdir(parents=True)
     (model / "1" / "model.py").write_text(_MODEL)
-    config = _CONFIG % (LARGEST, delay_us)
+    config = _CONFIG % (MAX_BATCH, delay_us)
     config += "".join(_PARAMETER % item for item in parameters.items())
     (model / "config.pbtxt").write_text(config)
     return model
 
 
-def _ours(folder: Path) -> list[Path]:
+def _shmserve_models(folder: Path) -> list[Path]:
     return [
-        _model(folder, "prefer_batch", OUR_DELAY_US, batching_strategy="prefer_batch"),
+        _model(folder, "prefer_batch", PREFER_BATCH_DELAY_US, batching_strategy="prefer_batch"),
         _model(folder, "prefer_latency", 0, batching_strategy="prefer_latency"),
         _model(folder, "adaptive", 0, batching_strategy="adaptive", target_p99_ms=TARGET_MS),
     ]
 
 
-def _theirs(folder: Path) -> list[Path]:
+def _triton_models(folder: Path) -> list[Path]:
     return [_model(folder, f"delay_{delay}", delay) for delay in TRITON_DELAYS_US]
 
 
 def _measure(
-    places: list[tuple[Server, str]], analyzer: Analyzer, seconds: float, repeats: int
+    served: list[tuple[Server, str]], analyzer: Analyzer, seconds: float, repeats: int
 ) -> dict[str, list[Point]]:
     """Measure each model under each load, and return a curve for each model.
 
     The models take turns at each load, so that a slow moment of the machine affects all of them.
     """
-    curves: dict[str, list[Point]] = {model: [] for _, model in places}
+    curves: dict[str, list[Point]] = {model: [] for _, model in served}
     for in_flight in IN_FLIGHT:
-        samples: dict[str, list[Point]] = {model: [] for _, model in places}
+        samples: dict[str, list[Point]] = {model: [] for _, model in served}
         for turn in range(repeats + 1):
-            for server, model in places[:: -1 if turn % 2 else 1]:
+            for server, model in served[:: -1 if turn % 2 else 1]:
                 load = perf.Load(model, in_flight)
                 address = server.address("http")
                 report = perf.measure(analyzer, load, address, seconds if turn else _WARM_UP_S)
@@ -131,29 +131,30 @@ def _draw(all_curves: dict[str, list[Point]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    chosen = best(triton) if triton else ""
+    best_name = best(triton) if triton else ""
     for name, points in triton.items():
-        if name == chosen:
+        if name == best_name:
             delay_ms = int(name.removeprefix("delay_")) / 1000
             label = f"Triton, its best fixed delay ({delay_ms:g} ms)"
-            look = {"color": _GREY, "lw": 2, "marker": "s", "label": label, "zorder": 2}
+            style = {"color": _GREY, "lw": 2, "marker": "s", "label": label, "zorder": 2}
         else:
-            other = "Triton, other delays" if name == next(n for n in triton if n != chosen) else ""
-            look = {"color": _LIGHT, "lw": 1, "marker": ".", "label": other or None, "zorder": 1}
-        axes.plot([p.per_second for p in points], [p.p99_ms for p in points], **look)  # type: ignore[arg-type]
+            is_first = name == next(n for n in triton if n != best_name)
+            label = "Triton, other delays" if is_first else ""
+            style = {"color": _LIGHT, "lw": 1, "marker": ".", "label": label or None, "zorder": 1}
+        axes.plot([p.per_second for p in points], [p.p99_ms for p in points], **style)  # type: ignore[arg-type]
     for name, points in curves.items():
-        label = f"{name}, {OUR_DELAY_US / 1000:g} ms" if name == "prefer_batch" else name
+        title = f"{name}, {PREFER_BATCH_DELAY_US / 1000:g} ms" if name == "prefer_batch" else name
         xs, ys = [p.per_second for p in points], [p.p99_ms for p in points]
-        axes.plot(xs, ys, color=_COLOURS[name], lw=2, marker="o", label=label, zorder=3)
+        axes.plot(xs, ys, color=_COLOURS[name], lw=2, marker="o", label=title, zorder=3)
     axes.axhline(TARGET_MS, color="#888888", ls=":", lw=1, label="target_p99_ms")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("requests a second")
     axes.set_ylabel("p99 in ms")
-    flights = ", ".join(map(str, IN_FLIGHT))
+    in_flight = ", ".join(map(str, IN_FLIGHT))
     axes.set_title(
-        f"{SETUP_MS:g} ms + {EACH_MS:g} ms a row, batches up to {LARGEST}; {flights} in flight",
+        f"{SETUP_MS:g} ms + {ROW_MS:g} ms a row, batches up to {MAX_BATCH}; {in_flight} in flight",
         fontsize="medium",
     )
     axes.legend(frameon=False, fontsize="small")
@@ -178,18 +179,20 @@ def main() -> int:
     analyzer = context.find_analyzer()
     if analyzer is None:
         return 2
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as started:
-        places = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
+        served = []
         for product in context.products():
-            make = _ours if isinstance(product, Shmserve) else _theirs
-            models = make(Path(folder))
-            server = started.enter_context(running(product, models, notes=[]))
-            places += [(server, model.name) for model in models]
-        curves = _measure(places, analyzer, options.seconds, options.repeats)
+            write_models = _shmserve_models if isinstance(product, Shmserve) else _triton_models
+            models = write_models(Path(folder))
+            server = stack.enter_context(running(product, models, notes=[]))
+            served += [(server, model.name) for model in models]
+        curves = _measure(served, analyzer, options.seconds, options.repeats)
     options.out.parent.mkdir(exist_ok=True)
-    told = {name: [asdict(point) for point in points] for name, points in curves.items()}
-    about = {"machine": machine.describe(), "versions": machine.versions()}
-    options.out.with_suffix(".json").write_text(json.dumps({**about, "curves": told}, indent=1))
+    curve_points = {name: [asdict(point) for point in points] for name, points in curves.items()}
+    metadata = {"machine": machine.describe(), "versions": machine.versions()}
+    options.out.with_suffix(".json").write_text(
+        json.dumps({**metadata, "curves": curve_points}, indent=1)
+    )
     _draw(curves, options.out)
     print(options.out)
     return 0

@@ -83,7 +83,7 @@ def viewer(regions: Sequence[Region], done: Connection, free: Connection) -> Non
         print(f"{drawn}\n{count} frames, {rate:.0f} a second", flush=True)
 
 
-def with_neighbours(work: Callable[..., None], *arguments: Any) -> None:
+def run_until_neighbour_ends(work: Callable[..., None], *arguments: Any) -> None:
     """Run one of the three until it, or the process before or after it, has ended."""
     with contextlib.suppress(EOFError, BrokenPipeError, shmserve.client.Disconnected):
         work(*arguments)
@@ -102,16 +102,16 @@ def main() -> None:
         take_done, give_done = start.Pipe(duplex=False)
         for index in range(len(regions)):
             give_free.send(index)
-        three: list[tuple[Any, ...]] = [
+        roles: list[tuple[Any, ...]] = [
             (camera, regions, take_free, give_full, frames),
             (inference, regions, server.run_dir, take_full, give_done),
             (viewer, regions, take_done, give_free),
         ]
-        processes = [start.Process(target=with_neighbours, args=each) for each in three]
+        processes = [start.Process(target=run_until_neighbour_ends, args=role) for role in roles]
         for process in processes:
             process.start()
-        for end in (take_free, give_free, take_full, give_full, take_done, give_done):
-            end.close()  # a process that ends closes its pipes, which ends its neighbours
+        for pipe_end in (take_free, give_free, take_full, give_full, take_done, give_done):
+            pipe_end.close()  # a process that ends closes its pipes, which ends its neighbours
         for process in processes:
             process.join()
 

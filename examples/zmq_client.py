@@ -26,8 +26,8 @@ COUNT = 16
 def main() -> None:
     """Ask the server at the run directory that is named, or else this user's."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    usual = f"{runtime}/shmserve" if runtime else f"/tmp/shmserve-{os.getuid()}"
-    run_dir = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SHMSERVE_RUN_DIR", usual)
+    default = f"{runtime}/shmserve" if runtime else f"/tmp/shmserve-{os.getuid()}"
+    run_dir = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SHMSERVE_RUN_DIR", default)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.connect(f"{run_dir}/guests/door")
@@ -74,8 +74,8 @@ def introduced(listener: socket.socket) -> tuple[int, str, str]:
 
 def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[int]]:
     """Send one request whose tensors are inside the messages, and return the response."""
-    described = [[name, "INT32", [1, len(values)]] for name, values in inputs.items()]
-    schema = msgpack.packb([described, [], {}])  # request all outputs, without parameters
+    described_inputs = [[name, "INT32", [1, len(values)]] for name, values in inputs.items()]
+    schema = msgpack.packb([described_inputs, [], {}])  # request all outputs, without parameters
     data = [
         b"".join(value.to_bytes(4, "little", signed=True) for value in values)
         for values in inputs.values()
@@ -88,8 +88,8 @@ def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[i
             if name == "Failed":
                 sys.exit(f"{fields[0]}: {fields[1]}")
             if name == "Finished":
-                found, _ = msgpack.unpackb(fields[0])
-                outputs = zip(found, fields[1], strict=True)
+                outputs_described, _ = msgpack.unpackb(fields[0])
+                outputs = zip(outputs_described, fields[1], strict=True)
                 return {name: numbers(raw) for (name, _, _), raw in outputs}
 
 

@@ -180,16 +180,16 @@ def from_status(status: int, message: str) -> ShmserveError:
 
 def clip(text: str, limit: int = 60) -> str:
     """Shorten `text` for an error line, and escape its control characters."""
-    shown = text if text.isprintable() else ascii(text)[1:-1]
-    return shown if len(shown) <= limit else shown[:limit] + "..."
+    printable = text if text.isprintable() else ascii(text)[1:-1]
+    return printable if len(printable) <= limit else printable[:limit] + "..."
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """Return the known name with the highest difflib ratio, or None if it is below `likeness`."""
     import difflib  # imported late, because only errors need it
 
-    close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
-    return close[0] if close else None
+    matches = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
+    return matches[0] if matches else None
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

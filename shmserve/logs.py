@@ -65,10 +65,10 @@ class LogSettings:
 
 def clean(text: str) -> str:
     """Escape control characters and cap the length, so that a client cannot forge log lines."""
-    shown = text[: _MAX_LINE + 1]
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else _escape(c) for c in shown)
-    return shown if len(shown) <= _MAX_LINE else shown[:_MAX_LINE] + "..."
+    printable = text[: _MAX_LINE + 1]
+    if not printable.isprintable():
+        printable = "".join(c if c.isprintable() else _escape(c) for c in printable)
+    return printable if len(printable) <= _MAX_LINE else printable[:_MAX_LINE] + "..."
 
 
 def _escape(character: str) -> str:
@@ -106,20 +106,20 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as one line, followed by the rest of its text and its traceback."""
-        first, *rest = record.getMessage().split("\n")
-        line = f"{self._start(record)} {clean(first)}"
+        first_line, *more_lines = record.getMessage().split("\n")
+        line = f"{self._start(record)} {clean(first_line)}"
         request_id = getattr(record, "request_id", None)
         if request_id:
             line += f" request={clean(str(request_id))}"
         trace_id = getattr(record, "trace_id", None)
         if trace_id:
             line += f" trace={clean(str(trace_id))}"
-        return line + _indented(rest) + self._traceback(record)
+        return line + _indented(more_lines) + self._traceback(record)
 
     def message(self, record: logging.LogRecord) -> str:
         """Return the text of a record and its traceback."""
-        first, *rest = record.getMessage().split("\n")
-        return clean(first) + _indented(rest) + self._traceback(record)
+        first_line, *more_lines = record.getMessage().split("\n")
+        return clean(first_line) + _indented(more_lines) + self._traceback(record)
 
     def _traceback(self, record: logging.LogRecord) -> str:
         if not record.exc_info:
@@ -172,7 +172,7 @@ class Journal:
         fields: dict[str, object] = {
             **self._own,
             "MESSAGE": self._formatter.message(record),
-            "PRIORITY": next((number for least, number in _PRIORITIES if level >= least), 7),
+            "PRIORITY": next((number for lowest, number in _PRIORITIES if level >= lowest), 7),
             "CODE_FILE": record.pathname,
             "CODE_LINE": record.lineno,
             "CODE_FUNC": record.funcName,
@@ -256,8 +256,8 @@ def configure(role: str, settings: LogSettings) -> None:
     handlers[:] = [_Handler(role)]
     _use(settings)
     # Debug and access logs of libraries are not written.
-    for noisy in ("asyncio", "aiohttp", "urllib3"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for library in ("asyncio", "aiohttp", "urllib3"):
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def apply(settings: LogSettings) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client import discovery, sync
-from shmserve.client.session import opened
+from shmserve.client.session import open_session
 from shmserve.errors import KINDS, Disconnected, InvalidArgument, ShmserveError, Unavailable
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
@@ -105,8 +105,8 @@ def serve(
 
 
 def _flag(name: str, value: Any) -> str:
-    shown = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"--{name.replace('_', '-')}={shown}"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"--{name.replace('_', '-')}={text}"
 
 
 @contextlib.contextmanager
@@ -132,11 +132,11 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
 def _ready_client(
     process: subprocess.Popen[bytes], run_dir: Path, log: Path, timeout: float, token: str
 ) -> LocalServer:
-    ends, session = time.monotonic() + timeout, None
-    while process.poll() is None and time.monotonic() < ends:
+    deadline, session = time.monotonic() + timeout, None
+    while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(Disconnected):
             # The server welcomes clients once its models are loaded, and publishes its health.
-            session = session or opened(run_dir, 1 << 30, None, token)
+            session = session or open_session(run_dir, 1 << 30, None, token)
             url = next(iter(discovery.addresses(run_dir)), "")
             http_ready = not url.startswith("http") or session.ready()
             if session.connection().models.ready and http_ready:
@@ -182,62 +182,64 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path) -> list[str]:
     path = Path(text)
     if not path.is_dir():
         return [text]
-    versions = any(each.name.isdecimal() for each in path.iterdir() if each.is_dir())
-    if not versions and not (path / "config.pbtxt").is_file():
+    has_versions = any(entry.name.isdecimal() for entry in path.iterdir() if entry.is_dir())
+    if not has_versions and not (path / "config.pbtxt").is_file():
         return [text] if (path / "config.json").is_file() else [f"--model-repository={text}"]
     repository = folder / "models"
     shutil.copytree(path, repository / path.resolve().name)
     return [f"--model-repository={repository}"]
 
 
-def _file_of(kind: type, folder: Path) -> Path:
+def _file_of(cls: type, folder: Path) -> Path:
     """Return a file that defines a class: its own, or one that is made for a script's class."""
-    package = kind.__module__.partition(".")[0]
-    path = folder / f"class_{kind.__name__}" / f"{kind.__name__.lower()}.py"
-    importable = package != "__main__" and PathFinder.find_spec(package) is not None
-    if importable and "<locals>" not in kind.__qualname__:
-        text = f"from {kind.__module__} import {kind.__qualname__.partition('.')[0]}\n"
-        if "." in kind.__qualname__:
-            text += f"{kind.__name__} = {kind.__qualname__}\n"
+    package = cls.__module__.partition(".")[0]
+    path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
+    is_importable = package != "__main__" and PathFinder.find_spec(package) is not None
+    if is_importable and "<locals>" not in cls.__qualname__:
+        text = f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
+        if "." in cls.__qualname__:
+            text += f"{cls.__name__} = {cls.__qualname__}\n"
         if package == path.stem:  # the worker imports the made file under the same name, and first
             resolved = str(path.resolve().parent)
             text = f"import sys\nsys.path.remove({resolved!r})\ndel sys.modules[__name__]\n{text}"
     else:
-        text = _definitions(kind)
+        text = _definitions(cls)
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def _definitions(kind: type) -> str:
+def _definitions(cls: type) -> str:
     """Return the source of a class, and of the definitions of its module that the class uses."""
     try:
-        class_tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        class_tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError) as error:
         raise InvalidArgument(
-            f"the source of class '{kind.__name__}' cannot be found: define it in a file"
+            f"the source of class '{cls.__name__}' cannot be found: define it in a file"
         ) from error
-    statements = list(_statements(kind))
-    named = _names(class_tree)
+    statements = list(_statements(cls))
+    used_names = _names(class_tree)
     used: list[ast.stmt] = []
     while True:
         definitions = [
-            each for each in statements if each not in used and not named.isdisjoint(_bound(each))
+            node
+            for node in statements
+            if node not in used and not used_names.isdisjoint(_bound(node))
         ]
         if not definitions:
             break
         used += definitions
-        named = named.union(*map(_names, definitions))
-    chosen = [each for each in statements if each in used and kind.__name__ not in _bound(each)]
-    future = "from __future__ import annotations\n" if _postpones(statements) else ""
-    return future + "\n\n".join(map(ast.unparse, [*chosen, class_tree])) + "\n"
+        used_names = used_names.union(*map(_names, definitions))
+    needed = [node for node in statements if node in used and cls.__name__ not in _bound(node)]
+    future_import = "from __future__ import annotations\n" if _postpones(statements) else ""
+    return future_import + "\n\n".join(map(ast.unparse, [*needed, class_tree])) + "\n"
 
 
-def _statements(kind: type) -> Iterator[ast.stmt]:
+def _statements(cls: type) -> Iterator[ast.stmt]:
     """Yield the top-level statements of the module of a class, or of a notebook's cells."""
-    module = sys.modules[kind.__module__]
+    module = sys.modules[cls.__module__]
     cells = vars(module).get("In")
-    file = getattr(module, "__file__", None) or inspect.getsourcefile(kind)
+    file = getattr(module, "__file__", None) or inspect.getsourcefile(cls)
     texts = cells if isinstance(cells, list) else ["".join(linecache.getlines(str(file)))]
     for text in texts:
         with contextlib.suppress(SyntaxError):  # a notebook cell with a magic command is not Python
@@ -257,7 +259,7 @@ def _bound(statement: ast.stmt) -> set[str]:
     """Return the names that a definition, an import or an assignment binds."""
     match statement:
         case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {(each.asname or each.name).partition(".")[0] for each in names}
+            return {(alias.asname or alias.name).partition(".")[0] for alias in names}
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}
         case ast.Assign(targets=targets):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from bench.cases.tables import through_shm
 from bench.load import perf
-from bench.load.perf import P50, THROUGHPUT, Load, ours
+from bench.load.perf import P50, THROUGHPUT, Load, run_shmserve_perf
 from bench.report.results import PEER, US, Figure, Row, Target
 from bench.system.servers import BENCH, Server, running
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from bench.context import Context
 
 
-_SIZE = 16 << 20
+_COPY_BYTES = 16 << 20
 _COPIES = 60
 
 
 def memcpy_sample() -> float:
     """Return the median µs of one memcpy of 16 MiB between two touched shared mappings."""
-    with mmap.mmap(-1, _SIZE) as source, mmap.mmap(-1, _SIZE) as target:
-        source.write(b"\1" * _SIZE)
-        target.write(b"\2" * _SIZE)
-        with memoryview(source) as read, memoryview(target) as write:
-            return statistics.median(_copy(read, write) for _ in range(_COPIES))
+    with mmap.mmap(-1, _COPY_BYTES) as source, mmap.mmap(-1, _COPY_BYTES) as target:
+        source.write(b"\1" * _COPY_BYTES)
+        target.write(b"\2" * _COPY_BYTES)
+        with memoryview(source) as source_view, memoryview(target) as target_view:
+            return statistics.median(_copy(source_view, target_view) for _ in range(_COPIES))
 
 
 def _copy(read: memoryview, write: memoryview) -> float:
@@ -80,18 +80,18 @@ def _case(
     *,
     flags: tuple[str, ...] = (),
     peer: Load | None = None,
-    alone: bool = False,
+    without_triton: bool = False,
     listeners: tuple[str, ...] = ("http", "grpc"),
 ) -> NativeCase:
-    many = in_flight > 1
+    has_concurrency = in_flight > 1
     figure = Figure(
         name,
         f"native client, {title}",
-        "infer/s" if many else "µs",
-        "higher" if many else "lower",
+        "infer/s" if has_concurrency else "µs",
+        "higher" if has_concurrency else "lower",
         Target("ratio", must, aim),
     )
-    peer_load = None if alone else peer or Load(model, in_flight, flags)
+    peer_load = None if without_triton else peer or Load(model, in_flight, flags)
     return NativeCase(name, model, in_place, in_flight, elements, peer_load, listeners, figure)
 
 
@@ -116,7 +116,7 @@ NATIVE = (
         "native-16m",
         "16 MiB identity in place: p50 / one memcpy",
         *("identity", True, 1, 4_194_304, 1.6, 1.15),
-        alone=True,
+        without_triton=True,
     ),
 )
 
@@ -125,20 +125,20 @@ def run(case: NativeCase, context: Context) -> Row:
     """Return samples of both servers, measured in turns. Raises the error of either load."""
     row = Row(case.figure, {})
     analyzer = context.analyzer if case.peer is not None else None
-    with ExitStack() as started:
+    with ExitStack() as stack:
         servers: dict[str, Server] = {}
         for product in context.products(with_triton=analyzer is not None):
-            context.say(f"{case.name}: starting {product.name}")
+            context.log(f"{case.name}: starting {product.name}")
             model = BENCH / "models" / case.model
             server = running(product, [model], notes=context.results.notes)
-            servers[product.name] = started.enter_context(server)
+            servers[product.name] = stack.enter_context(server)
         for _ in range(context.settings.repeats):
-            value = _ours(case, servers[US], context.settings.seconds)
+            value = _run_perf(case, servers[US], context.settings.seconds)
             row.samples.setdefault(US, []).append(value)
             if case.peer is None:
                 row.samples.setdefault(PEER, []).append(memcpy_sample())
             elif PEER in servers and analyzer is not None:
-                theirs = [
+                triton_figures = [
                     perf.measure(
                         analyzer,
                         replace(case.peer, listener=listener),
@@ -147,19 +147,19 @@ def run(case: NativeCase, context: Context) -> Row:
                     )[case.column]
                     for listener in case.listeners
                 ]
-                best = max(theirs) if case.in_flight > 1 else min(theirs)
+                best = max(triton_figures) if case.in_flight > 1 else min(triton_figures)
                 row.samples.setdefault(PEER, []).append(best)
-            last = ", ".join(f"{whose} {values[-1]:,.0f}" for whose, values in row.samples.items())
-            context.say(f"{case.name}: {last} {case.figure.unit}")
+            figures = [f"{name} {values[-1]:,.0f}" for name, values in row.samples.items()]
+            context.log(f"{case.name}: {', '.join(figures)} {case.figure.unit}")
     return row
 
 
-def _ours(case: NativeCase, server: Server, seconds: float) -> float:
+def _run_perf(case: NativeCase, server: Server, seconds: float) -> float:
     """Run `shmserve perf` once and return the figure; raise LoadFailed if it fails."""
     load = [f"--run-dir={server.run_dir}", f"--concurrency={case.in_flight}"]
     if case.elements:
         load.append(f"--shape=INPUT0:{case.elements}")
     if case.in_place:
         load += ["--shared-memory=system", f"--output-byte-size={4 * case.elements}"]
-    point = ours(case.model, *load, seconds=seconds)
+    point = run_shmserve_perf(case.model, *load, seconds=seconds)
     return float(point["per_second"] if case.in_flight > 1 else point["latency"]["p50"] * 1000)

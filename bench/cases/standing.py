@@ -66,24 +66,24 @@ def instance(product: Product, model: Path, repeats: int, notes: list[str]) -> M
 
     The model is loaded with 1 to 4 instances, each used; a figure is the slope through the four.
     """
-    memory, times = [], []
+    slopes_mb, slopes_ms = [], []
     with running(product, [model], _EXPLICIT, notes=notes) as server, server.client() as client:
         client.call("POST", f"/v2/repository/models/{model.name}/load")
         config = client.call("GET", f"/v2/models/{model.name}/config")
         client.call("POST", f"/v2/repository/models/{model.name}/unload")
         # A process that the first load starts for later loads, such as a spare zygote, remains.
-        empty = _settled_processes(server)
+        process_count = _settled_processes(server)
         for _ in range(repeats):
             megabytes, milliseconds = [], []
             for count in _INSTANCES:
                 milliseconds.append(_load(client, config, count))
                 _use(server, model.name, count)
                 megabytes.append(processes.pss_mb(server.pid))
-                _unload(server, client, model.name, empty)
-            memory.append(statistics.linear_regression(_INSTANCES, megabytes).slope)
-            times.append(statistics.linear_regression(_INSTANCES, milliseconds).slope)
+                _unload(server, client, model.name, process_count)
+            slopes_mb.append(statistics.linear_regression(_INSTANCES, megabytes).slope)
+            slopes_ms.append(statistics.linear_regression(_INSTANCES, milliseconds).slope)
         _note_shared_torch(server, notes)
-    return Measured((memory, times))
+    return Measured((slopes_mb, slopes_ms))
 
 
 def idle(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
@@ -92,20 +92,20 @@ def idle(product: Product, model: Path, repeats: int, notes: list[str]) -> Measu
     The same figures with 64 idle connections follow: their CPU in all, and the PSS that they add.
     """
     windows = min(repeats, 2)
-    with running(product, [model], notes=notes) as server, ExitStack() as opened:
+    with running(product, [model], notes=notes) as server, ExitStack() as stack:
         _use(server, model.name, 1)
-        alone = [_window(server) for _ in range(windows)]
+        without_connections = [_window(server) for _ in range(windows)]
         for _ in range(_CONNECTIONS):
-            opened.enter_context(socket.create_connection(("127.0.0.1", server.ports.http)))
-        crowded = [_window(server) for _ in range(windows)]
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.ports.http)))
+        with_connections = [_window(server) for _ in range(windows)]
         _note_shared_torch(server, notes)
-    before = statistics.median(memory for _, memory in alone)
+    median_mb = statistics.median(memory for _, memory in without_connections)
     return Measured(
         (
-            [cpu for cpu, _ in alone],
-            [memory for _, memory in alone],
-            [cpu for cpu, _ in crowded],
-            [memory - before for _, memory in crowded],
+            [cpu for cpu, _ in without_connections],
+            [memory for _, memory in without_connections],
+            [cpu for cpu, _ in with_connections],
+            [memory - median_mb for _, memory in with_connections],
         )
     )
 
@@ -117,7 +117,7 @@ def delay(product: Product, model: Path, repeats: int, notes: list[str]) -> Meas
     statistics before and after each request.
     """
     quantiles: tuple[list[float], ...] = ([], [], [])
-    everything: list[float] = []
+    all_delays: list[float] = []
     with running(product, [model], notes=notes) as server, server.client() as client:
         _queue_delays(client, model.name, _DELAY_REQUESTS // 10)
         for _ in range(repeats):
@@ -125,13 +125,13 @@ def delay(product: Product, model: Path, repeats: int, notes: list[str]) -> Meas
             cuts = statistics.quantiles(delays, n=100)
             for samples, cut in zip(quantiles, (50, 90, 99), strict=True):
                 samples.append(cuts[cut - 1])
-            everything += delays
-    return Measured(quantiles, everything)
+            all_delays += delays
+    return Measured(quantiles, all_delays)
 
 
 def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
     delays = []
-    count, total = client.queue_time(model)
+    count, total_ns = client.queue_time(model)
     for _ in range(requests):
         client.infer(model)
         # The statistics may be updated shortly after the response.
@@ -139,8 +139,8 @@ def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
         while (now := client.queue_time(model))[0] == count:
             if time.monotonic() > deadline:
                 raise ServerFailed("the statistics do not count the requests")
-        delays.append((now[1] - total) / (now[0] - count) / 1000)
-        count, total = now
+        delays.append((now[1] - total_ns) / (now[0] - count) / 1000)
+        count, total_ns = now
     return delays
 
 
@@ -149,8 +149,8 @@ def _window(server: Server) -> tuple[float, float]:
     time.sleep(_SETTLE_S)
     started, before = time.perf_counter(), processes.cpu_s(server.pid)
     time.sleep(_IDLE_S)
-    used = processes.cpu_s(server.pid) - before
-    return 100 * used / (time.perf_counter() - started), processes.pss_mb(server.pid)
+    used_s = processes.cpu_s(server.pid) - before
+    return 100 * used_s / (time.perf_counter() - started), processes.pss_mb(server.pid)
 
 
 def _load(client: Client, config: dict[str, Any], count: int) -> float:
@@ -165,19 +165,19 @@ def _load(client: Client, config: dict[str, Any], count: int) -> float:
 
 def _settled_processes(server: Server) -> int:
     """Return the number of the server's processes once it has been the same for a while."""
-    count, since = -1, time.monotonic()
-    while time.monotonic() - since < _SETTLE_S:
+    count, since_s = -1, time.monotonic()
+    while time.monotonic() - since_s < _SETTLE_S:
         if (now := len(processes.tree(server.pid))) != count:
-            count, since = now, time.monotonic()
+            count, since_s = now, time.monotonic()
         time.sleep(0.05)
     return count
 
 
-def _unload(server: Server, client: Client, model: str, empty: int) -> None:
+def _unload(server: Server, client: Client, model: str, process_count: int) -> None:
     """Unload a model, and wait until its processes have exited."""
     client.call("POST", f"/v2/repository/models/{model}/unload")
     deadline = time.monotonic() + _DEADLINE_S
-    while len(processes.tree(server.pid)) > empty:
+    while len(processes.tree(server.pid)) > process_count:
         if time.monotonic() > deadline:
             raise ServerFailed(f"the processes of {model} outlive its unloading")
         time.sleep(0.01)
@@ -186,13 +186,13 @@ def _unload(server: Server, client: Client, model: str, empty: int) -> None:
 def _use(server: Server, model: str, instances: int) -> None:
     """Send enough concurrent requests that every instance executes one."""
 
-    def some(_: int) -> None:
+    def send_requests(_: int) -> None:
         with server.client() as client:
             for _ in range(20):
                 client.infer(model)
 
     with ThreadPoolExecutor(2 * instances) as pool:
-        list(pool.map(some, range(2 * instances)))
+        list(pool.map(send_requests, range(2 * instances)))
 
 
 def _note_shared_torch(server: Server, notes: list[str]) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from bench.load.perf import ours
+from bench.load.perf import run_shmserve_perf
 from bench.report.results import US, Figure, Row, Target
 from bench.system.servers import BENCH, Server, running
 
@@ -28,11 +28,11 @@ class StreamCase:
     Attributes:
         streams: The number of concurrent streams. Each sends its requests one after the other.
         count: The number of responses to a request.
-        ours: The transport to shmserve; the transport to Triton is gRPC.
+        transport: The transport to shmserve; the transport to Triton is gRPC.
     """
 
     name: str
-    ours: Literal["grpc", "native"]
+    transport: Literal["grpc", "native"]
     streams: int
     count: int
     figures: tuple[Figure, ...]
@@ -42,7 +42,7 @@ def _rate(name: str, title: str, must: float, aim: float) -> Figure:
     return Figure(name, title, RESPONSES, "higher", Target("ratio", must, aim))
 
 
-_ONE = "1,000 responses of 16 bytes a request, one gRPC stream"
+_STREAM_TITLE = "1,000 responses of 16 bytes a request, one gRPC stream"
 
 STREAMS = (
     StreamCase(
@@ -51,7 +51,7 @@ STREAMS = (
         1,
         1000,
         (
-            _rate("stream", _ONE, 1.0, 2.0),
+            _rate("stream", _STREAM_TITLE, 1.0, 2.0),
             Figure(
                 "stream-first",
                 "the same: time to the first response, p50",
@@ -81,11 +81,11 @@ STREAMS = (
 def run(case: StreamCase, context: Context) -> list[Row]:
     """Return samples of both servers, measured in turns. Raises the error of either load."""
     rows = [Row(figure, {}) for figure in case.figures]
-    with ExitStack() as started:
+    with ExitStack() as stack:
         servers: list[Server] = []
         for product in context.products():
-            context.say(f"{case.name}: starting {product.name}")
-            server = started.enter_context(
+            context.log(f"{case.name}: starting {product.name}")
+            server = stack.enter_context(
                 running(product, [BENCH / "models" / MODEL], notes=context.results.notes)
             )
             servers.append(server)
@@ -94,15 +94,15 @@ def run(case: StreamCase, context: Context) -> list[Row]:
                 sample = _sample(case, server, context.settings.seconds)
                 for row in rows:
                     row.samples.setdefault(server.name, []).append(sample[row.figure.unit])
-                first = rows[0].figure.unit
-                context.say(f"{case.name}: {server.name} {sample[first]:,.0f} {first}")
+                unit = rows[0].figure.unit
+                context.log(f"{case.name}: {server.name} {sample[unit]:,.0f} {unit}")
     return rows
 
 
 def _sample(case: StreamCase, server: Server, seconds: float) -> dict[str, float]:
     """Run the load generator once; raise LoadFailed if it fails."""
-    native = case.ours == "native" and server.name == US
-    where = f"--run-dir={server.run_dir}" if native else f"--url=grpc://{server.address('grpc')}"
+    native = case.transport == "native" and server.name == US
+    address = f"--run-dir={server.run_dir}" if native else f"--url=grpc://{server.address('grpc')}"
     load = (f"--concurrency={case.streams}", f"--input=COUNT=[{case.count}]")
-    point = ours(MODEL, where, *load, seconds=seconds)
+    point = run_shmserve_perf(MODEL, address, *load, seconds=seconds)
     return {RESPONSES: point["responses_per_second"], FIRST: point["first"]["p50"] * 1000}

@@ -180,17 +180,17 @@ def _standing(model: str, suffix: str, with_triton: bool) -> tuple[StandingCase,
     """Return the cases that are measured with a Python model and with a torch model."""
     subject = "torch model" if model == "torch" else "Python model"
     start = (_cost(f"startup{suffix}", f"start to ready, {subject}", "s", 3.0),)
-    more = f"one more instance, {subject}"
+    further = f"one more instance, {subject}"
     instance = (
-        _cost(f"instance-memory{suffix}", f"{more}: PSS", "MB", 100.0),
-        _cost(f"instance-time{suffix}", f"{more}: load time", "ms", 100.0),
+        _cost(f"instance-memory{suffix}", f"{further}: PSS", "MB", 100.0),
+        _cost(f"instance-time{suffix}", f"{further}: load time", "ms", 100.0),
     )
-    silent = f"64 silent connections, {subject}"
+    silent_connections = f"64 silent connections, {subject}"
     idle = (
         _cost(f"idle-cpu{suffix}", f"idle, {subject}: CPU", "% core", 1.0),
         _cost(f"idle-memory{suffix}", f"idle, {subject}: PSS in all", "MB", 450.0),
-        _cost(f"connections-cpu{suffix}", f"{silent}: CPU in all", "% core", 1.0),
-        _cost(f"connections-memory{suffix}", f"{silent}: PSS they add", "MB"),
+        _cost(f"connections-cpu{suffix}", f"{silent_connections}: CPU in all", "% core", 1.0),
+        _cost(f"connections-memory{suffix}", f"{silent_connections}: PSS they add", "MB"),
     )
     return (
         StandingCase(f"startup{suffix}", model, standing.startup, start, with_triton),

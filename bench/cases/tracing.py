@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from bench.load.perf import ours
+from bench.load.perf import run_shmserve_perf
 from bench.report.results import PEER, US, Figure, Row, Target
 from bench.system.servers import BENCH, Shmserve, running
 
@@ -55,25 +55,25 @@ def run(case: TraceCase, context: Context) -> Row:
         Exception: The measurement of either server failed, with its error.
     """
     row = Row(case.figure, {})
-    with ExitStack() as started:
+    with ExitStack() as stack:
         settings = ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={case.rate}")
-        url = f"opentelemetry,url={started.enter_context(_collector())}"
-        traced = [f"--trace-config={each}" for each in (*settings, url)]
+        url = f"opentelemetry,url={stack.enter_context(_collector())}"
+        trace_flags = [f"--trace-config={setting}" for setting in (*settings, url)]
         model = BENCH / "models" / "simple"
         servers = []
-        for whose, flags in ((US, traced), (PEER, [])):
-            context.say(f"{case.name}: starting shmserve {' '.join(flags)}")
-            server = started.enter_context(
+        for column, flags in ((US, trace_flags), (PEER, [])):
+            context.log(f"{case.name}: starting shmserve {' '.join(flags)}")
+            server = stack.enter_context(
                 running(Shmserve(), [model], flags, notes=context.results.notes)
             )
-            servers.append((whose, server))
+            servers.append((column, server))
         for turn in range(context.settings.repeats):
-            for whose, server in servers[:: -1 if turn % 2 else 1]:
-                where = (f"--url=http://{server.address('http')}", f"--concurrency={_IN_FLIGHT}")
-                point = ours("simple", *where, seconds=context.settings.seconds)
-                row.samples.setdefault(whose, []).append(point["per_second"])
-        both = ", ".join(f"{whose} {values}" for whose, values in row.samples.items())
-        context.say(f"{case.name}: {both}")
+            for column, server in servers[:: -1 if turn % 2 else 1]:
+                load = (f"--url=http://{server.address('http')}", f"--concurrency={_IN_FLIGHT}")
+                point = run_shmserve_perf("simple", *load, seconds=context.settings.seconds)
+                row.samples.setdefault(column, []).append(point["per_second"])
+        samples = ", ".join(f"{column} {values}" for column, values in row.samples.items())
+        context.log(f"{case.name}: {samples}")
     return row
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.chaos.faults import Host, Stage, draw
 from bench.chaos.ledger import Ledger
 from bench.chaos.loads import LOADS, Clients
-from bench.chaos.state import Measured, Probe
+from bench.chaos.state import Probe, ServerResources
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
 from tests.support import repositories
 from tests.support.hf_folders import write_folder
@@ -29,9 +29,9 @@ from tests.support.servers import running
 # Maximum seconds of an execution: the server kills a worker that exceeds them.
 EXECUTION_LIMIT_S = 5
 
-_LIMITED = 'rate_limiter { resources [ { name: "R" count: 1 } ] }'
-_IDLE = "max_sequence_idle_microseconds: 3000000"
-_LEAK = """
+_RATE_LIMITER = 'rate_limiter { resources [ { name: "R" count: 1 } ] }'
+_MAX_IDLE = "max_sequence_idle_microseconds: 3000000"
+_LEAK_CODE = """
         if command == "leak":
             self.kept = bytearray(512 << 20)
             self.kept[::4096] = bytes([1]) * len(self.kept[::4096])
@@ -44,18 +44,20 @@ def write_models(repository: Path) -> None:
     repositories.add(repository, "simple", "identity", "repeat", "crimes")
     repositories.add_as(repository, "swap", "simple")
     code = repository / "crimes" / "1" / "model.py"
-    code.write_text(code.read_text().replace('\n        if command == "raise":', _LEAK, 1))
+    code.write_text(code.read_text().replace('\n        if command == "raise":', _LEAK_CODE, 1))
     for strategy in ("direct", "oldest"):
-        more = f"sequence_batching {{ {strategy} {{ }} {_IDLE} {controls()} }} {instances(2)}"
-        repositories.add_as(repository, f"sums_{strategy}", "sequencer", more)
+        batching = (
+            f"sequence_batching {{ {strategy} {{ }} {_MAX_IDLE} {controls()} }} {instances(2)}"
+        )
+        repositories.add_as(repository, f"sums_{strategy}", "sequencer", batching)
     for name, count in (("limited", 1), ("rival", 2)):
         add_model(repository, name, 'return self.response(Y=self.input(request, "X") * 3)')
         config = repository / name / "config.pbtxt"
-        group = f"kind: KIND_CPU count: {count} {_LIMITED}"
+        group = f"kind: KIND_CPU count: {count} {_RATE_LIMITER}"
         config.write_text(config.read_text().replace("kind: KIND_CPU", group))
-    one = 'return self.response(Y=self.input(request, "X") + 1)'
-    add_model(repository, "cached", one, more="response_cache { enable: true }")
-    add_model(repository, "add", one)
+    add_one = 'return self.response(Y=self.input(request, "X") + 1)'
+    add_model(repository, "cached", add_one, more="response_cache { enable: true }")
+    add_model(repository, "add", add_one)
     add_model(repository, "double", 'return self.response(Y=self.input(request, "X") * 2)')
     steps = [step("add", {"X": "IN"}, {"Y": "t"}), step("double", {"X": "t"}, {"Y": "OUT"})]
     add_ensemble(repository, "pipeline", steps, [tensor("IN")], [tensor("OUT")])
@@ -83,8 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     ledger = Ledger()
     print(f"seed {options.seed}", flush=True)
     with _host() as (host, prefix, environment):
-        for lack in host.lacks:
-            print(f"left out: {lack}")
+        for missing in host.missing:
+            print(f"left out: {missing}")
         _run(options, ledger, host, prefix, environment)
     if ledger.failed:
         print("\n".join(["the last events:", *ledger.events, *ledger.failures]))
@@ -116,33 +118,33 @@ def _run(
             server.gate.close()
             stage = Stage(server, ledger, host, random.Random(options.seed))
             seconds = 60 * options.minutes
-            _make_trouble(stage, options, _WARM_UP * seconds)
-            before = Measured.of(server)
-            print(f"before: {before.in_words()}", flush=True)
+            _run_faults(stage, options, _WARM_UP * seconds)
+            before = ServerResources.of(server)
+            print(f"before: {before.as_text()}", flush=True)
             ledger.recoveries.clear()
-            _make_trouble(stage, options, seconds)
+            _run_faults(stage, options, seconds)
             if not ledger.failed:
                 for difference in before.wait_restored(server):
                     ledger.fail(f"not as it was: {difference}")
-            print(f"after:  {Measured.of(server).in_words()}")
+            print(f"after:  {ServerResources.of(server).as_text()}")
             _report(stage)
             if options.log:
                 shutil.copy(server.log_path, options.log)
 
 
-def _make_trouble(stage: Stage, options: argparse.Namespace, seconds: float) -> None:
+def _run_faults(stage: Stage, options: argparse.Namespace, seconds: float) -> None:
     """Inject random faults under load, one after the other."""
     ledger = stage.ledger
     end = time.monotonic() + seconds
     with Clients(stage.server, ledger, options.seed, LOADS), Probe(stage.server) as probe:
-        ledger.recovered(ledger.begin("start"), time.monotonic(), 60.0)
+        ledger.wait_recovered(ledger.begin("start"), time.monotonic(), 60.0)
         while time.monotonic() < end and not ledger.failed:
             began = time.monotonic()
             draw(stage.rng)(stage)
             pause = stage.rng.random() * _MAX_PAUSE_S
             time.sleep(max(pause, options.pace - (time.monotonic() - began)))
     print(
-        f"readiness: asked {probe.asked} times, {probe.not_ready} times not ready, "
+        f"readiness: asked {probe.probe_count} times, {probe.not_ready_count} times not ready, "
         f"slowest answer {probe.slowest_s:.3f} s",
         flush=True,
     )
@@ -150,22 +152,23 @@ def _make_trouble(stage: Stage, options: argparse.Namespace, seconds: float) -> 
 
 def _report(stage: Stage) -> None:
     ledger = stage.ledger
-    print(f"{sum(ledger.right.values())} right answers, {stage.kills} kills")
-    for load, count in sorted(ledger.right.items()):
-        mean_ms = 1000 * ledger.took_s[load] / count
+    print(f"{sum(ledger.correct.values())} right answers, {stage.kills} kills")
+    for load, count in sorted(ledger.correct.items()):
+        mean_ms = 1000 * ledger.total_s[load] / count
         print(f"  {count:8} {load:18} mean {mean_ms:6.1f} ms, max {ledger.slowest_s[load]:6.3f} s")
-    for (load, why), count in sorted(ledger.refused.items()):
-        print(f"  {count:8} refused to {load}: {why}")
+    for (load, reason), count in sorted(ledger.refused.items()):
+        print(f"  {count:8} refused to {load}: {reason}")
     for line in ledger.slow:
         print(f"slow: {line}")
     print("all served again after, s:          n     p50     p99     max")
-    everything = [took for times in ledger.recoveries.values() for took in times]
-    for kind, times in [*sorted(ledger.recoveries.items()), ("everything", everything)]:
+    total = [time_s for times in ledger.recoveries.values() for time_s in times]
+    for kind, times in [*sorted(ledger.recoveries.items()), ("everything", total)]:
         if times:
-            print(f"  {kind:28} {len(times):6} {_at(times, 50)} {_at(times, 99)} {_at(times, 100)}")
+            percentiles = " ".join(_percentile(times, percent) for percent in (50, 99, 100))
+            print(f"  {kind:28} {len(times):6} {percentiles}")
 
 
-def _at(values: Sequence[float], percent: int) -> str:
+def _percentile(values: Sequence[float], percent: int) -> str:
     ordered = sorted(values)
     return f"{ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]:7.3f}"
 
@@ -176,11 +179,11 @@ def _at(values: Sequence[float], percent: int) -> str:
 def _in_private_shm(arguments: Sequence[str]) -> None:
     """Re-execute in a mount namespace with a /dev/shm of its own, if that is permitted."""
     mount = f"mount -t tmpfs -o size={_SHM_BYTES} chaos /dev/shm"
-    inside = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    prefix = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
     if _PRIVATE in os.environ or shutil.which("unshare") is None:
         return
-    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode == 0:
-        command = [*inside, sys.executable, "-m", "bench.chaos", *arguments]
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
+        command = [*prefix, sys.executable, "-m", "bench.chaos", *arguments]
         os.execvpe(command[0], command, {**os.environ, _PRIVATE: "1"})
 
 
@@ -193,18 +196,18 @@ def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
     """
     host, prefix, environment = Host(private_shm=_PRIVATE in os.environ), [], {}
     if not host.private_shm:
-        host.lacks.append("/dev/shm full: no mount namespace may be made here")
+        host.missing.append("/dev/shm full: no mount namespace may be made here")
     group = _CGROUP / f"chaos-{os.getpid()}"
     with contextlib.ExitStack() as stack:
         try:
             group.mkdir()
         except OSError:
-            host.lacks.append("memory pressed: no control group (v1) may be made here")
+            host.missing.append("memory pressed: no control group (v1) may be made here")
         else:
             host.cgroup = group
             stack.callback(_remove, group)
-            enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-            prefix = ["sh", "-c", enter, "sh"]
+            script = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+            prefix = ["sh", "-c", script, "sh"]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         library = folder / "clock.so"
         source = Path(__file__).with_name("clock.c")
@@ -214,7 +217,7 @@ def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
             host.clock.write_bytes(bytes(8))
             environment = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(host.clock)}
         else:
-            host.lacks.append("clock jumps: no C compiler here")
+            host.missing.append("clock jumps: no C compiler here")
         yield host, prefix, environment
 
 

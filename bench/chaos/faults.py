@@ -28,7 +28,7 @@ from tests.support.servers import Server
 from tests.support.wire.raw_http import raw_connection
 
 # Maximum seconds until all clients are served again after any fault.
-PATIENCE_S = 60.0
+RECOVERY_LIMIT_S = 60.0
 _SHM = Path("/dev/shm")
 
 
@@ -42,7 +42,7 @@ class Host:
     private_shm: bool = False
     cgroup: Path | None = None
     clock: Path | None = None
-    lacks: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Stage:
     host: Host
     rng: random.Random
     kills: int = 0
-    _round: list[str] = field(default_factory=list)
+    _victims: list[str] = field(default_factory=list)
 
     @contextmanager
     def fault(self, fault_name: str) -> Iterator[Fault]:
@@ -64,10 +64,10 @@ class Stage:
             The fault. Its `since` may be set to the time at which the cause was removed.
         """
         fault = self.ledger.begin(fault_name)
-        struck = fault.since
+        began = fault.since
         yield fault
-        since, fault.since = fault.since, struck
-        self.ledger.recovered(fault, since, PATIENCE_S, self._is_ready)
+        since, fault.since = fault.since, began
+        self.ledger.wait_recovered(fault, since, RECOVERY_LIMIT_S, self._is_ready)
 
     def _is_ready(self) -> bool:
         return self.server.answers("/v2/health/ready")
@@ -77,33 +77,33 @@ class Stage:
 
         Each process is chosen in turn, so that none dies so often that its restart is delayed.
         """
-        processes = {servers.title(each): each for each in self.server.tree()[1:]}
-        if not self._round:
-            self._round = sorted(processes)
-            self.rng.shuffle(self._round)
-        return processes.get(self._round.pop())
+        processes = {servers.title(process): process for process in self.server.tree()[1:]}
+        if not self._victims:
+            self._victims = sorted(processes)
+            self.rng.shuffle(self._victims)
+        return processes.get(self._victims.pop())
 
 
-def _nothing(stage: Stage) -> None:
+def _no_fault(stage: Stage) -> None:
     """Inject no fault: measure the time until all clients are served, for comparison."""
     with stage.fault("nothing"):
         pass
 
 
-def _signal(word: str, number: signal.Signals) -> Callable[[Stage], None]:
-    def commit(stage: Stage) -> None:
+def _signal(verb: str, number: signal.Signals) -> Callable[[Stage], None]:
+    def inject(stage: Stage) -> None:
         victim = stage.victim()
         if victim is None:
             return
         with (
-            stage.fault(f"{word} {servers.title(victim)}") as fault,
+            stage.fault(f"{verb} {servers.title(victim)}") as fault,
             contextlib.suppress(psutil.NoSuchProcess),
         ):
             victim.send_signal(number)
             stage.kills += 1
             fault.since = time.monotonic()
 
-    return commit
+    return inject
 
 
 def _pause(stage: Stage) -> None:
@@ -120,11 +120,11 @@ def _pause(stage: Stage) -> None:
         fault.since = time.monotonic()
 
 
-def _model(word: str, command: str, error: str = "") -> Callable[[Stage], None]:
+def _model(verb: str, command: str, error: str = "") -> Callable[[Stage], None]:
     """Return a fault that makes a model fail by one request. Only that request may fail."""
 
-    def commit(stage: Stage) -> None:
-        with stage.fault(f"{word} {command}") as fault, stage.server.http() as http:
+    def inject(stage: Stage) -> None:
+        with stage.fault(f"{verb} {command}") as fault, stage.server.http() as http:
             reply = http.infer("crimes", crime(command))
             fault.since = time.monotonic()
             if reply.status not in (500, 503) or error not in reply.error:
@@ -132,7 +132,7 @@ def _model(word: str, command: str, error: str = "") -> Callable[[Stage], None]:
             if not is_right(http.infer("crimes", crime("ok"))):
                 stage.ledger.fail(f"wrong or refused after a model's {command}")
 
-    return commit
+    return inject
 
 
 def _leak(stage: Stage) -> None:
@@ -171,10 +171,10 @@ def _fill(stage: Stage) -> None:
     """Fill /dev/shm, and register a shared memory object that has no pages yet."""
     if not stage.host.private_shm:
         return
-    full = _SHM / "full"
+    filler = _SHM / "full"
     with stage.fault("full /dev/shm") as fault, SharedObject(1 << 20) as empty:
-        with full.open("wb", buffering=0) as filling, contextlib.suppress(OSError):
-            while filling.write(bytes(1 << 20)):
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(1 << 20)):
                 pass
         with stage.server.http() as http:
             reply = http.register(empty.name, empty.key, 1 << 20)
@@ -183,7 +183,7 @@ def _fill(stage: Stage) -> None:
             if reply.status == 200:
                 http.unregister(empty.name)
         time.sleep(0.2)
-        full.unlink()
+        filler.unlink()
         fault.since = time.monotonic()
 
 
@@ -216,13 +216,13 @@ def _descriptors(stage: Stage) -> None:
         contextlib.ExitStack() as stack,
         contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError),
     ):
-        before = gateway.rlimit(resource.RLIMIT_NOFILE)
-        few = len(os.listdir(f"/proc/{gateway.pid}/fd")) + 2
-        gateway.rlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+        limits = gateway.rlimit(resource.RLIMIT_NOFILE)
+        limit = len(os.listdir(f"/proc/{gateway.pid}/fd")) + 2
+        gateway.rlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
         for _ in range(16):
             stack.enter_context(raw_connection(port))
         time.sleep(0.2)
-        gateway.rlimit(resource.RLIMIT_NOFILE, before)
+        gateway.rlimit(resource.RLIMIT_NOFILE, limits)
         fault.since = time.monotonic()
 
 
@@ -242,11 +242,11 @@ class Entry(NamedTuple):
     """A fault in the table, and how often it is drawn."""
 
     weight: int
-    commit: Callable[[Stage], None]
+    inject: Callable[[Stage], None]
 
 
 FAULTS = (
-    Entry(3, _nothing),
+    Entry(3, _no_fault),
     Entry(60, _signal("kill", signal.SIGKILL)),
     Entry(15, _signal("crash", signal.SIGSEGV)),
     Entry(6, _signal("stop", signal.SIGSTOP)),
@@ -270,4 +270,4 @@ FAULTS = (
 def draw(rng: random.Random) -> Callable[[Stage], None]:
     """Return a random fault, according to the weights of the table."""
     (entry,) = rng.choices(FAULTS, [entry.weight for entry in FAULTS])
-    return entry.commit
+    return entry.inject

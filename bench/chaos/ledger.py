@@ -31,7 +31,7 @@ class Rule(NamedTuple):
     fault: str
     load: str
     error: str
-    why: str
+    reason: str
 
 
 _KILL = r"(kill|stop|crash)\S* "
@@ -74,9 +74,9 @@ ALLOWED = (
 def is_allowed(fault: str, load: str, error: str) -> str:
     """Return the reason why an error is allowed under a fault, or "" if it is not."""
     for rule in ALLOWED:
-        concerned = re.match(rule.fault, fault) and re.match(rule.load, load)
-        if concerned and re.search(rule.error, error):
-            return rule.why
+        is_concerned = re.match(rule.fault, fault) and re.match(rule.load, load)
+        if is_concerned and re.search(rule.error, error):
+            return rule.reason
     return ""
 
 
@@ -96,7 +96,7 @@ class Fault:
     Times are in monotonic seconds. `until` is None while the fault lasts.
     """
 
-    what: str
+    name: str
     since: float
     until: float | None = None
 
@@ -110,8 +110,8 @@ class Ledger:
     """The record of a test run, shared by all threads of the run."""
 
     began: float = field(default_factory=time.monotonic)
-    right: Counter[str] = field(default_factory=Counter)
-    took_s: dict[str, float] = field(default_factory=dict)
+    correct: Counter[str] = field(default_factory=Counter)
+    total_s: dict[str, float] = field(default_factory=dict)
     slowest_s: dict[str, float] = field(default_factory=dict)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Ledger:
     events: deque[str] = field(default_factory=lambda: deque(maxlen=_EVENTS))
 
     def __post_init__(self) -> None:
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._faults: deque[Fault] = deque(maxlen=_WINDOWS)
         # By client: the start of the latest request that received a correct response.
         self._served: dict[str, float] = {}
@@ -136,51 +136,51 @@ class Ledger:
 
     def fail(self, text: str) -> None:
         """Record a failure of the run."""
-        with self._news:
+        with self._changed:
             self.note(f"FAILURE {text}")
             self.failures.append(text)
-            self._news.notify_all()
+            self._changed.notify_all()
 
     # --- requests
 
-    def joins(self, client: str) -> None:
+    def add_client(self, client: str) -> None:
         """Add a client. Each recovery waits for a response to this client."""
-        with self._news:
+        with self._changed:
             self._served[client] = 0.0
 
-    def answered(self, load: str, client: str, began: float) -> None:
+    def record_response(self, load: str, client: str, began: float) -> None:
         """Record a correct response to a request that began at this time."""
-        took = time.monotonic() - began
-        with self._news:
-            self.right[load] += 1
-            self.took_s[load] = self.took_s.get(load, 0.0) + took
-            self.slowest_s[load] = max(took, self.slowest_s.get(load, 0.0))
+        duration_s = time.monotonic() - began
+        with self._changed:
+            self.correct[load] += 1
+            self.total_s[load] = self.total_s.get(load, 0.0) + duration_s
+            self.slowest_s[load] = max(duration_s, self.slowest_s.get(load, 0.0))
             self._served[client] = max(began, self._served[client])
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def refuse(self, load: str, client: str, began: float, error: str) -> None:
+    def record_error(self, load: str, client: str, began: float, error: str) -> None:
         """Record an incorrect or missing response, which is a failure unless a fault allows it."""
         ended = time.monotonic()
-        with self._news:
-            near = [fault.what for fault in self._faults if fault.overlaps(began, ended)]
-        rule = next(filter(None, (is_allowed(what, load, error) for what in near)), "")
+        with self._changed:
+            fault_names = [fault.name for fault in self._faults if fault.overlaps(began, ended)]
+        rule = next(filter(None, (is_allowed(name, load, error) for name in fault_names)), "")
         self.note(f"{client}: {error} (asked {ended - began:.3f} s ago)")
         if rule:
             self.refused[load, rule] += 1
         else:
-            self.fail(f"{client}: {error}; asked {ended - began:.3f} s ago, under {near}")
+            self.fail(f"{client}: {error}; asked {ended - began:.3f} s ago, under {fault_names}")
 
     # --- faults
 
     def begin(self, fault_name: str) -> Fault:
         """Record a fault that is about to occur."""
         fault = Fault(fault_name, time.monotonic())
-        with self._news:
+        with self._changed:
             self.note(f"FAULT {fault_name}")
             self._faults.append(fault)
         return fault
 
-    def recovered(
+    def wait_recovered(
         self, fault: Fault, since: float, within_s: float, ready: Callable[[], bool] = lambda: True
     ) -> None:
         """Wait until the server is `ready` and each client has a new correct response.
@@ -196,20 +196,20 @@ class Ledger:
             last = late[0] if late else last
             return self.failed or not late
 
-        with self._news:
-            served = self._news.wait_for(all_served, within_s)
+        with self._changed:
+            served = self._changed.wait_for(all_served, within_s)
         while served and not self.failed and not ready():
             served, last = time.monotonic() < since + within_s, "readiness"
             time.sleep(_STEP_S)
-        took = time.monotonic() - since
+        recovery_s = time.monotonic() - since
         fault.until = time.monotonic() + _GRACE_S
-        self.note(line := f"served after {took:.3f} s, {last} last: {fault.what}")
-        if took > _SLOW_S:
+        self.note(line := f"served after {recovery_s:.3f} s, {last} last: {fault.name}")
+        if recovery_s > _SLOW_S:
             self.slow.append(f"{fault.since - self.began:9.3f}  {line}")
         if not served:
-            self.fail(f"not served within {within_s:g} s after {fault.what}: {last}")
+            self.fail(f"not served within {within_s:g} s after {fault.name}: {last}")
         elif not self.failed:
-            self.recoveries.setdefault(_kind(fault.what), []).append(took)
+            self.recoveries.setdefault(_kind(fault.name), []).append(recovery_s)
 
 
 def _kind(fault_name: str) -> str:

@@ -37,34 +37,34 @@ from tests.support.wire.raw_http import (
 )
 
 # Maximum seconds of a request; a later response counts as lost.
-PATIENCE_S = 60.0
-_BREATH_S = 0.1
+REQUEST_TIMEOUT_S = 60.0
+_MAX_PAUSE_S = 0.1
 
-Ask = Callable[[], None]
-Open = Callable[[Server, random.Random], AbstractContextManager[Ask]]
+SendRequest = Callable[[], None]
+OpenLoad = Callable[[Server, random.Random], AbstractContextManager[SendRequest]]
 # Arguments: the model, its inputs, options of a sequence; returns the outputs by name.
 Infer = Callable[..., Any]
 
 _ids = itertools.count(1)
 
 
-class Wrong(Exception):
+class WrongResponse(Exception):
     """An incorrect response."""
 
 
-class Refused(Exception):
+class ErrorResponse(Exception):
     """An HTTP error response, as text."""
 
 
 def expect(actual: Any, expected: Any) -> None:
     """Compare a response with the expected values. Raises Wrong if they differ."""
     if not np.array_equal(actual, expected):
-        raise Wrong(f"got {actual!r:.300}, wanted {expected!r:.300}")
+        raise WrongResponse(f"got {actual!r:.300}, wanted {expected!r:.300}")
 
 
 def _ok(reply: Reply) -> Reply:
     if reply.status != 200:
-        raise Refused(f"{reply.status}: {reply.error}")
+        raise ErrorResponse(f"{reply.status}: {reply.error}")
     return reply
 
 
@@ -76,12 +76,12 @@ def _json_door(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], **sequence: Any) -> Any:
         parameters = {f"sequence_{key}": value for key, value in sequence.items()}
         body: dict[str, Any] = {"inputs": [json_input(*item) for item in arrays.items()]}
-        body |= {"id": (named := str(next(_ids))), "parameters": parameters}
+        body |= {"id": (request_id := str(next(_ids))), "parameters": parameters}
         reply = _ok(connection.infer(model, body))
-        expect(reply.json()["id"], named)
+        expect(reply.json()["id"], request_id)
         return reply.tensors()
 
-    with server.http(PATIENCE_S) as connection:
+    with server.http(REQUEST_TIMEOUT_S) as connection:
         yield infer
 
 
@@ -91,28 +91,28 @@ def _binary_door(server: Server) -> Iterator[Infer]:
 
     def infer(model: str, arrays: dict[str, Any]) -> Any:
         inputs = [(n, kinds[a.dtype.name], a.shape, a.tobytes()) for n, a in arrays.items()]
-        more = {"parameters": {"binary_data_output": True}}
-        return _ok(connection.infer_binary(model, inputs, **more)).tensors()
+        options = {"parameters": {"binary_data_output": True}}
+        return _ok(connection.infer_binary(model, inputs, **options)).tensors()
 
-    with server.http(PATIENCE_S) as connection:
+    with server.http(REQUEST_TIMEOUT_S) as connection:
         yield infer
 
 
 @contextmanager
 def _grpc_door(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
-        named = str(next(_ids))
-        more = {f"sequence_{key}": value for key, value in flags.items()}
+        request_id = str(next(_ids))
+        options = {f"sequence_{key}": value for key, value in flags.items()}
         result = client.infer(
             model,
             [_grpc_input(*item) for item in arrays.items()],
-            request_id=named,
+            request_id=request_id,
             sequence_id=id,
-            client_timeout=PATIENCE_S,
-            **more,
+            client_timeout=REQUEST_TIMEOUT_S,
+            **options,
         )
         response = result.get_response()
-        expect(response.id, named)
+        expect(response.id, request_id)
         return {output.name: result.as_numpy(output.name) for output in response.outputs}
 
     with _grpc_client(server) as client:
@@ -120,9 +120,9 @@ def _grpc_door(server: Server) -> Iterator[Infer]:
 
 
 def _grpc_client(server: Server) -> triton.InferenceServerClient:
-    own = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 100)]
-    own.append(("grpc.initial_reconnect_backoff_ms", 20))
-    return triton.InferenceServerClient(server.grpc_url, channel_args=own)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 100)]
+    options.append(("grpc.initial_reconnect_backoff_ms", 20))
+    return triton.InferenceServerClient(server.grpc_url, channel_args=options)
 
 
 def _grpc_input(name: str, array: Any) -> Any:
@@ -133,7 +133,7 @@ def _grpc_input(name: str, array: Any) -> Any:
 @contextmanager
 def _native_door(server: Server) -> Iterator[Infer]:
     def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
-        result = client.infer(model, arrays, timeout=PATIENCE_S, sequence=id, **flags)
+        result = client.infer(model, arrays, timeout=REQUEST_TIMEOUT_S, sequence=id, **flags)
         return {name: np.array(result[name]) for name in result}
 
     with shmserve.client.connect(server.run_dir) as client:
@@ -146,12 +146,12 @@ Door = Callable[[Server], AbstractContextManager[Infer]]
 # --- the loads
 
 
-def sums(door: Door, model: str = "simple") -> Open:
+def sums(door: Door, model: str = "simple") -> OpenLoad:
     """Send requests for INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
 
     @contextmanager
-    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
-        def ask() -> None:
+    def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+        def send() -> None:
             rows = rng.randint(1, 4)
             first = _numbers(rng, np.int32, rows, 16)
             second = _numbers(rng, np.int32, rows, 16)
@@ -160,7 +160,7 @@ def sums(door: Door, model: str = "simple") -> Open:
             expect(outputs["OUTPUT1"], first - second)
 
         with door(server) as infer:
-            yield ask
+            yield send
 
     return load
 
@@ -170,48 +170,48 @@ def _numbers(rng: random.Random, dtype: Any, *shape: int) -> Any:
 
 
 def function(
-    door: Door, model: str, of: Callable[[Any], Any], names: str = "X Y", **more: int
-) -> Open:
+    door: Door, model: str, expected_of: Callable[[Any], Any], names: str = "X Y", **options: int
+) -> OpenLoad:
     """Send one array, and check that the response is a function of it.
 
     Args:
         door: Connects a client of a transport.
         model: The model.
-        of: The function.
+        expected_of: The function.
         names: The names of the input and of the output.
-        **more: `different`, the number of distinct inputs.
+        **options: `different`, the number of distinct inputs; `most`, their maximum length.
     """
 
     @contextmanager
-    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
+    def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
         input_name, output_name = names.split()
 
-        def ask() -> None:
-            array = _numbers(rng, np.float32, rng.randint(1, more.get("most", 2000)))
-            if "different" in more:
-                array = np.arange(100, dtype=np.float32) + rng.randrange(more["different"])
-            expect(infer(model, {input_name: array})[output_name], of(array))
+        def send() -> None:
+            array = _numbers(rng, np.float32, rng.randint(1, options.get("most", 2000)))
+            if "different" in options:
+                array = np.arange(100, dtype=np.float32) + rng.randrange(options["different"])
+            expect(infer(model, {input_name: array})[output_name], expected_of(array))
 
         with door(server) as infer:
-            yield ask
+            yield send
 
     return load
 
 
-def sequences(door: Door, model: str) -> Open:
+def sequences(door: Door, model: str) -> OpenLoad:
     """Send a complete sequence, and check the sum in each response."""
 
     @contextmanager
-    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
-        def ask() -> None:
-            name, values = next(_ids), _numbers(rng, np.int32, rng.randint(2, 8))
-            for at, value in enumerate(values):
-                ends = {"start": at == 0, "end": at == len(values) - 1}
-                outputs = infer(model, {"INPUT0": np.full((1, 1), value)}, id=name, **ends)
-                expect(outputs["OUTPUT0"], [[values[: at + 1].sum(dtype=np.int32)]])
+    def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+        def send() -> None:
+            sequence_id, values = next(_ids), _numbers(rng, np.int32, rng.randint(2, 8))
+            for index, value in enumerate(values):
+                flags = {"start": index == 0, "end": index == len(values) - 1}
+                outputs = infer(model, {"INPUT0": np.full((1, 1), value)}, id=sequence_id, **flags)
+                expect(outputs["OUTPUT0"], [[values[: index + 1].sum(dtype=np.int32)]])
 
         with door(server) as infer:
-            yield ask
+            yield send
 
     return load
 
@@ -223,55 +223,54 @@ def _repeated(rng: random.Random) -> dict[str, Any]:
 
 
 @contextmanager
-def native_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
+def native_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Read all responses of a decoupled model in order."""
 
-    def ask() -> None:
+    def send() -> None:
         inputs = _repeated(rng)
-        with client.stream("repeat", inputs, timeout=PATIENCE_S) as responses:
+        with client.stream("repeat", inputs, timeout=REQUEST_TIMEOUT_S) as responses:
             received = [
                 (int(response["OUT"][0]), int(response["IDX"][0])) for response in responses
             ]
-        expect(received, [(value, place) for place, value in enumerate(inputs["IN"])])
+        expect(received, [(value, index) for index, value in enumerate(inputs["IN"])])
 
     with shmserve.client.connect(server.run_dir) as client:
-        yield ask
+        yield send
 
 
 @contextmanager
-def grpc_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
+def grpc_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Read all responses over one gRPC stream, which ends with a final response."""
-    told: queue.Queue[Any] = queue.Queue()
+    results: queue.Queue[Any] = queue.Queue()
 
     def response() -> Any:
-        result, error = told.get(timeout=PATIENCE_S)
+        result, error = results.get(timeout=REQUEST_TIMEOUT_S)
         if error is not None:
             raise error
         return result
 
-    def ask() -> None:
-        inputs, named = _repeated(rng), str(next(_ids))
+    def send() -> None:
+        inputs, request_id = _repeated(rng), str(next(_ids))
         client.async_stream_infer(
             "repeat",
             [_grpc_input(*item) for item in inputs.items()],
-            request_id=named,
+            request_id=request_id,
             enable_empty_final_response=True,
         )
-        for place, value in enumerate(inputs["IN"]):
+        for index, value in enumerate(inputs["IN"]):
             reply = response()
-            told_id, outputs = (
-                reply.get_response().id,
-                (reply.as_numpy("OUT"), reply.as_numpy("IDX")),
-            )
-            if told_id != named or [*map(str, outputs)] != [f"[{value}]", f"[{place}]"]:
-                raise Wrong(f"{told_id}: {outputs}, wanted {named}: {value}, {place}")
-        end = response().get_response()
-        expect((end.id, len(end.outputs)), (named, 0))
+            outputs = [str(reply.as_numpy(name)) for name in ("OUT", "IDX")]
+            received = (reply.get_response().id, outputs)
+            expected = (request_id, [f"[{value}]", f"[{index}]"])
+            if received != expected:
+                raise WrongResponse(f"got {received}, wanted {expected}")
+        final = response().get_response()
+        expect((final.id, len(final.outputs)), (request_id, 0))
 
     with _grpc_client(server) as client:
-        client.start_stream(lambda result, error: told.put((result, error)))
+        client.start_stream(lambda result, error: results.put((result, error)))
         try:
-            yield ask
+            yield send
         finally:
             client.stop_stream(cancel_requests=True)
 
@@ -280,24 +279,24 @@ _TEXTS: dict[tuple[str, int], str] = {}  # the first complete text by prompt and
 _PROMPTS = ("the quick brown", "it was the best", "naïve café", "1 2 3")
 
 
-def text(stream: bool) -> Open:
+def text(stream: bool) -> OpenLoad:
     """Generate text greedily. Each prompt must have the same complete text each time."""
 
     @contextmanager
-    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
-        def ask() -> None:
-            asked = rng.choice(_PROMPTS), rng.choice((3, 8))
-            body = {"model": "tiny", "prompt": asked[0], "max_tokens": asked[1], "temperature": 0}
+    def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+        def send() -> None:
+            prompt, tokens = rng.choice(_PROMPTS), rng.choice((3, 8))
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
             reply = connection.post(
                 "/v1/completions", body | {"ignore_eos": True, "stream": stream}
             )
             if reply.status != 200:
-                raise Refused(f"{reply.status}: {reply.body.decode()}")
+                raise ErrorResponse(f"{reply.status}: {reply.body.decode()}")
             generated = _streamed(reply) if stream else reply.json()["choices"][0]["text"]
-            expect(generated, _TEXTS.setdefault(asked, generated))
+            expect(generated, _TEXTS.setdefault((prompt, tokens), generated))
 
-        with server.http(PATIENCE_S) as connection:
-            yield ask
+        with server.http(REQUEST_TIMEOUT_S) as connection:
+            yield send
 
     return load
 
@@ -307,9 +306,9 @@ def _streamed(reply: Reply) -> str:
     events_json = [json.loads(event) for event in events if event != "[DONE]"]
     for event in events_json:
         if "error" in event:
-            raise Refused(f"in the stream: {event['error']['message']}")
+            raise ErrorResponse(f"in the stream: {event['error']['message']}")
     if events[-1:] != ["[DONE]"]:
-        raise Wrong(f"a stream that ends so: {events[-1:]}")
+        raise WrongResponse(f"a stream that ends so: {events[-1:]}")
     return "".join(choice["text"] for event in events_json for choice in event["choices"])
 
 
@@ -317,32 +316,32 @@ def _streamed(reply: Reply) -> str:
 REGIONS: dict[str, SharedObject] = {}
 
 
-def region(cut: bool) -> Open:
+def in_registered_region(cut: bool) -> OpenLoad:
     """Send requests whose input and output are in one registered region.
 
     With `cut`, the client sometimes truncates its region. Only that client may lose a response.
     """
 
     @contextmanager
-    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
+    def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
         count, size = 4096, 4096 * 4
 
-        def ask() -> None:
+        def send() -> None:
             values = _numbers(rng, np.float32, count)
             shm_tensor = shm_input("INPUT0", "FP32", [count], shared.name, size)
             output = {"name": "OUTPUT0", "parameters": in_region(shared.name, size, size)}
-            with _own_fault():
+            with _truncated_region():
                 shared.write(values)
             _ok(connection.infer("identity", {"inputs": [shm_tensor], "outputs": [output]}))
-            with _own_fault():
+            with _truncated_region():
                 expect(shared.read(np.float32, count, size), values)
 
-        with server.http(PATIENCE_S) as connection, SharedObject(2 * size) as shared:
+        with server.http(REQUEST_TIMEOUT_S) as connection, SharedObject(2 * size) as shared:
             _ok(connection.register(shared.name, shared.key, 2 * size))
             if cut:
                 REGIONS[shared.name] = shared
             try:
-                yield ask
+                yield send
             finally:
                 REGIONS.pop(shared.name, None)
                 with contextlib.suppress(OSError, http.client.HTTPException):
@@ -352,47 +351,45 @@ def region(cut: bool) -> Open:
 
 
 @contextmanager
-def _own_fault() -> Iterator[None]:
-    """Register a region that is larger than its object, which must fail."""
+def _truncated_region() -> Iterator[None]:
+    """Convert the failed access to a region that a fault has truncated to the client's error."""
     try:
         yield
     except ValueError as error:
-        raise Refused(f"INVALID: {error}") from None
+        raise ErrorResponse(f"INVALID: {error}") from None
 
 
 @contextmanager
-def in_place(server: Server, rng: random.Random) -> Iterator[Ask]:
+def in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Send requests whose tensors are in memory of the native client, and check the responses."""
 
-    def ask() -> None:
+    def send() -> None:
         input_region["INPUT0"][:] = values = _numbers(rng, np.float32, 4096)
         output_region["OUTPUT0"][:] = 0
-        client.infer("identity", input_region, outputs=output_region, timeout=PATIENCE_S)
+        client.infer("identity", input_region, outputs=output_region, timeout=REQUEST_TIMEOUT_S)
         expect(output_region["OUTPUT0"], values)
 
-    form = ((4096,), "FP32")
+    spec = ((4096,), "FP32")
     with shmserve.client.connect(server.run_dir) as client:
-        input_region, output_region = (
-            client.allocate({"INPUT0": form}),
-            client.allocate({"OUTPUT0": form}),
-        )
-        yield ask
+        input_region = client.allocate({"INPUT0": spec})
+        output_region = client.allocate({"OUTPUT0": spec})
+        yield send
 
 
 @contextmanager
-def vanishing(server: Server, rng: random.Random) -> Iterator[Ask]:
+def vanishing(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Disconnect in the middle of a request, or before its response."""
     body = json.dumps(
         {"inputs": [json_input(f"INPUT{n}", np.ones((1, 16), np.int32)) for n in (0, 1)]}
     )
     head = "POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
-    whole = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
-    def ask() -> None:
+    def send() -> None:
         with raw_connection(server.http_port) as connection:
-            connection.sendall(whole[: rng.choice([rng.randrange(len(whole)), len(whole)])])
+            connection.sendall(request[: rng.choice([rng.randrange(len(request)), len(request)])])
 
-    yield ask
+    yield send
 
 
 class Load(NamedTuple):
@@ -402,7 +399,7 @@ class Load(NamedTuple):
     """
 
     name: str
-    open: Open
+    open: OpenLoad
     clients: int = 1
 
 
@@ -425,19 +422,19 @@ LOADS = (
     Load("grpc-stream", grpc_stream),
     Load("http-text", text(stream=False)),
     Load("http-text-stream", text(stream=True)),
-    Load("http-region", region(cut=False)),
-    Load("http-cut-region", region(cut=True)),
+    Load("http-region", in_registered_region(cut=False)),
+    Load("http-cut-region", in_registered_region(cut=True)),
     Load("native-in-place", in_place),
     Load("http-vanishing", vanishing),
 )
 
 
-def in_words(error: BaseException) -> str:
+def as_text(error: BaseException) -> str:
     """Return an error in the form of the ledger; raise an error that no client may receive."""
     match error:
-        case Wrong():
+        case WrongResponse():
             return f"wrong: {error}"
-        case Refused():
+        case ErrorResponse():
             return str(error)
         case shmserve.client.Disconnected() | shmserve.client.TimedOut() | queue.Empty():
             return f"lost: {error!r}"
@@ -453,7 +450,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _is_of_connection(error: InferenceServerException) -> bool:
-    words = (
+    phrases = (
         "Socket closed",
         "connect",
         "Stream removed",
@@ -463,7 +460,7 @@ def _is_of_connection(error: InferenceServerException) -> bool:
         "EOF",
         "no longer in valid state",
     )
-    return any(word in str(error.message()) for word in words)
+    return any(word in str(error.message()) for word in phrases)
 
 
 class Clients:
@@ -479,9 +476,9 @@ class Clients:
         for load in loads:
             for number in range(load.clients):
                 name = f"{load.name}.{number}"
-                ledger.joins(name)
-                told = (load, name, random.Random(f"{seed} {name}"))
-                self._threads.append(threading.Thread(target=self._run, args=told, name=name))
+                ledger.add_client(name)
+                arguments = (load, name, random.Random(f"{seed} {name}"))
+                self._threads.append(threading.Thread(target=self._run, args=arguments, name=name))
 
     def __enter__(self) -> Clients:
         for thread in self._threads:
@@ -497,20 +494,20 @@ class Clients:
         began = time.monotonic()
         while not self._stop.is_set():
             try:
-                with load.open(self._server, rng) as ask:
+                with load.open(self._server, rng) as send:
                     while not self._stop.is_set():
                         began = time.monotonic()
-                        ask()
-                        self._ledger.answered(load.name, name, began)
-                        self._stop.wait(rng.random() * _BREATH_S)
+                        send()
+                        self._ledger.record_response(load.name, name, began)
+                        self._stop.wait(rng.random() * _MAX_PAUSE_S)
                         began = time.monotonic()
             except Exception as error:
                 self._failed(load, name, began, error)
-            self._stop.wait(_BREATH_S)
+            self._stop.wait(_MAX_PAUSE_S)
 
     def _failed(self, load: Load, name: str, began: float, error: Exception) -> None:
         try:
-            self._ledger.refuse(load.name, name, began, in_words(error))
+            self._ledger.record_error(load.name, name, began, as_text(error))
         except Exception as unknown:
             self._ledger.fail(f"{name}: {unknown!r}")
             self._stop.set()

@@ -16,16 +16,16 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 
 _SETTLE_S = 15.0
-_MORE_THREADS = 4
+_MAX_THREAD_GROWTH = 4
 # Allowed growth in bytes. A worker shares 40 MB with its zygote and the zygote's other children.
 # When another zygote replaces that zygote, the worker's memory counts in full.
-_MORE_MEMORY = 640 << 20
-_MORE_OF_ONE = 160 << 20
+_MAX_MEMORY_GROWTH = 640 << 20
+_MAX_PROCESS_GROWTH = 160 << 20
 _PROBE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Measured:
+class ServerResources:
     """The resources that a server without load uses."""
 
     state: State
@@ -33,23 +33,23 @@ class Measured:
     shm: frozenset[str]
 
     @staticmethod
-    def of(server: Server) -> Measured:
+    def of(server: Server) -> ServerResources:
         """Return the resources that the server uses now."""
         threads: Counter[str] = Counter()
         for process in server.tree():
             with contextlib.suppress(OSError):
                 threads[servers.title(process)] += len(os.listdir(f"/proc/{process.pid}/task"))
-        return Measured(State.of(server), threads, frozenset(os.listdir("/dev/shm")))
+        return ServerResources(State.of(server), threads, frozenset(os.listdir("/dev/shm")))
 
-    def differences(self, now: Measured) -> list[str]:
+    def differences(self, now: ServerResources) -> list[str]:
         """Return a line for each resource that has grown."""
-        lines = self.state.differences(now.state, _MORE_MEMORY)
+        lines = self.state.differences(now.state, _MAX_MEMORY_GROWTH)
         for title, size in now.state.resident.items():
-            grown = size - self.state.resident.get(title, size)
-            if grown > _MORE_OF_ONE and not title.endswith("zygote"):
-                lines.append(f"memory of {title}: {grown >> 20} MiB more")
+            growth = size - self.state.resident.get(title, size)
+            if growth > _MAX_PROCESS_GROWTH and not title.endswith("zygote"):
+                lines.append(f"memory of {title}: {growth >> 20} MiB more")
         for title, count in now.threads.items():
-            if count > self.threads.get(title, 0) + _MORE_THREADS:
+            if count > self.threads.get(title, 0) + _MAX_THREAD_GROWTH:
                 lines.append(f"threads of {title}: {self.threads.get(title, 0)} became {count}")
         lines += [f"/dev/shm/{name}" for name in now.shm - self.shm]
         return lines
@@ -63,14 +63,14 @@ class Measured:
         remaining: list[str] = []
 
         def as_before() -> bool:
-            remaining[:] = self.differences(Measured.of(server))
+            remaining[:] = self.differences(ServerResources.of(server))
             return not remaining
 
         with contextlib.suppress(AssertionError):
             until("as before", as_before, _SETTLE_S)
         return remaining
 
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         """Return a line of text with the sums by kind of process."""
         state = self.state
         return (
@@ -91,8 +91,8 @@ class Probe:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="probe")
         self.slowest_s = 0.0
-        self.asked = 0
-        self.not_ready = 0
+        self.probe_count = 0
+        self.not_ready_count = 0
 
     def __enter__(self) -> Probe:
         self._thread.start()
@@ -110,6 +110,6 @@ class Probe:
             ):
                 while not self._stop.wait(_PROBE_S):
                     began = time.monotonic()
-                    self.not_ready += connection.get("/v2/health/ready").status != 200
-                    self.asked += 1
+                    self.not_ready_count += connection.get("/v2/health/ready").status != 200
+                    self.probe_count += 1
                     self.slowest_s = max(self.slowest_s, time.monotonic() - began)

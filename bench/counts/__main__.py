@@ -27,13 +27,13 @@ _HOOK = Path(__file__).parent / "hook"
 _ROLES = ("gateway", "scheduler", "worker")
 _WARM_UP = 800
 _IN_FLIGHT = 16
-_PLACE = 600_000  # byte size of a tensor in the region
+_TENSOR_BYTES = 600_000  # byte size of a tensor in the region
 _WAIT_S = 20.0
-_TOTAL = re.compile(r"^ *\d+\.\d+ +\d+\.\d+ +\d+ +(\d+)(?: +\d+)? +(\w+)$", re.MULTILINE)
+_STRACE_ROW = re.compile(r"^ *\d+\.\d+ +\d+\.\d+ +\d+ +(\d+)(?: +\d+)? +(\w+)$", re.MULTILINE)
 
 
 @dataclass
-class Counted:
+class Counts:
     """The counts of one process for a number of requests."""
 
     role: str
@@ -45,10 +45,10 @@ class Counted:
 
     def row(self) -> str:
         """Return a line of the table, with figures per request."""
-        every = (self.calls, self.system_calls)
-        calls, system_calls = (each.total() for each in every)
+        counters = (self.calls, self.system_calls)
+        calls, system_calls = (total.total() for total in counters)
         figures = (calls, self.python, self.allocations, system_calls)
-        texts = [f"{each / self.requests:9.1f}" if each else "        -" for each in figures]
+        texts = [f"{total / self.requests:9.1f}" if total else "        -" for total in figures]
         return f"{self.role:10}" + "".join(texts)
 
 
@@ -64,14 +64,14 @@ class CountedShmserve(Shmserve):
 def _roles(server: Server) -> dict[str, int]:
     """Return the processes on the path of a request: role -> pid."""
     pids: dict[str, int] = {}
-    for each in processes.tree(server.pid):
-        title = Path(f"/proc/{each.pid}/cmdline").read_text().split("\0")[0].split()
+    for process in processes.tree(server.pid):
+        title = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")[0].split()
         if title[:1] == ["shmserve:"] and title[1] in _ROLES and title[2] != "grpc":
-            pids[title[1]] = each.pid
+            pids[title[1]] = process.pid
     return pids
 
 
-def _until(path: Path) -> Path:
+def _wait_for(path: Path) -> Path:
     end = time.monotonic() + _WAIT_S
     while not path.exists():
         if time.monotonic() > end:
@@ -80,35 +80,35 @@ def _until(path: Path) -> Path:
     return path
 
 
-def _step(folder: Path, pids: Sequence[int], step: int) -> None:
+def _begin_step(folder: Path, pids: Sequence[int], step: int) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGUSR1)
     for pid in pids:
-        _until(folder / f"{pid}.{step}")
+        _wait_for(folder / f"{pid}.{step}")
 
 
-def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) -> list[Counted]:
+def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) -> list[Counts]:
     """Send `number` requests for each kind of count, and return the counts of each process."""
     pids = _roles(server)
     with Connections(server.ports.http, requests) as connections:
         connections.run(_WARM_UP)
         for step in (1, 2):
-            _step(folder, list(pids.values()), step)
+            _begin_step(folder, list(pids.values()), step)
             connections.run(number)
-        _step(folder, list(pids.values()), 3)
-        with _traced(folder, pids) as traced:
+        _begin_step(folder, list(pids.values()), 3)
+        with _trace(folder, pids) as system_calls:
             connections.run(number)
     counts = []
     for role in _ROLES:
-        told = json.loads((folder / f"{pids[role]}.3").read_text())
-        calls = Counter(told["calls"])
-        figures = (told["python"], told["allocations"])
-        counts.append(Counted(role, number, calls, *figures, traced[role]))
+        counted = json.loads((folder / f"{pids[role]}.3").read_text())
+        calls = Counter(counted["calls"])
+        figures = (counted["python"], counted["allocations"])
+        counts.append(Counts(role, number, calls, *figures, system_calls[role]))
     return counts
 
 
 @contextlib.contextmanager
-def _traced(folder: Path, pids: dict[str, int]) -> Iterator[dict[str, Counter[str]]]:
+def _trace(folder: Path, pids: dict[str, int]) -> Iterator[dict[str, Counter[str]]]:
     """Count the system calls of processes during the block; the counts are empty without strace."""
     calls_by_role: dict[str, Counter[str]] = {role: Counter() for role in pids}
     if shutil.which("strace") is None:
@@ -125,7 +125,7 @@ def _traced(folder: Path, pids: dict[str, int]) -> Iterator[dict[str, Counter[st
         trace.send_signal(signal.SIGINT)
         trace.wait()
         with contextlib.suppress(OSError):
-            for times, name in _TOTAL.findall((folder / role).read_text()):
+            for times, name in _STRACE_ROW.findall((folder / role).read_text()):
                 if name != "total":
                     calls_by_role[role][name] += int(times)
 
@@ -140,39 +140,39 @@ def _post(path: str, body: object) -> bytes:
     return head.encode() + text
 
 
-def _simple() -> list[bytes]:
+def _in_bodies() -> list[bytes]:
     """Return requests of equal length with different content."""
     return [
         _post(
             "/v2/models/simple/infer",
             {
                 "inputs": [
-                    {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [10 + at] * 16}
+                    {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [10 + index] * 16}
                     for name in ("INPUT0", "INPUT1")
                 ]
             },
         )
-        for at in range(_IN_FLIGHT)
+        for index in range(_IN_FLIGHT)
     ]
 
 
 @contextlib.contextmanager
-def _placed(server: Server) -> Iterator[list[bytes]]:
+def _in_region(server: Server) -> Iterator[list[bytes]]:
     """Yield requests whose input and output are in one registered region."""
-    memory = SharedMemory(create=True, size=2 * _IN_FLIGHT * _PLACE)
+    memory = SharedMemory(create=True, size=2 * _IN_FLIGHT * _TENSOR_BYTES)
     try:
         with server.client() as client:
             path = "/v2/systemsharedmemory/region/counts/register"
-            told = {"key": f"/{memory.name}", "offset": 0, "byte_size": memory.size}
-            client.call("POST", path, told)
+            region = {"key": f"/{memory.name}", "offset": 0, "byte_size": memory.size}
+            client.call("POST", path, region)
 
-        def tensor(name: str, at: int, **more: object) -> dict[str, object]:
-            place = {"shared_memory_region": "counts", "shared_memory_byte_size": _PLACE}
-            if at:
-                place["shared_memory_offset"] = at * _PLACE
+        def tensor(name: str, index: int, **more: object) -> dict[str, object]:
+            place = {"shared_memory_region": "counts", "shared_memory_byte_size": _TENSOR_BYTES}
+            if index:
+                place["shared_memory_offset"] = index * _TENSOR_BYTES
             return {"name": name, "parameters": place, **more}
 
-        shape = {"datatype": "FP32", "shape": [_PLACE // 4]}
+        shape = {"datatype": "FP32", "shape": [_TENSOR_BYTES // 4]}
         yield [
             _post(
                 "/v2/models/identity/infer",
@@ -212,23 +212,24 @@ def main() -> None:
             model = BENCH / "models" / ("simple" if case == "simple" else "identity")
             notes: list[str] = []
             with running(CountedShmserve(), [model], notes=notes) as server:
-                ready = contextlib.nullcontext(_simple()) if case == "simple" else _placed(server)
-                with ready as requests:
+                simple = contextlib.nullcontext(_in_bodies())
+                opened = simple if case == "simple" else _in_region(server)
+                with opened as requests:
                     counts = count(server, folder, requests, options.requests)
             _print(case, counts, options.top)
             for note in notes:
                 print(note, file=sys.stderr)
 
 
-def _print(case: str, counts: list[Counted], top: int) -> None:
+def _print(case: str, counts: list[Counts], top: int) -> None:
     print(f"\n{case}     calls   python   allocs syscalls   a request")
-    for each in counts:
-        print(each.row())
-    for each in counts if top else ():
-        print(f"\n{each.role}")
-        for counter in (each.calls, each.system_calls):
+    for process in counts:
+        print(process.row())
+    for process in counts if top else ():
+        print(f"\n{process.role}")
+        for counter in (process.calls, process.system_calls):
             for name, times in counter.most_common(top):
-                print(f"{times / each.requests:9.2f}  {name.removeprefix(str(BENCH.parent))}")
+                print(f"{times / process.requests:9.2f}  {name.removeprefix(str(BENCH.parent))}")
 
 
 if __name__ == "__main__":

@@ -40,16 +40,16 @@ class Connections:
     def run(self, count: int) -> None:
         """Send `count` requests and receive all their responses. Raises RequestFailed."""
         keys = list(self._selector.get_map().values())
-        started = min(count, len(keys))
-        for key in keys[:started]:
+        sent = min(count, len(keys))
+        for key in keys[:sent]:
             _send(key)
-        ended = 0
-        while ended < count:
+        received = 0
+        while received < count:
             for key, _ in self._selector.select():
                 _receive(key)
-                ended += 1
-                if started < count:
-                    started += 1
+                received += 1
+                if sent < count:
+                    sent += 1
                     _send(key)
 
 
@@ -62,13 +62,13 @@ def _receive(key: selectors.SelectorKey) -> None:
     assert isinstance(key.fileobj, socket.socket)
     data = b""
     while True:
-        more = key.fileobj.recv(65536)
-        data += more
-        head, end, body = data.partition(b"\r\n\r\n")
-        length = _LENGTH.search(head + b"\r\n") if end else None
+        chunk = key.fileobj.recv(65536)
+        data += chunk
+        head, separator, body = data.partition(b"\r\n\r\n")
+        length = _LENGTH.search(head + b"\r\n") if separator else None
         if length is not None and len(body) >= int(length[1]):
             break
-        if not more:
+        if not chunk:
             raise RequestFailed("the server has closed a connection")
     if not data.startswith(b"HTTP/1.1 200"):
         raise RequestFailed(f"{data[:300]!r}")

@@ -30,8 +30,8 @@ _LARGEST_WINDOW = 2**31 - 1
 _CLIENTS = 8
 _ROUNDS = 5
 _SECONDS = 1.0
-_AHEAD = 64 * 1024
-_MADE = 16 * 1024 * 1024  # bytes of a flood that are made in advance and then repeated
+_SEND_BYTES = 64 * 1024
+_FLOOD_BYTES = 16 * 1024 * 1024  # bytes of a flood that are made in advance and then repeated
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -74,7 +74,7 @@ def simple_request() -> bytes:
 def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
     """Return the floods by name: functions from a stream id to the bytes of that stream."""
 
-    def asked(stream: int) -> bytes:
+    def call(stream: int) -> bytes:
         return frame(_HEADERS, _END_HEADERS, stream, _INFER) + frame(
             _DATA, _END_STREAM, stream, request
         )
@@ -84,7 +84,7 @@ def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
         "calls begun and reset": lambda n: (
             frame(_HEADERS, _END_HEADERS, n, _INFER) + frame(_RESET, 0, n, reset)
         ),
-        "calls asked and reset": lambda n: asked(n) + frame(_RESET, 0, n, reset),
+        "calls asked and reset": lambda n: call(n) + frame(_RESET, 0, n, reset),
         "calls that make the server reset": lambda n: (
             frame(_HEADERS, _END_HEADERS, n, _INFER) + frame(_WINDOW, 0, n, bytes(4))
         ),
@@ -98,44 +98,44 @@ def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
             (frame(_HEADERS, _END_HEADERS, 1, _INFER) if n == 1 else b"") + frame(_DATA, 0, 1) * 64
         ),
         "windows of a byte": lambda _: frame(_WINDOW, 0, 0, b"\0\0\0\1") * 64,
-        "calls whose responses are not read": asked,
+        "calls whose responses are not read": call,
         "calls that are not asked": lambda n: frame(_HEADERS, _END_HEADERS, n, _INFER),
     }
 
 
-def flood(port: int, name: str, ended: Any) -> None:
+def flood(port: int, name: str, ended_connections: Any) -> None:
     """Send the bytes of a flood until the process is killed.
 
     The bytes are made once, so that the flood costs its sender next to nothing. `ended` counts the
     connections that the server has closed.
     """
-    make = attacks(simple_request())[name]
-    sent = bytearray(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))
+    stream_bytes = attacks(simple_request())[name]
+    flood_bytes = bytearray(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))
     stream = 1
-    while len(sent) < _MADE:
-        sent += make(stream)
+    while len(flood_bytes) < _FLOOD_BYTES:
+        flood_bytes += stream_bytes(stream)
         stream += 2
     reads = "not read" not in name
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
-            _flood(sock, memoryview(sent), reads)
-        ended.value += 1
+            _flood(sock, memoryview(flood_bytes), reads)
+        ended_connections.value += 1
 
 
-def _flood(sock: socket.socket, sent: memoryview, reads: bool) -> None:
+def _flood(sock: socket.socket, flood_bytes: memoryview, reads: bool) -> None:
     sock.setblocking(False)
-    at = 0
+    sent_bytes = 0
     while True:
         readable, writable, _ = select.select([sock] if reads else [], [sock], [], 0.1)
         if readable and not sock.recv(1 << 20):
             return
         if writable:
-            at += sock.send(sent[at : at + _AHEAD])
-            if at == len(sent):
+            sent_bytes += sock.send(flood_bytes[sent_bytes : sent_bytes + _SEND_BYTES])
+            if sent_bytes == len(flood_bytes):
                 return
 
 
-class Honest:
+class HonestClient:
     """A well-behaved client with one call in flight."""
 
     def __init__(self, port: int, request: bytes) -> None:
@@ -143,12 +143,12 @@ class Honest:
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._request = request
         self._stream = -1
-        self._said = b""
-        wide = frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, _LARGEST_WINDOW))
-        more = frame(_WINDOW, 0, 0, struct.pack(">I", _LARGEST_WINDOW - 65535))
-        self.sock.sendall(_PREFACE + wide + frame(_SETTINGS, _ACK, 0) + more)
+        self._response = b""
+        settings = frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, _LARGEST_WINDOW))
+        window = frame(_WINDOW, 0, 0, struct.pack(">I", _LARGEST_WINDOW - 65535))
+        self.sock.sendall(_PREFACE + settings + frame(_SETTINGS, _ACK, 0) + window)
 
-    def ask(self) -> None:
+    def send_request(self) -> None:
         """Begin a call."""
         self._stream += 2
         self.sock.sendall(
@@ -165,30 +165,30 @@ class Honest:
         data = self.sock.recv(1 << 16)
         if not data:
             raise SystemExit("the server ended an honest client's connection")
-        self._said += data
-        if self._said.endswith(b"grpc-status\x010"):
-            self._said = b""
-            self.ask()
+        self._response += data
+        if self._response.endswith(b"grpc-status\x010"):
+            self._response = b""
+            self.send_request()
             return 1
-        if b"grpc-message" in self._said:
-            raise SystemExit(f"an honest call failed: {self._said!r}")
+        if b"grpc-message" in self._response:
+            raise SystemExit(f"an honest call failed: {self._response!r}")
         return 0
 
 
-def rate(clients: dict[socket.socket, Honest], seconds: float) -> float:
+def rate(clients: dict[socket.socket, HonestClient], seconds: float) -> float:
     """Return the calls per second of all clients."""
-    began = time.perf_counter()
-    done = 0
-    while (took := time.perf_counter() - began) < seconds:
+    began_s = time.perf_counter()
+    completed = 0
+    while (took_s := time.perf_counter() - began_s) < seconds:
         for sock in select.select(list(clients), [], [], 0.1)[0]:
-            done += clients[sock].read()
-    return done / took
+            completed += clients[sock].read()
+    return completed / took_s
 
 
 @contextlib.contextmanager
-def attacked(port: int, name: str, ended: Any) -> Iterator[None]:
+def attacked(port: int, name: str, ended_connections: Any) -> Iterator[None]:
     """Run the flood of this name during the block."""
-    process = multiprocessing.Process(target=flood, args=(port, name, ended))
+    process = multiprocessing.Process(target=flood, args=(port, name, ended_connections))
     process.start()
     try:
         time.sleep(0.3)  # the measurement begins after the first moments of the flood
@@ -204,22 +204,23 @@ def main() -> None:
     model = servers.BENCH / "models" / "simple"
     with servers.running(servers.Shmserve(), [model], notes=[]) as server:
         port = server.ports.grpc
-        clients = {one.sock: one for one in (Honest(port, request) for _ in range(_CLIENTS))}
-        for one in clients.values():
-            one.ask()
+        honest_clients = [HonestClient(port, request) for _ in range(_CLIENTS)]
+        clients = {client.sock: client for client in honest_clients}
+        for client in clients.values():
+            client.send_request()
         rate(clients, _SECONDS)
         for name in attacks(request):
-            ended = multiprocessing.Value("i", 0)
+            ended_connections = multiprocessing.Value("i", 0)
             ratios = []
             for _ in range(_ROUNDS):
-                alone = rate(clients, _SECONDS)
-                with attacked(port, name, ended):
-                    ratios.append(rate(clients, _SECONDS) / alone)
+                rate_alone = rate(clients, _SECONDS)
+                with attacked(port, name, ended_connections):
+                    ratios.append(rate(clients, _SECONDS) / rate_alone)
             low, high = min(ratios), max(ratios)
-            went = ended.value / (_ROUNDS * _SECONDS)
+            ended_per_s = ended_connections.value / (_ROUNDS * _SECONDS)
             print(
                 f"{name:36} {statistics.median(ratios):5.2f} [{low:.2f} .. {high:.2f}] "
-                f"{went:8.0f} ended/s",
+                f"{ended_per_s:8.0f} ended/s",
                 flush=True,
             )
 

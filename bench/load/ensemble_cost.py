@@ -90,15 +90,15 @@ class Chain:
         worker_ns: The time that the stand-in for the workers has taken.
     """
 
-    def __init__(self, elements: int, alone: bool = False) -> None:
+    def __init__(self, elements: int, ensemble_only: bool = False) -> None:
         """Make the ensemble and its steps; `alone`: the steps have no schedulers."""
         self.worker_ns = 0
-        self._known = Schemas(RequestSchema)
+        self._schemas = Schemas(RequestSchema)
         self._neighbours = links = InProcessLinks()
         self._clients = _Outbox()
         self._workers: list[tuple[BatchingCore, Front[Any], bytes, _Outbox]] = []
-        self._touched: dict[Front[Any], None] = {}
-        self._numbers = 0
+        self._active: dict[Front[Any], None] = {}
+        self._last_id = 0
         config = {
             "name": "chain",
             "max_batch_size": 0,
@@ -119,7 +119,7 @@ class Chain:
         core: EnsembleCore
 
         def from_step(endpoint: str, message: Any) -> None:
-            self._touched[self._ensemble] = None
+            self._active[self._ensemble] = None
             core.from_step(endpoint, message, time.monotonic_ns())
 
         steps = StepSchedulers(Waiter(), links, _IDENTITY, from_step)
@@ -127,41 +127,41 @@ class Chain:
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         core = EnsembleCore(settings, ModelSpec.of(config), steps, _Outbox(), memory)
         self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns, "e")
-        add = self._add_instant if alone else self._add
-        for name, takes, gives in (
+        add = self._add_instant if ensemble_only else self._add
+        for name, input_size, output_size in (
             ("a", _SMALL, elements),
             ("b", elements, elements),
             ("c", elements, _SMALL),
         ):
-            spec = add(name, takes, gives)
+            spec = add(name, input_size, output_size)
             published = ModelPublished(name, "1", spec, {}, name, True, True, 0.0, 0)
             core.from_control(published, time.monotonic_ns())
 
-    def _add_instant(self, name: str, takes: int, gives: int) -> ModelSpec:
+    def _add_instant(self, name: str, input_size: int, output_size: int) -> ModelSpec:
         """Add a step that responds at once."""
         links = self._neighbours
 
         def respond(peer: bytes, message: Any) -> None:
             links.post(
-                peer, name, m.Finished(message.id, _response_schema(gives), [_DATA], 1, 2, 3)
+                peer, name, m.Finished(message.id, _response_schema(output_size), [_DATA], 1, 2, 3)
             )
 
         links.register(name, respond)
-        return ModelSpec.of(self._config(name, takes, gives))
+        return ModelSpec.of(self._config(name, input_size, output_size))
 
     @staticmethod
-    def _config(name: str, takes: int, gives: int) -> dict[str, Any]:
+    def _config(name: str, input_size: int, output_size: int) -> dict[str, Any]:
         return {
             "name": name,
             "max_batch_size": 0,
-            "input": _io("X", takes),
-            "output": _io("Y", gives),
+            "input": _io("X", input_size),
+            "output": _io("Y", output_size),
         }
 
-    def _add(self, name: str, takes: int, gives: int) -> ModelSpec:
+    def _add(self, name: str, input_size: int, output_size: int) -> ModelSpec:
         """Add a step with its scheduler and a worker."""
         index = len(self._workers)
-        config = self._config(name, takes, gives)
+        config = self._config(name, input_size, output_size)
         clients, workers, control = _Outbox(name, self._neighbours), _Outbox(), _Outbox()
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         fits = Schemas(Signature(ModelSpec.of(config), "1").fit)
@@ -169,7 +169,7 @@ class Chain:
         front = Front(core, clients, control, time.time_ns, name)
 
         def from_neighbour(peer: bytes, message: Any) -> None:
-            self._touched[front] = None
+            self._active[front] = None
             front.from_client(peer, message, time.monotonic_ns())
 
         self._neighbours.register(name, from_neighbour)
@@ -181,50 +181,50 @@ class Chain:
 
     def run(self) -> None:
         """Run one request from its client to its last response."""
-        self._numbers += 1
+        self._last_id += 1
         tensor = TensorRef("I", "FP32", (_SMALL,), _DATA)
         now_ns = time.monotonic_ns()
-        work = pack_inference(Inference((tensor,), ()))
-        self._touched[self._ensemble] = None
+        packed = pack_inference(Inference((tensor,), ()))
+        self._active[self._ensemble] = None
         self._ensemble.from_client(
-            _GATEWAY, m.Submit(self._numbers, *work, now_ns, 0, 0, 0), now_ns
+            _GATEWAY, m.Submit(self._last_id, *packed, now_ns, 0, 0, 0), now_ns
         )
         while not self._clients.posted:
-            self._turn()
+            self._deliver()
             for core, front, peer, workers in self._workers:
                 while workers.posted:
                     message = workers.posted.popleft()
                     if isinstance(message, m.Execute):
-                        self._touched[front] = None
+                        self._active[front] = None
                         began_ns = time.perf_counter_ns()
-                        finished = self._executed(message)
+                        finished = self._execute(message)
                         self.worker_ns += time.perf_counter_ns() - began_ns
                         core.results.handle(peer, finished, time.monotonic_ns())
-        (last,) = self._clients.posted
-        assert isinstance(last, m.Finished), last
+        (response,) = self._clients.posted
+        assert isinstance(response, m.Finished), response
         self._clients.posted.clear()
 
-    def _turn(self) -> None:
-        while self._touched or self._neighbours.queued:
+    def _deliver(self) -> None:
+        while self._active or self._neighbours.queued:
             self._neighbours.deliver()
-            touched = list(self._touched)
-            self._touched.clear()
-            for front in touched:
+            active = list(self._active)
+            self._active.clear()
+            for front in active:
                 front.tick(time.monotonic_ns())
 
-    def _executed(self, batch: m.Execute) -> m.BatchFinished:
+    def _execute(self, batch: m.Execute) -> m.BatchFinished:
         """Return the message with which a worker ends a batch.
 
         Like a worker, unpack each schema once.
         """
         (received,) = frames.unpack(frames.pack([batch]))
-        (work,) = received.requests
-        schema_entry = self._known.find(work.schema) or self._known.learn(work.schema)
-        elements, where = _SMALL, _DATA
+        (request,) = received.requests
+        schema_entry = self._schemas.find(request.schema) or self._schemas.learn(request.schema)
+        size, data = _SMALL, _DATA
         if schema_entry.outputs[0].placed:
-            where = work.data[-1]
-            elements = where[2] // 4
-        reply = m.Reply(work.key, "", "", _response_schema(elements), [where])
+            data = request.data[-1]
+            size = data[2] // 4
+        reply = m.Reply(request.key, "", "", _response_schema(size), [data])
         now_ns = time.monotonic_ns()
         finished = m.BatchFinished(batch.batch, now_ns, now_ns, now_ns, now_ns, [reply])
         (returned,) = frames.unpack(frames.pack([finished]))
@@ -232,7 +232,7 @@ class Chain:
 
 
 def measure(chain: Chain, requests: int = 4000) -> tuple[float, float]:
-    """Return the µs of a request and of its workers' stand-in, the best of five."""
+    """Return the µs of a request and of its workers' stand-in, the best of five rounds."""
     best = (float("inf"), 0.0)
     count = requests // 5
     for _ in range(5):
@@ -247,17 +247,18 @@ def measure(chain: Chain, requests: int = 4000) -> tuple[float, float]:
 
 if __name__ == "__main__":
     if "--profile" in sys.argv:
-        made = Chain(_SMALL)
+        chain = Chain(_SMALL)
         profile = cProfile.Profile()
         with profile:
             for _ in range(3000):
-                made.run()
+                chain.run()
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
     else:
         for size in (_SMALL, 262144):
-            whole_us, worker_us = measure(Chain(size))
+            total_us, worker_us = measure(Chain(size))
             print(
-                f"{size * 4} bytes between steps: {whole_us:.1f} us a request, "
+                f"{size * 4} bytes between steps: {total_us:.1f} us a request, "
                 f"{worker_us:.1f} of them for the workers' stand-in"
             )
-        print(f"the ensemble alone: {measure(Chain(_SMALL, alone=True))[0]:.1f} us a request")
+        total_us = measure(Chain(_SMALL, ensemble_only=True))[0]
+        print(f"the ensemble alone: {total_us:.1f} us a request")

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
+from shmserve.ipc.messages.generation import NewSequence, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.tables import GenerationStats
@@ -55,7 +55,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-class Generating:
+class SequenceBatch:
     """A number of sequences that one engine generates."""
 
     def __init__(self, model: Transformer, rows: int) -> None:
@@ -77,26 +77,26 @@ class Generating:
         for key in range(self._rows):
             blocks = list(range(key * self._blocks, (key + 1) * self._blocks))
             row = Row(key + 1, 0, PROMPT, 0, blocks)
-            self._step(key + 1, [row], [Begin(key + 1, key, 0)])
+            self._step(key + 1, [row], [NewSequence(key + 1, key, 0)])
         return time.thread_time() - began
 
     def decode(self) -> list[float]:
         """Decode all sequences together after their prompts; return the seconds of each step."""
-        took: list[float] = []
+        took_s: list[float] = []
         for place in range(1, NEW):
             rows = [
                 Row(key + 1, PROMPT + place - 1, 1, self._blocks, []) for key in range(self._rows)
             ]
             began = time.thread_time()
             self._step(self._rows + place, rows, [])
-            took.append(time.thread_time() - began)
-        return took
+            took_s.append(time.thread_time() - began)
+        return took_s
 
-    def _step(self, number: int, rows: list[Row], begin: list[Begin]) -> Stepped:
+    def _step(self, number: int, rows: list[Row], begin: list[NewSequence]) -> Stepped:
         return self._engine.step(Step(number, rows, begin))
 
 
-def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
+def floor(model: Transformer, rows: int, head_rows: int) -> Callable[[], None]:
     """Return a function that runs one pass of `rows` rows through the linear layers.
 
     Only `heads` rows go through the layers that only logits need: the output layer, and the linear
@@ -106,27 +106,27 @@ def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
     padded_rows = max(rows, MIN_ROWS)
     hidden = torch.randn(padded_rows, architecture.hidden)
     inner = torch.randn(padded_rows, architecture.intermediate)
-    last = hidden[: max(heads, MIN_ROWS)].contiguous()
+    last = hidden[: max(head_rows, MIN_ROWS)].contiguous()
 
     @torch.inference_mode()
-    def once() -> None:
+    def run_layers() -> None:
         for layer in model.layers[:-1]:
             layer.qkv(hidden), layer.output(hidden), layer.gate_up(hidden), layer.down(inner)
         layer = model.layers[-1]
         layer.qkv(hidden), layer.output(last), layer.gate_up(last), layer.down(inner[: len(last)])
         model.head(last)
 
-    return once
+    return run_layers
 
 
 def median_ms(call: Callable[[], None], times: int) -> float:
     """Return the median duration of `times` calls in ms."""
-    took: list[float] = []
+    took_s: list[float] = []
     for _ in range(times):
         began = time.thread_time()
         call()
-        took.append(time.thread_time() - began)
-    return statistics.median(took) * 1e3
+        took_s.append(time.thread_time() - began)
+    return statistics.median(took_s) * 1e3
 
 
 def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
@@ -136,24 +136,24 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
     floors: list[float] = []
     prompt_floors: list[float] = []
     for _ in range(rounds):
-        load = Generating(model, rows)
-        prompts.append(load.prefill() / rows * 1e3)
-        steps.append(statistics.median(load.decode()) * 1e3)
+        batch = SequenceBatch(model, rows)
+        prompts.append(batch.prefill() / rows * 1e3)
+        steps.append(statistics.median(batch.decode()) * 1e3)
         floors.append(median_ms(floor(model, rows, rows), 10))
         prompt_floors.append(median_ms(floor(model, PROMPT, 1), 3))
     step, prompt = statistics.median(steps), statistics.median(prompts)
-    least, prompt_least = statistics.median(floors), statistics.median(prompt_floors)
-    whole = rows * prompt + (NEW - 1) * step
-    whole_least = rows * prompt_least + (NEW - 1) * least
+    step_floor, prompt_floor = statistics.median(floors), statistics.median(prompt_floors)
+    total = rows * prompt + (NEW - 1) * step
+    total_floor = rows * prompt_floor + (NEW - 1) * step_floor
     return {
         "rows": rows,
         "step_ms": round(step, 2),
-        "step_floor_ms": round(least, 2),
+        "step_floor_ms": round(step_floor, 2),
         "prompt_ms": round(prompt, 2),
-        "prompt_floor_ms": round(prompt_least, 2),
-        "tokens_per_s": round(rows * NEW / whole * 1e3, 1),
-        "floor_tokens_per_s": round(rows * NEW / whole_least * 1e3, 1),
-        "share_of_floor": round(whole_least / whole, 3),
+        "prompt_floor_ms": round(prompt_floor, 2),
+        "tokens_per_s": round(rows * NEW / total * 1e3, 1),
+        "floor_tokens_per_s": round(rows * NEW / total_floor * 1e3, 1),
+        "share_of_floor": round(total_floor / total, 3),
     }
 
 
@@ -171,8 +171,8 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
             "max_prefill_tokens": 16 * sequences,
         }
     )
-    full: list[float] = []
-    took: list[float] = []
+    decode_s: list[float] = []
+    step_s: list[float] = []
     numbers = itertools.count(1)
     for _ in range(rounds):
         engine: Engine[None] = Engine(
@@ -193,15 +193,15 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
                 if row.samples
             ]
             stepped = Stepped(number, results, 0, 20_000_000, 0)
-            answered = time.thread_time()
+            responded = time.thread_time()
             engine.finish_step(stepped)
-            took.append(time.thread_time() - answered + planned - began)
+            step_s.append(time.thread_time() - responded + planned - began)
             if len(results) == sequences:
-                full.append(took[-1])
+                decode_s.append(step_s[-1])
     return {
         "sequences": sequences,
-        "scheduler_ms": round(statistics.median(full) * 1e3, 3),
-        "scheduler_mean_ms": round(statistics.mean(took) * 1e3, 3),
+        "scheduler_ms": round(statistics.median(decode_s) * 1e3, 3),
+        "scheduler_mean_ms": round(statistics.mean(step_s) * 1e3, 3),
     }
 
 

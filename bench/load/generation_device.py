@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.load.generation import SIZES
-from shmserve.ipc.messages.generation import Begin, Row, Step
+from shmserve.ipc.messages.generation import NewSequence, Row, Step
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
@@ -55,20 +55,20 @@ def steps(passes: Passes, rows: int) -> tuple[float, float]:
         for key in range(rows)
     }
     engine = WorkerEngine(passes, None, prompts, lambda news: None, lambda *_: None)
-    each = (PROMPT + NEW) // BLOCK
-    tables = [list(range(key * each, (key + 1) * each)) for key in range(rows)]
+    blocks = (PROMPT + NEW) // BLOCK
+    tables = [list(range(key * blocks, (key + 1) * blocks)) for key in range(rows)]
     began = time.perf_counter()
     for key in range(rows):
         row = Row(key + 1, 0, PROMPT, 0, tables[key])
-        engine.step(Step(key + 1, [row], [Begin(key + 1, key, 0)]))
+        engine.step(Step(key + 1, [row], [NewSequence(key + 1, key, 0)]))
     prefill = time.perf_counter() - began
-    took: list[float] = []
-    for place in range(1, NEW):
-        rows_ = [Row(key + 1, PROMPT + place - 1, 1, each, []) for key in range(rows)]
+    took_s: list[float] = []
+    for position in range(1, NEW):
+        step_rows = [Row(key + 1, PROMPT + position - 1, 1, blocks, []) for key in range(rows)]
         began = time.perf_counter()
-        engine.step(Step(rows + place, rows_, []))
-        took.append(time.perf_counter() - began)
-    return prefill * 1e3, statistics.median(took) * 1e3
+        engine.step(Step(rows + position, step_rows, []))
+        took_s.append(time.perf_counter() - began)
+    return prefill * 1e3, statistics.median(took_s) * 1e3
 
 
 def copy_bytes_per_ms() -> float:
@@ -84,21 +84,21 @@ def copy_bytes_per_ms() -> float:
     return 20 * len(source) / (time.perf_counter() - began) / 1e3
 
 
-def peer(path: Path, rows: int, weights: str) -> float:
+def transformers_ms(path: Path, rows: int, weights: str) -> float:
     """Return the time of transformers per token of all rows, including prompts, in ms."""
     from transformers import AutoModelForCausalLM
 
-    kind = torch.bfloat16 if weights == "bf16" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(DEVICE)
+    dtype = torch.bfloat16 if weights == "bf16" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE)
     ids = torch.randint(3, 300, (rows, PROMPT), device=DEVICE)
     settings = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": NEW}
-    took: list[float] = []
+    took_s: list[float] = []
     for _ in range(2):
         began = time.perf_counter()
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **settings)
         torch.cuda.synchronize()
-        took.append(time.perf_counter() - began)
-    return min(took) * 1e3 / NEW
+        took_s.append(time.perf_counter() - began)
+    return min(took_s) * 1e3 / NEW
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--weights", choices=["fp32", "bf16"], default="fp32")
     args = parser.parse_args()
-    rate = copy_bytes_per_ms()
+    bytes_per_ms = copy_bytes_per_ms()
     with tempfile.TemporaryDirectory() as folder:
         path = write_folder(Path(folder) / "model", **MODELS[args.size])
         model = Transformer(Checkpoint.open(path), args.weights, DEVICE)
@@ -117,29 +117,31 @@ def main() -> None:
         passes = Passes(model, KvCache(architecture, BLOCK, blocks, 0, DEVICE))
         began = time.perf_counter()
         passes.capture(max(args.rows), PROMPT + NEW)
-        captured = time.perf_counter() - began
-        inner = (
+        capture_s = time.perf_counter() - began
+        per_layer = (
             architecture.hidden
             * (architecture.heads + 2 * architecture.kv_heads)
             * architecture.head_dim
         )
-        inner += (
+        per_layer += (
             architecture.hidden * architecture.heads * architecture.head_dim
             + 3 * architecture.hidden * architecture.intermediate
         )
-        weights = architecture.layers * inner + architecture.vocabulary * architecture.hidden
+        weights = architecture.layers * per_layer + architecture.vocabulary * architecture.hidden
         for rows in args.rows:
             steps(passes, rows)
             prefill, step = steps(passes, rows)
-            theirs = peer(path, rows, args.weights)
+            peer_ms = transformers_ms(path, rows, args.weights)
             figures = {
                 "rows": rows,
                 "prompts_ms": round(prefill, 2),
                 "step_ms": round(step, 3),
-                "step_floor_ms": round(weights * (2 if args.weights == "bf16" else 4) / rate, 3),
+                "step_floor_ms": round(
+                    weights * (2 if args.weights == "bf16" else 4) / bytes_per_ms, 3
+                ),
                 "tokens_per_s": round(rows * NEW / (prefill + (NEW - 1) * step) * 1e3),
-                "transformers_tokens_per_s": round(rows / theirs * 1e3),
-                "capture_s": round(captured, 2),
+                "transformers_tokens_per_s": round(rows / peer_ms * 1e3),
+                "capture_s": round(capture_s, 2),
             }
             sys.stdout.write(json.dumps(figures) + "\n")
             sys.stdout.flush()

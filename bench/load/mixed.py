@@ -27,7 +27,7 @@ _PATIENCE_S = 20.0
 _A = np.arange(16, dtype=np.int32).reshape(1, 16)
 _B = np.ones_like(_A)
 
-Ask = Callable[[int], Awaitable[Any]]
+SendRequest = Callable[[int], Awaitable[Any]]
 
 
 class Mixed:
@@ -37,7 +37,7 @@ class Mixed:
         self._run_dir = run_dir
         self._url = f"http://127.0.0.1:{http_port}/v2/models/simple"
         self._grpc = f"127.0.0.1:{grpc_port}"
-        self._ended: dict[str, list[float]] = {}
+        self._latencies_ms: dict[str, list[float]] = {}
         self._failed: list[str] = []
 
     async def run(self, rate: float, seconds: float) -> None:
@@ -55,70 +55,70 @@ class Mixed:
                 {"INPUT0": ((4096,), "FP32"), "OUTPUT0": ((4096,), "FP32")}
             )
 
-            async def ask_http(number: int) -> None:
+            async def send_http(number: int) -> None:
                 async with http.post(f"{self._url}/infer", json=BODIES["simple"]) as response:
                     assert response.status == 200, await response.text()
                     await response.read()
 
-            async def ask_anew(number: int) -> None:
+            async def send_on_new_connection(number: int) -> None:
                 async with aiohttp.ClientSession() as fresh, fresh.get(self._url) as response:
                     assert response.status == 200, await response.text()
 
-            async def ask_grpc(number: int) -> None:
+            async def send_grpc(number: int) -> None:
                 await infer(message, timeout=_PATIENCE_S)
 
-            async def ask_native(number: int) -> None:
+            async def send_native(number: int) -> None:
                 result = await native.infer("simple", INPUT0=_A, INPUT1=_B)
                 assert (result["OUTPUT0"] == _A + _B).all()
 
-            async def ask_region(number: int) -> None:
+            async def send_region(number: int) -> None:
                 await native.infer("identity", region)
 
-            async def ask_stream(number: int) -> None:
+            async def send_stream(number: int) -> None:
                 async for _ in native.stream("repeat", COUNT=np.array([4], np.int32)):
                     pass
 
             doors = {
-                "http": ask_http,
-                "http, a new connection": ask_anew,
-                "grpc": ask_grpc,
-                "native": ask_native,
-                "region": ask_region,
-                "stream": ask_stream,
+                "http": send_http,
+                "http, a new connection": send_on_new_connection,
+                "grpc": send_grpc,
+                "native": send_native,
+                "region": send_region,
+                "stream": send_stream,
             }
             await self._drive(doors, rate, seconds)
 
-    async def _drive(self, doors: Mapping[str, Ask], rate: float, seconds: float) -> None:
+    async def _drive(self, doors: Mapping[str, SendRequest], rate: float, seconds: float) -> None:
         began = time.perf_counter()
         tasks: set[asyncio.Task[None]] = set()
         reported_s = began
         for number in range(int(rate * seconds)):
-            due = began + number / rate
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            for door, ask in doors.items():
-                task = asyncio.create_task(self._ask(door, ask, number, due))
+            due_s = began + number / rate
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            for door, send in doors.items():
+                task = asyncio.create_task(self._run_request(door, send, number, due_s))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             if time.perf_counter() - reported_s >= 1.0:
                 reported_s = time.perf_counter()
-                self._say()
+                self._report()
         await asyncio.gather(*tasks)
-        self._say()
+        self._report()
 
-    async def _ask(self, door: str, ask: Ask, number: int, due: float) -> None:
+    async def _run_request(self, door: str, send: SendRequest, number: int, due_s: float) -> None:
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                await ask(number)
+                await send(number)
         except Exception as error:
             self._failed.append(f"{door}: {error!r}"[:200])
-        self._ended.setdefault(door, []).append((time.perf_counter() - due) * 1e3)
+        self._latencies_ms.setdefault(door, []).append((time.perf_counter() - due_s) * 1e3)
 
-    def _say(self) -> None:
+    def _report(self) -> None:
         latencies = {
-            door: [round(ms, 2) for ms in times_ms] for door, times_ms in self._ended.items()
+            door: [round(ms, 2) for ms in times_ms] for door, times_ms in self._latencies_ms.items()
         }
         print(json.dumps({"ms": latencies, "failed": self._failed}), flush=True)
-        self._ended, self._failed = {}, []
+        self._latencies_ms, self._failed = {}, []
 
 
 def _message() -> Any:

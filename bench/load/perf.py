@@ -102,21 +102,21 @@ def _run(command: list[str], analyzer: Analyzer, timeout_s: float) -> str:
     except subprocess.TimeoutExpired:
         raise LoadFailed(f"perf_analyzer did not end within {timeout_s:.0f} s") from None
     finally:
-        _end(process)
+        _kill(process)
     if process.returncode != 0:
         raise LoadFailed(f"perf_analyzer ended with {process.returncode}: {output.strip()[-600:]}")
     return output.strip()[-600:]
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[str]) -> None:
     """Kill the process if it still runs, and remove the shared memory that it leaves behind."""
     if process.poll() is not None:
         return
     members = processes.tree(process.pid)
-    named = processes.shm_files(members)
+    shm_paths = processes.shm_files(members)
     processes.signal_all(members, signal.SIGKILL)
     process.communicate()
-    for path in named:
+    for path in shm_paths:
         path.unlink(missing_ok=True)
 
 
@@ -126,7 +126,7 @@ _WINDOWS = 3
 _WARM_UP_S = 0.5
 
 
-def ours(*arguments: object, seconds: float) -> dict[str, Any]:
+def run_shmserve_perf(*arguments: object, seconds: float) -> dict[str, Any]:
     """Run `shmserve perf ARGUMENTS` for some seconds, and return the point of its report.
 
     Raises LoadFailed if the program fails, reports errors, or has not ended a minute after its
@@ -138,7 +138,7 @@ def ours(*arguments: object, seconds: float) -> dict[str, Any]:
         command += [f"--windows={_WINDOWS}", f"--window={seconds / _WINDOWS}"]
         command += [f"--warm-up={_WARM_UP_S}", f"--json={report}"]
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 command,
                 cwd=BENCH.parent,
                 capture_output=True,
@@ -148,8 +148,8 @@ def ours(*arguments: object, seconds: float) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired:
             raise LoadFailed("shmserve perf did not end in time") from None
-        if done.returncode != 0:
-            raise LoadFailed(f"shmserve perf failed: {done.stderr.strip()[-600:]}")
+        if completed.returncode != 0:
+            raise LoadFailed(f"shmserve perf failed: {completed.stderr.strip()[-600:]}")
         point: dict[str, Any] = json.loads(report.read_text())["points"][0]
     if point["errors"]:
         raise LoadFailed(f"{point['errors']} requests failed: {point['error']}")

@@ -22,7 +22,7 @@ from shmserve.scheduler.settings import Settings
 _LEVELS = 8
 _BATCH = 8
 _GATEWAY = b"7000.ab"
-_LONG_US = 3_600_000_000
+_TIMEOUT_US = 3_600_000_000
 _STEP_NS = 50_000
 CONFIG: dict[str, Any] = {
     "name": "m",
@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
         "priority_levels": _LEVELS,
         "default_priority_level": _LEVELS // 2,
         "default_queue_policy": {
-            "default_timeout_microseconds": _LONG_US,
+            "default_timeout_microseconds": _TIMEOUT_US,
             "allow_timeout_override": True,
         },
         # The lowest level delays late requests, and its requests are late at once.
@@ -79,49 +79,50 @@ class BusyQueue:
             settings, Schemas(_one_row), self._worker, control, time.perf_counter_ns
         )
         self.scheduler = Front(self.core, _Outbox(), control, time.time_ns, "m")
-        self._choice = random.Random(queued)
-        self._now = 1_000_000_000
-        self._last = 0
-        self._live = queued + 2 * _BATCH
-        self._waiting: list[int] = []
-        self.scheduler.from_control(InstanceExpected(0, 100), self._now)
+        self._random = random.Random(queued)
+        self._now_ns = 1_000_000_000
+        self._last_id = 0
+        self._live_count = queued + 2 * _BATCH
+        self._queued_ids: list[int] = []
+        self.scheduler.from_control(InstanceExpected(0, 100), self._now_ns)
         self._peer = b"0.100"
-        self.core.results.handle(self._peer, m.InstanceReady(0, 100), self._now)
-        for _ in range(self._live):
+        self.core.results.handle(self._peer, m.InstanceReady(0, 100), self._now_ns)
+        for _ in range(self._live_count):
             self._submit()
-        self.scheduler.tick(self._now)
+        self.scheduler.tick(self._now_ns)
 
     def turn(self) -> int:
         """Run the loop once, and return the number of requests that arrived, and that ended."""
-        self._now += _STEP_NS
+        self._now_ns += _STEP_NS
         self._submit(timeout_us=20)
-        came = 1
-        while self.scheduler.live_requests < self._live:
+        arrived = 1
+        while self.scheduler.live_requests < self._live_count:
             self._submit()
-            came += 1
-        self.scheduler.from_client(_GATEWAY, m.Cancel(self._drawn()), self._now)
+            arrived += 1
+        self.scheduler.from_client(_GATEWAY, m.Cancel(self._draw_queued()), self._now_ns)
         batch = self._worker.batches.popleft()
-        times = (self._now - 4, self._now - 3, self._now - 1, self._now)
+        times = (self._now_ns - 4, self._now_ns - 3, self._now_ns - 1, self._now_ns)
         replies = [m.Reply(work.key, "", "") for work in batch.requests]
         done = m.BatchFinished(batch.batch, *times, replies)
-        self.core.results.handle(self._peer, done, self._now)
-        self.scheduler.tick(self._now)
-        return came
+        self.core.results.handle(self._peer, done, self._now_ns)
+        self.scheduler.tick(self._now_ns)
+        return arrived
 
     def _submit(self, timeout_us: int = 0) -> None:
-        self._last += 1
-        priority = self._choice.randint(1, _LEVELS)
+        self._last_id += 1
+        priority = self._random.randint(1, _LEVELS)
         message = m.Submit(
-            self._last, b"", [], self._now, 0, timeout_us, priority, f"r{self._last}"
+            self._last_id, b"", [], self._now_ns, 0, timeout_us, priority, f"r{self._last_id}"
         )
-        self.scheduler.from_client(_GATEWAY, message, self._now)
-        self._waiting.append(self._last)
+        self.scheduler.from_client(_GATEWAY, message, self._now_ns)
+        self._queued_ids.append(self._last_id)
 
-    def _drawn(self) -> int:
+    def _draw_queued(self) -> int:
         """Return the key of a random request that may still be queued."""
-        at = self._choice.randrange(len(self._waiting))
-        self._waiting[at], self._waiting[-1] = self._waiting[-1], self._waiting[at]
-        return self._waiting.pop()
+        ids = self._queued_ids
+        index = self._random.randrange(len(ids))
+        ids[index], ids[-1] = ids[-1], ids[index]
+        return ids.pop()
 
 
 def sample(queued: int, turns: int = 3000) -> float:
@@ -129,10 +130,10 @@ def sample(queued: int, turns: int = 3000) -> float:
 
     The time includes all work between the request's messages.
     """
-    busy = BusyQueue(queued)
+    queue = BusyQueue(queued)
     for _ in range(turns // 10):
-        busy.turn()
+        queue.turn()
     gc.collect()
     began = time.process_time_ns()
-    requests = sum(busy.turn() for _ in range(turns))
+    requests = sum(queue.turn() for _ in range(turns))
     return (time.process_time_ns() - began) / 1000 / requests

@@ -48,7 +48,7 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.speculation import DraftModel
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
-_PAIR = ("", "-draft")
+_PAIR_SUFFIXES = ("", "-draft")
 TARGET_MS, LATE, PREFIX = 50, 900, 500
 DRAFT: dict[str, Any] = {
     **SIZES,
@@ -68,8 +68,10 @@ class Serving:
         times: The clock at each token of a request.
     """
 
-    def __init__(self, model: Transformer, draft: Transformer | None = None, **given: Any) -> None:
-        settings = EngineSettings.of({"kv_cache_blocks": 1024, **given})
+    def __init__(
+        self, model: Transformer, draft: Transformer | None = None, **options: Any
+    ) -> None:
+        settings = EngineSettings.of({"kv_cache_blocks": 1024, **options})
         settings = replace(settings, max_model_len=0, swap_blocks=settings.kv_cache_blocks)
         sizes = settings.block_size, settings.kv_cache_blocks
         cache = KvCache(model.architecture, *sizes, settings.swap_blocks)
@@ -82,7 +84,7 @@ class Serving:
             lambda keys, error: None,
         )
         self.counts = GenerationStats()
-        self._numbers, self._keys, self._steps = itertools.count(1), itertools.count(), 0
+        self._numbers, self._next_key, self._steps = itertools.count(1), itertools.count(), 0
         self._engine: Engine[None] = Engine(
             settings, self.counts, self._numbers, lambda each, why: None, lambda each, beams: None
         )
@@ -91,7 +93,7 @@ class Serving:
 
     def add(self, tokens: list[int], new: int = NEW) -> int:
         """Submit a request, and return its key."""
-        key = next(self._keys)
+        key = next(self._next_key)
         parameters = GenerationParameters(max_tokens=new, temperature=0.0)
         self._prompts[key] = Prompt(key, tokens, parameters, ())
         self._engine.add(Generation(None, key, key, array("i", tokens), new))
@@ -100,18 +102,18 @@ class Serving:
 
     def step(self) -> bool:
         """Plan and compute one step; return whether there was one."""
-        began, wall = time.thread_time(), time.perf_counter()
+        began, wall_began = time.thread_time(), time.perf_counter()
         self._steps += 1
         step = self._engine.plan(self._steps)
         if step is None:
             return False
         stepped = self._worker.step(step)
-        took, passed = time.thread_time() - began, time.perf_counter() - wall
-        self._engine.finish_step(_scaled(stepped, took / passed))
-        self.clock += took
-        owners = {number: each.prompt.key for number, each in self._worker._sequences.items()}
+        cpu_s, wall_s = time.thread_time() - began, time.perf_counter() - wall_began
+        self._engine.finish_step(_scaled(stepped, cpu_s / wall_s))
+        self.clock += cpu_s
+        keys = {number: s.prompt.key for number, s in self._worker._sequences.items()}
         for result in stepped.results:
-            self.times[owners[result.sequence]] += [self.clock] * len(result.tokens)
+            self.times[keys[result.sequence]] += [self.clock] * len(result.tokens)
         return True
 
     def run(self) -> float:
@@ -161,14 +163,14 @@ def late(rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         served = Serving(model(), target_itl_ms=TARGET_MS)
         for _ in range(2):  # the scheduler learns the duration of a step in the first round
-            others = [served.add(prompt(), 150) for _ in range(4)]
+            other_keys = [served.add(prompt(), 150) for _ in range(4)]
             for _ in range(30):
                 served.step()
-            came = served.clock
+            arrived = served.clock
             key = served.add(prompt(LATE), 1)
             served.run()
-        waits.append(served.times[key][1] - came)
-        times = [[at for at in served.times[each] if at >= came] for each in others]
+        waits.append(served.times[key][1] - arrived)
+        times = [[at for at in served.times[each] if at >= arrived] for each in other_keys]
         gaps += [max(b - a for a, b in itertools.pairwise(each)) for each in times]
     alone = Serving(model())
     alone.add(prompt(LATE), 1)
@@ -193,10 +195,8 @@ def tight(rounds: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for rows in (32, 64):
         needed = rows * (PROMPT + NEW) // 16
-        quarter, plenty = (
-            functools.partial(load, rows, each) for each in (needed // 4, 2 * needed)
-        )
-        figures[f"time_{rows}"] = ratio(quarter, plenty, rounds)
+        quarter, ample = (functools.partial(load, rows, each) for each in (needed // 4, 2 * needed))
+        figures[f"time_{rows}"] = ratio(quarter, ample, rounds)
     return figures
 
 
@@ -218,7 +218,7 @@ def draft(rounds: int) -> dict[str, Any]:
     """Measure a draft model that is mostly right, and a draft model that is always wrong."""
     pairs = {"good": _pair(True), "bad": _pair(False)}
     return {
-        f"{label}_{rows}": _speculating(*pair, rows, rounds, functools.partial(prompt, 16))
+        f"{label}_{rows}": _speculate(*pair, rows, rounds, functools.partial(prompt, 16))
         for label, pair in pairs.items()
         for rows in (1, 8)
     }
@@ -226,34 +226,35 @@ def draft(rounds: int) -> dict[str, Any]:
 
 def trained(folder: Path, text: str, rounds: int) -> dict[str, Any]:
     """Measure a model with a draft model that was trained for it, on pieces of a text."""
-    target, small = (
-        Transformer(Checkpoint.open(folder.with_name(folder.name + end))) for end in _PAIR
+    target, draft = (
+        Transformer(Checkpoint.open(folder.with_name(folder.name + suffix)))
+        for suffix in _PAIR_SUFFIXES
     )
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
-    places = random.Random(1)
+    rng = random.Random(1)
 
-    def piece() -> list[int]:
-        at = places.randrange(len(tokens) - PROMPT)
+    def draw() -> list[int]:
+        at = rng.randrange(len(tokens) - PROMPT)
         return tokens[at : at + PROMPT]
 
-    return {f"speed_{rows}": _speculating(target, small, rows, rounds, piece) for rows in (1, 8)}
+    return {f"speed_{rows}": _speculate(target, draft, rows, rounds, draw) for rows in (1, 8)}
 
 
-def _speculating(
+def _speculate(
     target: Transformer,
     small: Transformer,
     rows: int,
     rounds: int,
-    piece: Callable[[], list[int]],
+    draw: Callable[[], list[int]],
 ) -> dict[str, float]:
     accepted: list[float] = []
-    prompts = itertools.cycle([[piece() for _ in range(rows)] for _ in range(rounds)])
-    turns = itertools.chain.from_iterable((each, each) for each in prompts)
+    prompts = itertools.cycle([[draw() for _ in range(rows)] for _ in range(rounds)])
+    prompt_turns = itertools.chain.from_iterable((prompt_, prompt_) for prompt_ in prompts)
 
     def load(draft: Transformer | None) -> float:
         speculation = {"enabled": draft is not None, "method": "draft", "draft_model": "draft"}
         served = Serving(target, draft, speculative_decoding=speculation)
-        for each in next(turns):
+        for each in next(prompt_turns):
             served.add(each, 128)
         took = served.run()
         accepted.append(served.counts.accepted / max(served.counts.drafted, 1))
@@ -270,24 +271,24 @@ def _pair(agrees: bool) -> tuple[Transformer, Transformer]:
     model has the same dimensions if it `agrees`, and other dimensions otherwise.
     """
     architecture = config(**SIZES)
-    drawn = weights(architecture, seed=1)
-    small = weights(config(**DRAFT), seed=2)
+    target_weights = weights(architecture, seed=1)
+    draft_weights = weights(config(**DRAFT), seed=2)
     size = DRAFT["hidden_size"]
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
-        drawn[name][..., size:] *= 0.4
+        target_weights[name][..., size:] *= 0.4
         if agrees:
-            small[name] = drawn[name][..., :size].clone()
-    for tensors, share in ((drawn, 1e-5), (small, 0.0)):
+            draft_weights[name] = target_weights[name][..., :size].clone()
+    for tensors, share in ((target_weights, 1e-5), (draft_weights, 0.0)):
         for name in tensors:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 tensors[name] *= share
-    loaded: list[Transformer] = []
+    models: list[Transformer] = []
     with tempfile.TemporaryDirectory() as folder:
-        for sizes, tensors in ((SIZES, drawn), (DRAFT, small)):
-            path = write_folder(Path(folder) / str(len(loaded)), **sizes)
+        for sizes, tensors in ((SIZES, target_weights), (DRAFT, draft_weights)):
+            path = write_folder(Path(folder) / str(len(models)), **sizes)
             save_weights(path, tensors)
-            loaded.append(Transformer(Checkpoint.open(path)))
-    return loaded[0], loaded[1]
+            models.append(Transformer(Checkpoint.open(path)))
+    return models[0], models[1]
 
 
 def int8(rounds: int) -> dict[str, Any]:
@@ -310,7 +311,7 @@ def int8(rounds: int) -> dict[str, Any]:
 CASES: tuple[Callable[[int], dict[str, Any]], ...] = (late, tight, prefix, draft, int8)
 
 
-def chosen(names: Iterable[str]) -> list[Callable[[int], dict[str, Any]]]:
+def select_cases(names: Iterable[str]) -> list[Callable[[int], dict[str, Any]]]:
     """Return the cases with these names, or all cases if no name is given."""
     return [case for case in CASES if case.__name__ in names] or list(CASES)
 
@@ -329,7 +330,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.trained is None:
-        cases = [(case.__name__, case) for case in chosen(args.cases)]
+        cases = [(case.__name__, case) for case in select_cases(args.cases)]
     else:
         topics = "\n\n".join(pydoc_data.topics.topics.values())
         text = topics if args.text is None else args.text.read_text(encoding="utf-8")

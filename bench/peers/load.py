@@ -34,10 +34,10 @@ class _Connection:
         """Read from the socket; return whether the response is complete."""
         chunk = self.socket.recv(1 << 16)
         self.received += chunk
-        head, end, body = self.received.partition(b"\r\n\r\n")
-        if not chunk or (end and b" 200 " not in head[:15]):
+        head, separator, body = self.received.partition(b"\r\n\r\n")
+        if not chunk or (separator and b" 200 " not in head[:15]):
             raise LoadFailed(self.received[:600].decode(errors="replace") or "disconnected")
-        if not end:
+        if not separator:
             return False
         length = _LENGTH.search(head)
         return len(body) == int(length[1]) if length else body.endswith(b"0\r\n\r\n")
@@ -55,14 +55,14 @@ def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list
     poll = select.epoll()
     try:
         for _ in range(in_flight):
-            connected = socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S)
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connected.setblocking(False)
-            connections[connected.fileno()] = _Connection(
-                connected, memoryview(request), began=time.perf_counter()
+            sock = socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            connections[sock.fileno()] = _Connection(
+                sock, memoryview(request), began=time.perf_counter()
             )
-            poll.register(connected, select.EPOLLIN | select.EPOLLOUT)
-        ends = time.perf_counter() + seconds
+            poll.register(sock, select.EPOLLIN | select.EPOLLOUT)
+        end_s = time.perf_counter() + seconds
         active = in_flight
         while active:
             events = poll.poll(_TIMEOUT_S)
@@ -77,7 +77,7 @@ def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list
                     times_s.append(now - connection.began)
                     connection.unsent, connection.received = memoryview(request), b""
                     connection.began = now
-                    if now >= ends:
+                    if now >= end_s:
                         active -= 1
                     elif connection.send():
                         poll.modify(descriptor, select.EPOLLIN | select.EPOLLOUT)

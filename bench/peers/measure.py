@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.peers.load import LoadFailed, latencies
 from bench.system import processes
-from bench.system.servers import BENCH, ServerFailed, free_ports, leave
+from bench.system.servers import BENCH, ServerFailed, free_ports, stop_on_signal
 
 _SERVERS = Path(__file__).parent / "servers"
 _CACHE = Path("~/.cache/shmserve-newcomers").expanduser()
@@ -116,7 +116,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of all servers in turn (3)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each load (2)")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, stop_on_signal)
     _CACHE.mkdir(parents=True, exist_ok=True)
     write_network(_CACHE / "network.onnx")
     names = options.only or list(PEERS)
@@ -173,10 +173,10 @@ def measure(name: str, model: str, seconds: float) -> list[float]:
         for in_flight in _IN_FLIGHT:
             latencies(port, request, in_flight, _WARM_UP_S)
             before, began = processes.cpu_s(root), time.perf_counter()
-            each = latencies(port, request, in_flight, seconds)
-            rate = len(each) / (time.perf_counter() - began)
-            cpu_us = (processes.cpu_s(root) - before) / len(each) * 1e6
-            figures += [rate, *np.percentile(each, [50, 99]) * 1e3, cpu_us]
+            times = latencies(port, request, in_flight, seconds)
+            rate = len(times) / (time.perf_counter() - began)
+            cpu_us = (processes.cpu_s(root) - before) / len(times) * 1e6
+            figures += [rate, *np.percentile(times, [50, 99]) * 1e3, cpu_us]
         return [processes.pss_mb(root), *figures]
 
 
@@ -186,17 +186,17 @@ def running(name: str, model: str, request: bytes) -> Iterator[tuple[int, int]]:
     peer = PEERS[name]
     (port,) = free_ports(1)
     scratch = _CACHE / "run"
-    words = {"servers": _SERVERS, "port": port, "scratch": scratch}
-    words["Model"] = "Model" if peer.request is _bentoml else model.capitalize()
+    fields = {"servers": _SERVERS, "port": port, "scratch": scratch}
+    fields["Model"] = "Model" if peer.request is _bentoml else model.capitalize()
     command = [str(environment(name) / "bin" / "python")]
-    command += [word.format(**words) for word in peer.command.split()]
+    command += [word.format(**fields) for word in peer.command.split()]
     settings = {"PORT": str(port), "MODEL": model, "NETWORK": str(_CACHE / "network.onnx")}
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "BENTOML_DO_NOT_TRACK": "True"}
+    telemetry_off = {"RAY_USAGE_STATS_ENABLED": "0", "BENTOML_DO_NOT_TRACK": "True"}
     log = _CACHE / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **settings, **quiet},
+            env={**os.environ, **settings, **telemetry_off},
             cwd=_CACHE,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -227,8 +227,8 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, request: bytes, log:
     body = json.dumps({"key": f"/{_REGION}", "offset": 0, "byte_size": _IMAGE.nbytes}).encode()
     register = post(f"/v2/systemsharedmemory/region/{_REGION}/register", body)
     failure: Exception | None = None
-    ends = time.monotonic() + _READY_S
-    while process.poll() is None and time.monotonic() < ends:
+    deadline = time.monotonic() + _READY_S
+    while process.poll() is None and time.monotonic() < deadline:
         try:
             if _REGION.encode() in request:
                 latencies(port, register, 1, 0)
@@ -254,7 +254,7 @@ def report(
                 memory, _, p50, p99, _, rate, p50s, p99s, cpu = map(
                     statistics.median, zip(*rounds, strict=True)
                 )
-                rates = [each[5] for each in rounds]
+                rates = [row[5] for row in rounds]
                 spread = f"[{min(rates):,.0f} .. {max(rates):,.0f}]"
                 print(f"| {name} | {p50:.2f}, {p99:.2f} | {rate:,.0f} {spread} |", end="")
                 print(f" {p50s:.1f}, {p99s:.1f} | {cpu:,.0f} | {memory:,.0f} |")

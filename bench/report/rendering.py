@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bench.report.results import Figure
 
 
-_HEAD = ("case", "unit", "shmserve", "Triton", "shmserve / Triton", "must", "aim", "reaches")
+_HEADER = ("case", "unit", "shmserve", "Triton", "shmserve / Triton", "must", "aim", "reaches")
 _DELAY_EDGES_US = (0, 100, 120, 150, 200, 300, 500, 1000, 2000)
 _BAR = 40
 
@@ -24,7 +24,7 @@ _BAR = 40
 def render(results: Results) -> str:
     """Return the complete report as text, which ends with a newline."""
     cells = [_cells(row) for row in results.rows if MACHINE not in row.samples]
-    parts = [_preamble(results), table(_HEAD, cells) if cells else ""]
+    parts = [_preamble(results), table(_HEADER, cells) if cells else ""]
     parts += [_memcpy(results), _delays(results)]
     if results.notes:
         parts.append("notes\n" + "\n".join(f"  {note}" for note in dict.fromkeys(results.notes)))
@@ -36,21 +36,21 @@ def render(results: Results) -> str:
 
 def compare(before: Results, after: Results) -> str:
     """Return the figures of both results and their ratios to Triton, as text."""
-    head = ("case", "unit", "A", "B", "B / A", "", "A / Triton", "B / Triton")
+    header = ("case", "unit", "A", "B", "B / A", "", "A / Triton", "B / Triton")
     rows_before = {row.figure.name: row for row in before.rows}
     rows = [
         _change(rows_before[r.figure.name], r) for r in after.rows if r.figure.name in rows_before
     ]
-    parts = [f"A: {_origin(before)}\nB: {_origin(after)}", table(head, rows)]
-    alone = rows_before.keys() ^ {row.figure.name for row in after.rows}
-    if alone:
-        parts.append("only in one of them: " + ", ".join(sorted(alone)))
+    parts = [f"A: {_origin(before)}\nB: {_origin(after)}", table(header, rows)]
+    unmatched = rows_before.keys() ^ {row.figure.name for row in after.rows}
+    if unmatched:
+        parts.append("only in one of them: " + ", ".join(sorted(unmatched)))
     return "\n\n".join(parts) + "\n"
 
 
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a table; the first two columns are left-aligned, numbers are right-aligned."""
-    lines = [head, *rows]
+    lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -62,9 +62,9 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _preamble(results: Results) -> str:
-    about = results.machine
-    text = f"{about['processor']}, {about['cores']} cores, {about['memory_gib']} GiB, "
-    text += f"{about['system']}, load before: {about['load_before']}\n"
+    machine = results.machine
+    text = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+    text += f"{machine['system']}, load before: {machine['load_before']}\n"
     text += ", ".join(f"{name} {version}" for name, version in results.versions.items())
     repeats, seconds = results.settings["repeats"], results.settings["seconds"]
     samples = f"{repeats:g} samples, {seconds:g} s of load each"
@@ -73,23 +73,21 @@ def _preamble(results: Results) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     figure = row.figure
-    values = (_span(row.of(US)), _span(row.of(PEER)), _span(row.ratio()))
-    targets = (_bound(figure, figure.target.must), _bound(figure, figure.target.aim))
+    values = (_spread_text(row.of(US)), _spread_text(row.of(PEER)), _spread_text(row.ratio()))
+    targets = (_target_text(figure, figure.target.must), _target_text(figure, figure.target.aim))
     return (figure.title, figure.unit, *values, *targets, row.verdict())
 
 
-def _bound(figure: Figure, value: float | None) -> str:
+def _target_text(figure: Figure, value: float | None) -> str:
     if value is None:
         return ""
     return f"{'>=' if figure.better == 'higher' else '<='} {value:g}"
 
 
-def _span(spread_value: Spread | None) -> str:
-    if spread_value is None:
+def _spread_text(spread: Spread | None) -> str:
+    if spread is None:
         return "-"
-    return (
-        f"{number(spread_value.median)} [{number(spread_value.low)} .. {number(spread_value.high)}]"
-    )
+    return f"{number(spread.median)} [{number(spread.low)} .. {number(spread.high)}]"
 
 
 def number(value: float) -> str:
@@ -103,11 +101,12 @@ def _memcpy(results: Results) -> str:
     copy = rows["memcpy"].of(MACHINE) if "memcpy" in rows else None
     if copy is None:
         return ""
-    text = f"one memcpy of 16 MiB on this machine: {_span(copy)} µs"
+    text = f"one memcpy of 16 MiB on this machine: {_spread_text(copy)} µs"
     for server in (US, PEER):
-        whole = rows["shm16m"].of(server) if "shm16m" in rows else None
-        if whole:
-            text += f"; {server}'s 16 MiB identity takes {whole.median / copy.median:.1f} of them"
+        identity = rows["shm16m"].of(server) if "shm16m" in rows else None
+        if identity:
+            ratio = identity.median / copy.median
+            text += f"; {server}'s 16 MiB identity takes {ratio:.1f} of them"
     return text
 
 
@@ -134,25 +133,25 @@ def _origin(results: Results) -> str:
 
 
 def _change(before: Row, after: Row) -> tuple[str, ...]:
-    whose = MACHINE if MACHINE in after.samples else US
-    old, new = before.of(whose), after.of(whose)
+    server = MACHINE if MACHINE in after.samples else US
+    old, new = before.of(server), after.of(server)
     ratio = number(new.median / old.median) if old and new and old.median else "-"
-    versus = [
+    ratios = [
         f"{spread_of_ratio.median:.2f}" if spread_of_ratio else "-"
         for spread_of_ratio in (before.ratio(), after.ratio())
     ]
     return (
         after.figure.title,
         after.figure.unit,
-        _span(old),
-        _span(new),
+        _spread_text(old),
+        _spread_text(new),
         ratio,
-        _judged(after.figure, old, new),
-        *versus,
+        _judgement(after.figure, old, new),
+        *ratios,
     )
 
 
-def _judged(figure: Figure, old: Spread | None, new: Spread | None) -> str:
+def _judgement(figure: Figure, old: Spread | None, new: Spread | None) -> str:
     """Return `better` or `worse` if the old and new samples do not overlap, else ""."""
     if old is None or new is None or (new.low <= old.high and old.low <= new.high):
         return ""
@@ -193,17 +192,17 @@ def draw(results: Results, path: Path) -> str | None:
 
 def _ratios(axes: Axes, rows: list[Row], results: Results) -> None:
     """Draw one line per load: the speed of shmserve relative to Triton; right is better."""
-    for place, row in enumerate(reversed(rows)):
+    for y, row in enumerate(reversed(rows)):
         ratio = row.ratio()
         assert ratio is not None
         power = 1 if row.figure.better == "higher" else -1
-        axes.plot([ratio.low**power, ratio.high**power], [place, place], color=_COLOURS[US], lw=2)
-        axes.plot(ratio.median**power, place, "o", color=_COLOURS[US], ms=8, label="measured")
+        axes.plot([ratio.low**power, ratio.high**power], [y, y], color=_COLOURS[US], lw=2)
+        axes.plot(ratio.median**power, y, "o", color=_COLOURS[US], ms=8, label="measured")
         target = row.figure.target
         if target.must:
-            axes.plot(target.must**power, place, "|", color="#c0392b", ms=18, mew=2, label="must")
+            axes.plot(target.must**power, y, "|", color="#c0392b", ms=18, mew=2, label="must")
         if target.aim:
-            axes.plot(target.aim**power, place, "D", mfc="none", mec="#2e8b57", ms=8, label="aim")
+            axes.plot(target.aim**power, y, "D", mfc="none", mec="#2e8b57", ms=8, label="aim")
     axes.set_yticks(range(len(rows)), [row.figure.title for row in reversed(rows)])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xscale("log", base=2)

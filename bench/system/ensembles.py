@@ -50,18 +50,18 @@ def write(folder: Path) -> None:
     for side in (left, right):
         _model(folder, side, ["X"], ["Y"], _MEDIUM, _SUM)
     _model(folder, join, ["L", "R"], ["Y"], _MEDIUM, _SUM)
-    steps_of_diamond = [
+    diamond_steps = [
         (fork, {"X": "INPUT0"}, {"L": "l", "R": "r"}),
         (left, {"X": "l"}, {"Y": "l2"}),
         (right, {"X": "r"}, {"Y": "r2"}),
         (join, {"L": "l2", "R": "r2"}, {"Y": "OUTPUT0"}),
     ]
-    _ensemble(folder, name, _MEDIUM, steps_of_diamond)
+    _ensemble(folder, name, _MEDIUM, diamond_steps)
 
 
 def _tensors(names: Iterable[str], elements: int) -> str:
-    one = '{ name: "%s" data_type: TYPE_FP32 dims: [ %d ] }'
-    return ", ".join(one % (name, elements) for name in names)
+    tensor = '{ name: "%s" data_type: TYPE_FP32 dims: [ %d ] }'
+    return ", ".join(tensor % (name, elements) for name in names)
 
 
 def _model(
@@ -79,16 +79,16 @@ def _model(
 
 def _ensemble(folder: Path, name: str, elements: int, steps: Maps) -> None:
     (folder / name / "1").mkdir(parents=True)
-    written = []
+    step_texts = []
     for model, inputs, outputs in steps:
         maps = [f'input_map {{ key: "{key}" value: "{value}" }}' for key, value in inputs.items()]
         maps += [
             f'output_map {{ key: "{key}" value: "{value}" }}' for key, value in outputs.items()
         ]
-        written.append(f'{{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}')
+        step_texts.append(f'{{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}')
     (folder / name / "config.pbtxt").write_text(
         f'name: "{name}" platform: "ensemble" max_batch_size: 0\n'
         f"input [ {_tensors(['INPUT0'], elements)} ]\n"
         f"output [ {_tensors(['OUTPUT0'], elements)} ]\n"
-        f"ensemble_scheduling {{ step [ {', '.join(written)} ] }}\n"
+        f"ensemble_scheduling {{ step [ {', '.join(step_texts)} ] }}\n"
     )

@@ -49,11 +49,11 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    asked = subprocess.run(
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
     )
-    return asked.stdout.strip() or None
+    return described.stdout.strip() or None

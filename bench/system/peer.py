@@ -65,11 +65,12 @@ def find_triton(folder: Path) -> TritonFiles:
     python = folder / "triton/bin/python"
     if not (folder / "ready").exists() or not python.exists():
         raise Missing(f"no Triton in {folder}: run `bench/peer_setup.sh {folder}` once")
-    question = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
-    asked = subprocess.run([python, "-c", question], capture_output=True, text=True, check=False)
-    if asked.returncode != 0:
-        raise Missing(f"the Python of the Triton in {folder} does not run: {asked.stderr[-300:]}")
-    files = TritonFiles(folder, asked.stdout.strip())
+    script = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
+    completed = subprocess.run([python, "-c", script], capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
+        error = completed.stderr[-300:]
+        raise Missing(f"the Python of the Triton in {folder} does not run: {error}")
+    files = TritonFiles(folder, completed.stdout.strip())
     if not files.binary.exists():
         raise Missing(f"{files.binary} is missing: remove {folder} and set it up again")
     return files
@@ -80,15 +81,15 @@ def find_analyzer(folder: Path) -> Analyzer:
     analyzer = Analyzer(folder / "perf_analyzer", folder / "lib", "")
     if not analyzer.binary.exists():
         raise Missing(f"no perf_analyzer in {folder}: run `bench/peer_setup.sh {folder}` once")
-    asked = subprocess.run(
+    completed = subprocess.run(
         [analyzer.binary, "--version"],
         env=analyzer.environment(),
         capture_output=True,
         text=True,
         check=False,
     )
-    output = (asked.stdout + asked.stderr).strip()
-    if asked.returncode != 0 or not output:
+    output = (completed.stdout + completed.stderr).strip()
+    if completed.returncode != 0 or not output:
         hint = " (Debian: apt-get install libb64-0d)" if "libb64" in output else ""
         raise Missing(f"perf_analyzer does not run: {output[-300:]}{hint}")
     return Analyzer(

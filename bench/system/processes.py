@@ -39,10 +39,10 @@ def _read(pid: int) -> Process | None:
 
 def tree(root: int) -> list[Process]:
     """Return `root`, its descendants, and the other processes of its session."""
-    everyone = [p for p in map(_read, _pids()) if p is not None]
-    members = {p.pid: p for p in everyone if p.pid == root or p.session == root}
-    while more := [p for p in everyone if p.parent in members and p.pid not in members]:
-        members.update({p.pid: p for p in more})
+    all_processes = [p for p in map(_read, _pids()) if p is not None]
+    members = {p.pid: p for p in all_processes if p.pid == root or p.session == root}
+    while children := [p for p in all_processes if p.parent in members and p.pid not in members]:
+        members.update({p.pid: p for p in children})
     return list(members.values())
 
 
@@ -90,9 +90,9 @@ def outsiders_mapping(library: str, root: int) -> int:
 
     They share its pages, so the tree's proportional memory is smaller than it would be alone.
     """
-    inside = {p.pid for p in tree(root)}
+    pids = {p.pid for p in tree(root)}
     return sum(
-        any(path.endswith(library) for path in _mapped(pid)) for pid in _pids() if pid not in inside
+        any(path.endswith(library) for path in _mapped(pid)) for pid in _pids() if pid not in pids
     )
 
 
@@ -113,11 +113,11 @@ def wait_exited(members: list[Process], timeout_s: float) -> bool:
 
 def signal_all(members: list[Process], number: int) -> list[Process]:
     """Send a signal to the processes of `members` that still run, and return these."""
-    reached = living(members)
-    for process in reached:
+    remaining = living(members)
+    for process in remaining:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
-    return reached
+    return remaining
 
 
 def _pids() -> list[int]:

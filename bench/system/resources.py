@@ -43,7 +43,7 @@ def sample(root: int) -> Sample:
             title = title.removeprefix(_TITLE)
             found.memory_mb[title] += processes.pss_of(process.pid, "Pss_Anon", "Pss_Shmem")
             found.descriptors[title] += sum(
-                _counts(fd, established) for fd in os.scandir(folder / "fd")
+                _is_counted(fd, established) for fd in os.scandir(folder / "fd")
             )
             found.threads[title] += len(os.listdir(folder / "task"))
     for entry in os.scandir(_SHM):
@@ -62,7 +62,7 @@ def _established() -> set[str]:
     return sockets
 
 
-def _counts(fd: os.DirEntry[str], established: set[str]) -> bool:
+def _is_counted(fd: os.DirEntry[str], established: set[str]) -> bool:
     with contextlib.suppress(OSError):
         return os.readlink(fd) not in established
     return False
@@ -80,21 +80,23 @@ def growth(samples: Sequence[Sample]) -> list[str]:
     The last third of `samples` is compared with the second third, since caches fill during the
     first third. Processes that did not run during all samples are omitted.
     """
-    third = len(samples) // 3
-    if not third:
+    third_count = len(samples) // 3
+    if not third_count:
         return ["the run was too short to say what grew"]
-    before, after = samples[-2 * third : -third], samples[-third:]
-    grown = []
+    second_third, last_third = samples[-2 * third_count : -third_count], samples[-third_count:]
+    lines = []
     for name, slack in _SLACK.items():
-        tables = [getattr(each, name) for each in (*before, *after)]
+        tables = [getattr(sample, name) for sample in (*second_third, *last_third)]
         for title in sorted(set.intersection(*map(set, tables))):
-            first, last = (
-                statistics.median(getattr(each, name)[title] for each in half)
-                for half in (before, after)
+            old, new = (
+                statistics.median(getattr(sample, name)[title] for sample in part)
+                for part in (second_third, last_third)
             )
-            if last - first > max(slack, _SHARE * first):
-                grown.append(f"{title}: {name} {first:,.1f} -> {last:,.1f}")
-    first, last = (statistics.median(each.shm_mb for each in half) for half in (before, after))
-    if last - first > _SHM_SLACK_MB:
-        grown.append(f"/dev/shm: MB {first:,.1f} -> {last:,.1f}")
-    return grown
+            if new - old > max(slack, _SHARE * old):
+                lines.append(f"{title}: {name} {old:,.1f} -> {new:,.1f}")
+    old, new = (
+        statistics.median(sample.shm_mb for sample in part) for part in (second_third, last_third)
+    )
+    if new - old > _SHM_SLACK_MB:
+        lines.append(f"/dev/shm: MB {old:,.1f} -> {new:,.1f}")
+    return lines

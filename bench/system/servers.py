@@ -176,21 +176,21 @@ def free_ports(count: int) -> list[int]:
     """Return TCP ports of the loopback interface that no process listens on."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [int(free.getsockname()[1]) for free in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
 
 
-def leave(number: int, frame: object) -> None:
+def stop_on_signal(number: int, frame: object) -> None:
     """Convert SIGTERM to an exception, so that the code that stops the servers runs."""
     raise SystemExit(128 + number)
 
 
 def _wait_ready(server: Server, started: float) -> None:
     """Poll the server until it is ready, or until its process has exited."""
-    with server.client() as client, _death_of(server.process) as death:
+    with server.client() as client, _exit_poll(server.process) as exit_poll:
         while not client.is_ready():
-            if death.poll(_POLL_MS):
+            if exit_poll.poll(_POLL_MS):
                 raise ServerFailed(f"{server.name} ended while starting: {_tail(server.log)}")
             if time.perf_counter() - started > _READY_S:
                 raise ServerFailed(f"{server.name} not ready in {_READY_S} s: {_tail(server.log)}")
@@ -198,7 +198,7 @@ def _wait_ready(server: Server, started: float) -> None:
 
 
 @contextlib.contextmanager
-def _death_of(process: subprocess.Popen[bytes]) -> Iterator[select.poll]:
+def _exit_poll(process: subprocess.Popen[bytes]) -> Iterator[select.poll]:
     """Yield a poll object that becomes ready when the process exits."""
     descriptor = os.pidfd_open(process.pid)
     try:
@@ -212,17 +212,17 @@ def _death_of(process: subprocess.Popen[bytes]) -> Iterator[select.poll]:
 def _stop(server: Server, notes: list[str]) -> None:
     """Stop the server by SIGTERM, later SIGKILL; record and remove files that it leaves behind."""
     members = processes.tree(server.pid)
-    named = processes.shm_files(members)
-    with _death_of(server.process) as death:
+    shm_paths = processes.shm_files(members)
+    with _exit_poll(server.process) as exit_poll:
         server.process.terminate()
-        if not death.poll(_STOP_S * 1000):
+        if not exit_poll.poll(_STOP_S * 1000):
             notes.append(f"{server.name} did not stop within {_STOP_S:.0f} s of SIGTERM: killed")
             server.process.kill()
     server.process.wait()
     if not processes.wait_exited(members, _ORPHANS_S):
         survivors = processes.signal_all(members, signal.SIGKILL)
         notes.append(f"{server.name} left {len(survivors)} processes behind: killed")
-    for path in named:
+    for path in shm_paths:
         if path.exists():
             notes.append(f"{server.name} left {path} behind: removed")
             path.unlink(missing_ok=True)

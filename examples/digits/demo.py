@@ -141,8 +141,8 @@ def row(name: str, transport: str, measured: list[load.Measured], note: str) -> 
 
 def executed(server: LocalServer, model: str) -> np.ndarray:
     """Return how many inferences and executions a model has performed."""
-    (found,) = server.statistics(model)
-    return np.array([int(found["inference_count"]), int(found["execution_count"])])
+    (statistics,) = server.statistics(model)
+    return np.array([int(statistics["inference_count"]), int(statistics["execution_count"])])
 
 
 if __name__ == "__main__":

@@ -86,9 +86,9 @@ def _run_client(
             response = send(index)
             latency = time.perf_counter() - began
             if began >= start:
-                found = response.argmax() if labels else response[0]
+                result = response.argmax() if labels else response[0]
                 measured.latencies.append(latency)
-                measured.correct += bool(np.array_equal(found, expected[index]))
+                measured.correct += bool(np.array_equal(result, expected[index]))
             del response  # a view of shared memory would prevent the region from being closed
     return measured
 
@@ -100,13 +100,13 @@ def _tensor(image: np.ndarray) -> triton.InferInput:
 @contextlib.contextmanager
 def _in_bodies(order: Order, name: str, images: np.ndarray, output: np.ndarray) -> Iterator[Send]:
     """Send each image in the body of an HTTP request, and receive the output in the response."""
-    wanted = [triton.InferRequestedOutput("output", binary_data=True)]
+    outputs = [triton.InferRequestedOutput("output", binary_data=True)]
     requests = []
     for image in images:
         tensor = _tensor(image)
         tensor.set_data_from_numpy(image)
         requests.append(
-            triton.InferenceServerClient.generate_request_body([tensor], outputs=wanted)
+            triton.InferenceServerClient.generate_request_body([tensor], outputs=outputs)
         )
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", order.port)) as connection:
 
@@ -124,13 +124,13 @@ def _in_region(order: Order, name: str, images: np.ndarray, output: np.ndarray) 
     client = triton.InferenceServerClient(f"127.0.0.1:{order.port}")
     size = images.nbytes + output.nbytes
     region = shm.create_shared_memory_region(name, f"/{name}", size)
-    infer_requested_output = triton.InferRequestedOutput("output")
-    infer_requested_output.set_shared_memory(name, output.nbytes, offset=images.nbytes)
+    requested_output = triton.InferRequestedOutput("output")
+    requested_output.set_shared_memory(name, output.nbytes, offset=images.nbytes)
     bodies = []
     for index, image in enumerate(images):
         tensor = _tensor(image)
         tensor.set_shared_memory(name, image.nbytes, offset=index * image.nbytes)
-        bodies.append(client.generate_request_body([tensor], outputs=[infer_requested_output])[0])
+        bodies.append(client.generate_request_body([tensor], outputs=[requested_output])[0])
     try:
         shm.set_shared_memory_region(region, [images])
         client.register_system_shared_memory(name, f"/{name}", size)

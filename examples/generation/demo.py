@@ -73,10 +73,10 @@ def main() -> None:
                 print(_row(clients, measure(port, clients)), flush=True)
 
 
-def _row(clients: int, found: Measured) -> str:
-    times = (found.first, found.between)
-    shown = [f"{quantile(each, q) * 1e3:,.1f}" for each in times for q in (0.5, 0.99)]
-    return _ROW.format(clients, f"{found.tokens / found.seconds:,.0f}", *shown)
+def _row(clients: int, measured: Measured) -> str:
+    times = (measured.first, measured.between)
+    shown = [f"{quantile(times_s, q) * 1e3:,.1f}" for times_s in times for q in (0.5, 0.99)]
+    return _ROW.format(clients, f"{measured.tokens / measured.seconds:,.0f}", *shown)
 
 
 def quantile(values: list[float], part: float) -> float:
@@ -86,7 +86,7 @@ def quantile(values: list[float], part: float) -> float:
 
 def measure(port: int, clients: int) -> Measured:
     """Measure `clients` concurrent clients with two requests each."""
-    found = Measured()
+    measured = Measured()
     lock = threading.Lock()
 
     def run(number: int) -> None:
@@ -95,10 +95,10 @@ def measure(port: int, clients: int) -> Measured:
             began = last = time.monotonic()
             for _, at in stream(port, prompt, _TOKENS):
                 with lock:
-                    (found.first if last == began else found.between).append(at - last)
+                    (measured.first if last == began else measured.between).append(at - last)
                 last = at
             with lock:
-                found.tokens += _TOKENS
+                measured.tokens += _TOKENS
 
     began = time.monotonic()
     threads = [threading.Thread(target=run, args=(number,)) for number in range(clients)]
@@ -106,8 +106,8 @@ def measure(port: int, clients: int) -> Measured:
         thread.start()
     for thread in threads:
         thread.join()
-    found.seconds = time.monotonic() - began
-    return found
+    measured.seconds = time.monotonic() - began
+    return measured
 
 
 def stream(port: int, prompt: str, tokens: int) -> Iterator[tuple[str, float]]:

@@ -54,17 +54,17 @@ def text() -> str:
 
 def tokenizer_of(corpus: str) -> Tokenizer:
     """Return a byte-level BPE tokenizer that is trained on the text."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY,
         special_tokens=[END, USER, MODEL],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(corpus.split("\n\n"), trainer)
-    return made
+    tokenizer.train_from_iterator(corpus.split("\n\n"), trainer)
+    return tokenizer
 
 
 def train(tokens: torch.Tensor, size: Size, seconds: float, label: str) -> LlamaForCausalLM:
@@ -113,12 +113,12 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
-    described = {
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def write(folder: Path, seconds: float, draft: bool) -> None:

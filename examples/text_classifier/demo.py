@@ -99,9 +99,9 @@ def check(client: triton.InferenceServerClient) -> None:
     furthest = 0.0
     for text, label, embedding in zip(TEXTS, LABELS, reference, strict=True):
         result = classify(client, text)
-        found = result.as_numpy("label")[0, 0].decode()
-        print(f"{found:<10} {result.as_numpy('scores').max():.2f}  {text}")
-        assert found == label, f"{text!r} is about {label}, not about {found}"
+        predicted = result.as_numpy("label")[0, 0].decode()
+        print(f"{predicted:<10} {result.as_numpy('scores').max():.2f}  {text}")
+        assert predicted == label, f"{text!r} is about {label}, not about {predicted}"
         assert one_by_one(client, text).as_numpy("label")[0, 0].decode() == label
         furthest = max(furthest, abs(result.as_numpy("embedding")[0] - embedding).max())
     assert furthest < 1e-5, f"an embedding is {furthest} from the reference implementation's"
@@ -113,10 +113,10 @@ def measure(client: triton.InferenceServerClient, requests: int) -> tuple[float,
     calls = (classify, one_by_one)
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(requests):
-        for call, taken in zip(calls, times, strict=True):  # in turn, under the same load
+        for call, times_ms in zip(calls, times, strict=True):  # in turn, under the same load
             began = time.perf_counter()
             call(client, TEXTS[index % len(TEXTS)])
-            taken.append((time.perf_counter() - began) * 1e3)
+            times_ms.append((time.perf_counter() - began) * 1e3)
     return statistics.median(times[0]), statistics.median(times[1])
 
 

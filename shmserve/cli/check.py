@@ -126,7 +126,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
         await supervisor.models.start()
     results: list[dict[str, Any]] = []
     unused_inputs = set(values)
-    rows = await supervisor.models.index(ready=False)
+    rows = await supervisor.models.index(ready_only=False)
     for row in rows:
         failure = row.get("reason", "" if "version" in row else _NOT_LOADED)
         verdict, seconds = _Verdict("FAILED", failure), 0.0

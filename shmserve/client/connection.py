@@ -62,12 +62,12 @@ class ListenerLink:
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[Any]] = {}
+        self._futures: dict[int, Future[Any]] = {}
 
     def connect(self, run_dir: Path, timeout_s: float) -> None:
         """Send Hello to the server at `run_dir`.
 
-        The timeout limits every operation until `settled`. Raises OSError if it expires.
+        The timeout limits every operation until `remove_timeout`. Raises OSError if it expires.
         """
         timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
         path = run_dir if run_dir.is_socket() else endpoints.listener(run_dir)
@@ -75,7 +75,7 @@ class ListenerLink:
         self._socket.settimeout(timeout_s)
         self._socket.send(frames.pack([Hello(frames.VERSION)]))
 
-    def settled(self) -> None:
+    def remove_timeout(self) -> None:
         """Remove the timeout, after the server's welcome was received."""
         self._socket.settimeout(None)
 
@@ -103,7 +103,7 @@ class ListenerLink:
         except OSError as error:
             raise Disconnected(GONE) from error
 
-    def ended(self) -> bool:
+    def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
         poll = select.poll()
         try:
@@ -118,12 +118,12 @@ class ListenerLink:
     def request(self) -> tuple[int, Future[Any]]:
         """Return the number of a new request, and the future of its response's payload."""
         number, future = next(self._numbers), Future[Any]()
-        self._asked[number] = future
+        self._futures[number] = future
         return number, future
 
     def respond(self, number: int, response: Any) -> None:
         """Complete a request with its payload or error."""
-        future = self._asked.pop(number, None)
+        future = self._futures.pop(number, None)
         if future is None:
             return
         if isinstance(response, ShmserveError):
@@ -140,7 +140,7 @@ class ListenerLink:
 
     def close(self) -> None:
         """Close the link; requests in flight fail."""
-        for number in list(self._asked):
+        for number in list(self._futures):
             self.respond(number, Disconnected(GONE))
         self._socket.close()
 
@@ -151,8 +151,8 @@ def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
     SO_SNDTIMEO is used because connect() fails immediately with EAGAIN on a socket with a Python
     timeout.
     """
-    seconds, rest = divmod(timeout_s, 1)
-    limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+    seconds, fraction = divmod(timeout_s, 1)
+    limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     listener.connect(path)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
@@ -181,9 +181,9 @@ class Timeouts:
             The seconds until the next deadline, or None if there is none.
         """
         while self._heap:
-            left_ns = self._heap[0][0] - time.monotonic_ns()
-            if left_ns > 0:
-                return left_ns / 1e9
+            remaining_ns = self._heap[0][0] - time.monotonic_ns()
+            if remaining_ns > 0:
+                return remaining_ns / 1e9
             self._channel.expire(heapq.heappop(self._heap)[1])
         return None
 
@@ -203,22 +203,22 @@ class ServerConnection(ServerState):
         super().__init__()
         self.pid = os.getpid()
         # Whether the listener's socket outlives the server, as with systemd.
-        self._outlived = run_dir.is_socket()
+        self._socket_persists = run_dir.is_socket()
         self._on_nudge = on_nudge
         self._tasks: deque[Callable[[RequestChannel], None]] = deque()
         self._link = ListenerLink()
         try:
             self._link.connect(run_dir, timeout_s)
-            while not self._informed():
+            while not self._handle_messages():
                 pass
         except (OSError, MalformedMessage) as error:
             self._link.close()
-            raise Disconnected(f"{_why_not(error)} in {run_dir}") from error
-        self._link.settled()
+            raise Disconnected(f"{_describe_failure(error)} in {run_dir}") from error
+        self._link.remove_timeout()
         self._poll = select.epoll()
         self._poll.register(self._link, select.EPOLLIN)
-        self._own = RequestChannel(self, self._watch, self._poll.unregister)
-        self._timeouts = Timeouts(self._own)
+        self._channel = RequestChannel(self, self._watch, self._poll.unregister)
+        self._timeouts = Timeouts(self._channel)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
 
@@ -227,9 +227,9 @@ class ServerConnection(ServerState):
 
     # --- messages of the listener
 
-    def _informed(self) -> bool:
+    def _handle_messages(self) -> bool:
         """Process the server's next messages; return whether the initial state is complete."""
-        informed = False
+        is_complete = False
         for message in self._link.receive():
             match message:
                 case Welcome(number, token):
@@ -248,59 +248,59 @@ class ServerConnection(ServerState):
                     self.draining = True
                 case HealthChanged(ready=ready):
                     self.models.ready = ready
-                    informed = True
+                    is_complete = True
                 case Answered(number, payload):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
             if number := getattr(message, "acknowledge", 0):
                 self._link.send_message(Acknowledged(number))
-        return informed
+        return is_complete
 
     def has_successor(self) -> bool:
         """Check whether another server has replaced, or will replace, this one at the same path."""
-        return self.draining or (self._outlived and self.is_closed())
+        return self.draining or (self._socket_persists and self.is_closed())
 
     def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
-        return self._link.ended() or not self.alive
+        return self._link.is_closed() or not self.alive
 
     # --- control requests
 
-    def _ask(self, asking: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
+    def _request(self, build: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
         """Send a control request and wait for its response.
 
         Args:
-            asking: Returns the message, and the descriptors to pass, for a request number.
+            build: Returns the message, and the descriptors to pass, for a request number.
         """
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
             number, response = self._link.request()
-        self._link.send_message(*asking(number))
+        self._link.send_message(*build(number))
         # The caller is a callback of a future, in the connection's thread.
         if self.is_current_thread():
             self._read_until(response)
         payload: dict[str, Any] = response.result()
         return payload
 
-    def load_on_demand(self, model: str, patience_s: float) -> None:
+    def load_on_demand(self, model: str, timeout_s: float) -> None:
         """Load an on-demand model and wait until it is available.
 
         Raises:
-            Unavailable: The load takes longer than `patience_s` seconds (0: unlimited).
+            Unavailable: The load takes longer than `timeout_s` seconds (0: unlimited).
             ShmserveError: The load failed.
         """
-        self._ask(lambda number: (WantModel(number, model, patience_s), ()))
+        self._request(lambda number: (WantModel(number, model, timeout_s), ()))
 
     def share(self, segment: AnySegment) -> None:
         """Share a segment with the server and wait for its confirmation."""
-        segment.shared(self._ask(segment.sharing)["memory"])
+        segment.on_shared(self._request(segment.make_share_request)["memory"])
 
     def _read_until(self, response: Future[Any]) -> None:
         try:
             while not response.done():
-                self._informed()
+                self._handle_messages()
         except (OSError, MalformedMessage) as error:
             raise Disconnected(GONE) from error
 
@@ -318,7 +318,7 @@ class ServerConnection(ServerState):
             if not self.alive:
                 raise Disconnected(GONE)
             self._tasks.append(task)
-            self._own.wake()
+            self._channel.wake()
 
     def is_current_thread(self) -> bool:
         """Check whether the caller runs in the connection's thread, as a future's callback does."""
@@ -336,25 +336,25 @@ class ServerConnection(ServerState):
         if self.pid == os.getpid():
             with self._lock:
                 if self.alive:
-                    self._own.wake()
+                    self._channel.wake()
 
     # --- the thread
 
     def _run(self) -> None:
-        listener, own = self._link.fileno(), self._own
+        listener, channel = self._link.fileno(), self._channel
         try:
             while self.alive:
                 timeout_s = self._timeouts.run()
-                own.flush()
+                channel.flush()
                 events = dict(self._poll.poll(timeout_s))
                 if listener in events:
-                    self._informed()
+                    self._handle_messages()
                 # This resets the wakeup and must come first: a task added meanwhile runs below, and
                 # a task added later wakes the thread again.
-                own.take(events)
+                channel.take(events)
                 while self._tasks:
-                    self._tasks.popleft()(self._own)
-                if own.waker in events:
+                    self._tasks.popleft()(self._channel)
+                if channel.waker in events:
                     self._on_nudge()
         except (OSError, MalformedMessage):
             pass  # the server exited or sent an unknown message
@@ -366,8 +366,8 @@ class ServerConnection(ServerState):
             self.alive = False
         self.wake_all()
         while self._tasks:
-            self._tasks.popleft()(self._own)
-        self._own.close()
+            self._tasks.popleft()(self._channel)
+        self._channel.close()
         self.models.close()
         self._poll.close()
         self._link.close()
@@ -389,7 +389,7 @@ class ServerConnection(ServerState):
             self._thread.join()
 
 
-def _why_not(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "this user may not connect to the server (see its flag --shm-group)"
     if isinstance(error, frames.VersionMismatch):

@@ -26,48 +26,48 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         Disconnected: There is no server.
         InvalidArgument: The directory is a stranger's, or several servers run.
     """
-    named = run_dir or os.environ.get(VARIABLE)
-    if named:
-        path = Path(named)
+    requested_dir = run_dir or os.environ.get(VARIABLE)
+    if requested_dir:
+        path = Path(requested_dir)
         if not os.path.lexists(path):
             raise Disconnected(f"no server is running: there is no run directory {path}")
         if os.path.lexists(path / "lock") and not _is_locked(path):
-            raise _ended(path)
+            raise _server_exited(path)
         return path
-    usual = endpoints.default_run_directory(os.environ)
-    run_dirs = list(_candidates(usual))
+    default = endpoints.default_run_directory(os.environ)
+    run_dirs = list(_candidates(default))
     running = [path for path in run_dirs if _is_locked(path)]
     if latest in running:
         return latest
     if len(running) > 1:
-        shown = "; ".join(" ".join([str(path), *addresses(path)]) for path in running)
+        server_list = "; ".join(" ".join([str(path), *addresses(path)]) for path in running)
         raise InvalidArgument(
             f"{len(running)} servers are running for this user; choose one with --run-dir, "
-            f"{VARIABLE} or connect(DIR): {shown}"
+            f"{VARIABLE} or connect(DIR): {server_list}"
         )
     if running:
         return running[0]
-    if usual in run_dirs:
-        raise _ended(usual)
-    if os.path.lexists(usual):
-        raise InvalidArgument(f"{usual} belongs to another user; name it explicitly to use it")
+    if default in run_dirs:
+        raise _server_exited(default)
+    if os.path.lexists(default):
+        raise InvalidArgument(f"{default} belongs to another user; name it explicitly to use it")
     raise Disconnected(
-        f"no server of this user is running: there is no run directory {usual}; start one by "
+        f"no server of this user is running: there is no run directory {default}; start one by "
         "`shmserve serve`, or choose another by its run directory or URL"
     )
 
 
-def _ended(run_dir: Path) -> Disconnected:
+def _server_exited(run_dir: Path) -> Disconnected:
     return Disconnected(
         f"no server is running: the server of the run directory {run_dir} has exited"
     )
 
 
-def _candidates(usual: Path) -> Iterator[Path]:
+def _candidates(default: Path) -> Iterator[Path]:
     """Yield this user's default run directories."""
     for path in [
-        usual,
-        *sorted(usual.parent.glob(endpoints.sibling_run_directory(usual, "*").name)),
+        default,
+        *sorted(default.parent.glob(endpoints.sibling_run_directory(default, "*").name)),
     ]:
         with contextlib.suppress(OSError):
             status = path.lstat()

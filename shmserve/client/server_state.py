@@ -29,7 +29,7 @@ class ClientModel:
         responses: The schemas of received responses.
         source: The models that this model belongs to.
         decoupled: Whether the model sends any number of responses to a request.
-        may_lack: Whether a response may lack requested outputs.
+        may_omit_outputs: Whether a response may lack requested outputs.
         closed: Whether the version was withdrawn or has another scheduler.
     """
 
@@ -40,7 +40,7 @@ class ClientModel:
         self.endpoint = published.endpoint
         self.signature = Signature(published.config, published.version)
         self.decoupled = published.config.decoupled
-        self.may_lack = published.config.ensemble_scheduling is not None
+        self.may_omit_outputs = published.config.ensemble_scheduling is not None
         self.prepared: BoundedCache[Any, ClientTemplate] = BoundedCache(
             _MAX_PREPARED, ClientTemplate.close
         )
@@ -120,9 +120,9 @@ class ClientModels:
             Unavailable: The model may still be loading.
             InvalidArgument: The version is not a string.
         """
-        return self._models.get((name, version)) or self._absent(name, version)
+        return self._models.get((name, version)) or self._raise_not_found(name, version)
 
-    def _absent(self, name: str, version: str) -> Never:
+    def _raise_not_found(self, name: str, version: str) -> Never:
         if not isinstance(version, str):
             raise InvalidArgument(f"version must be a string, got {version!r:.80}")
         unknown = f"Request for unknown model: '{name}'"
@@ -193,7 +193,7 @@ class ServerState(ABC):
         self.losses += 1
         self.wake_all()
 
-    def copied(self, memory_range: Range) -> bytearray:
+    def copy_range(self, memory_range: Range) -> bytearray:
         """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
         return bytearray(self.mappings.view(memory_range))
 
@@ -203,19 +203,19 @@ class ServerState(ABC):
         """Return a number that identifies a link of this connection."""
         return next(self._names)
 
-    def join(self, channel: Wakeable) -> None:
+    def add_channel(self, channel: Wakeable) -> None:
         """Register a channel to be woken after losses."""
         with self._lock:
             self._channels.add(channel)
             if not self.alive:
                 channel.wake()
 
-    def part(self, channel: Wakeable) -> None:
+    def remove_channel(self, channel: Wakeable) -> None:
         """Remove a closed channel; the last one frees the mappings of a closed connection."""
         with self._lock:
             self._channels.discard(channel)
-            last = not self._channels and not self.alive
-        if last:
+            is_last = not self._channels and not self.alive
+        if is_last:
             self.mappings.unmap_all()
 
     def wake(self, channel: Wakeable) -> None:

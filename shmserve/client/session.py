@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
-from shmserve.client.memory.region import Region, Specs, attached
+from shmserve.client.memory.region import Region, Specs, attach_region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.channel import DECOUPLED, FULL
 from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
@@ -79,26 +79,26 @@ def call_of(
     Raises:
         InvalidArgument: An option is invalid.
     """
-    of_sequence = (sequence, start, end)
-    options = options_of(request_id, parameters, priority, timeout, *of_sequence, traceparent)
+    sequence_options = (sequence, start, end)
+    options = options_of(request_id, parameters, priority, timeout, *sequence_options, traceparent)
     return model, inputs, outputs, version, options, tensors
 
 
-def takes(
-    described: Callable[P, Any],
+def signature_of(
+    source: Callable[P, Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
     """Return a decorator that gives a method the signature of `described`, for tools and help()."""
 
-    def declared(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
-        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = inspect.signature(described)
+    def decorate(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(source)
         method.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[itself, *signature.parameters.values()],
+            parameters=[self_parameter, *signature.parameters.values()],
             return_annotation=inspect.signature(method).return_annotation,
         )
         return method
 
-    return declared
+    return decorate
 
 
 def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
@@ -108,22 +108,22 @@ def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
     is_mapping = isinstance(inputs, Mapping) and not isinstance(inputs, Region)
     for name in inputs if is_mapping else ():
         if name not in model_inputs:
-            near = suggestion(str(name), [*model_inputs, *(_OPTIONS if by_keyword else ())])
+            hint = suggestion(str(name), [*model_inputs, *(_OPTIONS if by_keyword else ())])
             raise InvalidArgument(
                 f"unexpected inference input '{name}' for model '{model.name}'"
-                + (near or f", allowed are: {', '.join(model_inputs)}")
+                + (hint or f", allowed are: {', '.join(model_inputs)}")
             )
 
 
-def model_path(model: str, version: str = "", *rest: str) -> str:
+def model_path(model: str, version: str = "", *subpath: str) -> str:
     """Return the path of a model, or of one of its versions, in the HTTP API."""
     from urllib.parse import quote
 
-    parts = [model, *(("versions", version) if version else ()), *rest]
+    parts = [model, *(("versions", version) if version else ()), *subpath]
     return "/v2/models/" + "/".join(quote(part, safe="") for part in parts)
 
 
-def opened(
+def open_session(
     run_dir: str | os.PathLike[str] | None,
     memory_limit: int,
     timeout_s: float | None,
@@ -142,8 +142,8 @@ def opened(
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            left_s = max(_SHORTEST_S, deadline - time.monotonic())
-            return Session(run_dir, memory_limit, left_s, token)
+            remaining_s = max(_SHORTEST_S, deadline - time.monotonic())
+            return Session(run_dir, memory_limit, remaining_s, token)
         except Disconnected:
             if time.monotonic() + _PAUSE_S >= deadline:
                 raise
@@ -168,7 +168,7 @@ class Session:
         """
         self._run_dir = run_dir
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._found: Path | None = None
+        self._server_dir: Path | None = None
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._closed = False
@@ -177,9 +177,9 @@ class Session:
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:
-        self._found = discovery.find(self._run_dir, self._found)
+        self._server_dir = discovery.find(self._run_dir, self._server_dir)
         try:
-            return ServerConnection(self._found, self._timeout_s, self.memories.settle_if_free)
+            return ServerConnection(self._server_dir, self._timeout_s, self.memories.settle_if_free)
         except Disconnected:
             raise
         except OSError as error:
@@ -192,13 +192,13 @@ class Session:
             Disconnected: There is no server.
         """
         connection = self._connection
-        usable = connection.alive and not connection.draining
-        if usable and connection.pid == os.getpid() and not self._closed:
+        is_usable = connection.alive and not connection.draining
+        if is_usable and connection.pid == os.getpid() and not self._closed:
             return connection
         return self._reconnect(connection)
 
-    def is_repeated(
-        self, connection: ServerConnection, options: Options, built: PackedRequest | None
+    def should_retry(
+        self, connection: ServerConnection, options: Options, packed: PackedRequest | None
     ) -> bool:
         """Return whether to retry a request that failed on `connection`.
 
@@ -206,8 +206,8 @@ class Session:
         connects. It is also retried if the on-demand model was unloaded before the request reached
         it. Raises Disconnected.
         """
-        once = options.sequence or (built is not None and runs_once(built.schema, built.data))
-        if not once and built is not None and connection.models.needs_load(*built.model.key):
+        once = options.sequence or (packed is not None and runs_once(packed.schema, packed.data))
+        if not once and packed is not None and connection.models.needs_load(*packed.model.key):
             return True
         if once or not connection.has_successor():
             return False
@@ -244,7 +244,7 @@ class Session:
     def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)
 
-    def built(
+    def pack(
         self, connection: ServerConnection, call: Call, *, stream: bool = False
     ) -> PackedRequest:
         """Return a packed request for `connection`, after loading its model if necessary.
@@ -258,8 +258,8 @@ class Session:
         if resolved.decoupled and not stream:
             raise Unsupported(DECOUPLED % resolved.name)
         if inputs is not None and tensors:
-            near = suggestion(next(iter(tensors)), _OPTIONS)
-            raise InvalidArgument(f"inputs are given as a mapping or by keyword, not both{near}")
+            hint = suggestion(next(iter(tensors)), _OPTIONS)
+            raise InvalidArgument(f"inputs are given as a mapping or by keyword, not both{hint}")
         try:
             return prepare(
                 self.memories, resolved, tensors if inputs is None else inputs, outputs, options
@@ -308,16 +308,16 @@ class Session:
         from urllib.parse import urlsplit
 
         self.connection()
-        assert self._found is not None
-        urls = [urlsplit(url) for url in discovery.addresses(self._found)]
+        assert self._server_dir is not None
+        urls = [urlsplit(url) for url in discovery.addresses(self._server_dir)]
         url = next((url for url in urls if url.scheme in ("http", "https") and url.hostname), None)
         if url is None:
-            raise Unavailable(f"the server of {self._found} does not listen for HTTP")
+            raise Unavailable(f"the server of {self._server_dir} does not listen for HTTP")
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(url.hostname), url.port)
         try:
-            sent = None if body is None else json.dumps(body)
-            connection.request(method, path, sent, self._headers)
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, self._headers)
             response = connection.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -342,11 +342,11 @@ class Session:
             ShmserveError: The load failed.
         """
         while connection.models.needs_load(model, version):
-            left_s = 0.0
+            remaining_s = 0.0
             if options.deadline_ns:
-                left_s = max(1e-6, (options.deadline_ns - time.monotonic_ns()) / 1e9)
+                remaining_s = max(1e-6, (options.deadline_ns - time.monotonic_ns()) / 1e9)
             try:
-                connection.load_on_demand(model, left_s)
+                connection.load_on_demand(model, remaining_s)
             except Unavailable as error:
                 if 0 < options.deadline_ns <= time.monotonic_ns():
                     raise TimedOut(error.message) from None
@@ -378,7 +378,7 @@ class Session:
     ) -> Region:
         """Return a region over memory that exists; see `sync.Server.attach`."""
         self.connection()
-        return attached(self.memories, source, tensors, offset=offset, pin=pin)
+        return attach_region(self.memories, source, tensors, offset=offset, pin=pin)
 
     def close_later(self, close: Callable[[], None]) -> None:
         """Close a collected client in the connection's thread, and warn that it was not closed.
@@ -403,9 +403,9 @@ class Session:
         if self.inherited:
             return
         with self._lock:
-            first = not self._closed
+            was_open = not self._closed
             self._closed = True
-        if first:
+        if was_open:
             # Without the lock: this waits for the connection's thread, which may be in a callback
             # that requests the connection.
             self._connection.close()

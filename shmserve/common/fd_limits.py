@@ -56,9 +56,9 @@ def for_local_clients() -> int:
     return limit() // 8
 
 
-def for_regions(most: int) -> int:
+def for_regions(max_fds: int) -> int:
     """Return how many of `most` descriptors may be used for registered memory."""
-    return most // 2
+    return max_fds // 2
 
 
 def for_scrapes() -> int:
@@ -66,11 +66,11 @@ def for_scrapes() -> int:
     return min(_SCRAPES, (limit() - _OWN) // 4)
 
 
-def for_connections(listeners: int, scraped: int = 0) -> int:
+def for_connections(listeners: int, metrics_listeners: int = 0) -> int:
     """Return a gateway's descriptors per listener, besides those of `scraped` metrics listeners."""
-    return max(1, (limit() - _OWN - scraped * for_scrapes()) // max(1, listeners))
+    return max(1, (limit() - _OWN - metrics_listeners * for_scrapes()) // max(1, listeners))
 
 
-def share_of(most: int) -> int:
+def share_of(max_connections: int) -> int:
     """Return how many of `most` connections one user or one remote host may have; at least 1."""
-    return max(1, int(most * _SHARE))
+    return max(1, int(max_connections * _SHARE))

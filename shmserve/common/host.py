@@ -34,10 +34,10 @@ class CpuUtilization:
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
-        last_total, last_idle = self._last
+        previous_total, previous_idle = self._last
         self._last = (total, idle)
-        passed = total - last_total
-        return 1.0 - (idle - last_idle) / passed if passed > 0 else 0.0
+        ticks = total - previous_total
+        return 1.0 - (idle - previous_idle) / ticks if ticks > 0 else 0.0
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -62,21 +62,21 @@ def available_memory() -> int:
     """
     total, unavailable = memory_bytes()
     available = [total - unavailable]
-    for folder, older in _cgroups("memory"):
-        limit = _number(folder / ("memory.limit_in_bytes" if older else "memory.max"))
-        used = _number(folder / ("memory.usage_in_bytes" if older else "memory.current"))
+    for folder, is_v1 in _cgroups("memory"):
+        limit = _number(folder / ("memory.limit_in_bytes" if is_v1 else "memory.max"))
+        used = _number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current"))
         if limit is not None and used is not None:
             pages = _IDLE_PAGES.search((folder / "memory.stat").read_text())
             available.append(limit - used + (int(pages[1]) if pages else 0))
     return max(0, min(available))
 
 
-def cgroup_limit(controller: str, name: str, older: str) -> int | None:
+def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:
     """Return the least limit of this process's control groups, None without a limit.
 
     The limit is in the file `name`, or `older` if the controller has a hierarchy of its own.
     """
-    limits = (_number(group / (older if old else name)) for group, old in _cgroups(controller))
+    limits = (_number(group / (v1_name if v1 else name)) for group, v1 in _cgroups(controller))
     return min((number for number in limits if number is not None), default=None)
 
 
@@ -191,9 +191,9 @@ def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None)
     return Accelerators("", 0)
 
 
-def _visible(listed: str, count: int) -> int:
+def _visible(visible: str, count: int) -> int:
     # Like the driver, ignore all names from the first invalid one on ("-1": no device).
-    names = [part.strip() for part in listed.split(",")]
+    names = [part.strip() for part in visible.split(",")]
 
     def is_device(name: str) -> bool:
         return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)

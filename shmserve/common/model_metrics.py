@@ -97,15 +97,15 @@ def added(parts: Iterable[Families]) -> Families:
     total: Families = {}
     for part in parts:
         for name, family in part.items():
-            before = total.get(name)
-            if before is None:
+            earlier = total.get(name)
+            if earlier is None:
                 total[name] = family
-            elif before.kind == family.kind:
-                values = dict(before.values)
+            elif earlier.kind == family.kind:
+                values = dict(earlier.values)
                 for labels, value in family.values.items():
                     previous = values.get(labels)
                     values[labels] = _sum(family.kind, previous, value) if previous else value
-                total[name] = replace(before, values=values)
+                total[name] = replace(earlier, values=values)
     return total
 
 
@@ -113,8 +113,8 @@ def _sum(kind: str, one: Series, other: Series) -> Series:
     if one.buckets != other.buckets:
         return one
     if kind == "GAUGE":
-        last = one if one.numbers[1] >= other.numbers[1] else other
-        return Series((*last.numbers[:2], one.numbers[2] + other.numbers[2]))
+        latest = one if one.numbers[1] >= other.numbers[1] else other
+        return Series((*latest.numbers[:2], one.numbers[2] + other.numbers[2]))
     pairs = zip(one.numbers, other.numbers, strict=True)
     return Series(tuple(a + b for a, b in pairs), one.buckets)
 
@@ -150,8 +150,8 @@ class ModelMetrics:
         """Keep the counts of an instance that has exited, except its gauges."""
         families = self._instances.pop(pid, None)
         if families is not None:
-            counted = {name: f for name, f in families.items() if f.kind != "GAUGE"}
-            self._ended = added((self._ended, counted))
+            totals = {name: f for name, f in families.items() if f.kind != "GAUGE"}
+            self._ended = added((self._ended, totals))
 
     def total(self) -> Families:
         """Return the sum over all instances."""
@@ -180,8 +180,8 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
             cumulative += count
             yield sample(f"{name}_bucket", (*labels, ("le", _number(bound))), cumulative)
     else:
-        shown = numbers[0] + numbers[2] if kind == "GAUGE" else numbers[0]
-        yield sample(name, labels, shown)
+        number = numbers[0] + numbers[2] if kind == "GAUGE" else numbers[0]
+        yield sample(name, labels, number)
 
 
 def head(name: str, description: str, kind: str) -> tuple[str, str]:

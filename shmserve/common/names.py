@@ -20,15 +20,15 @@ def check_model_name(name: str) -> None:
     """Raise InvalidArgument unless `name` is one folder's name and fits on one line of the log."""
     if not name.strip():
         raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
-    shown = clip(name, 128)
+    clipped = clip(name, 128)
     if is_traversal(name):
         raise InvalidArgument(
-            f"invalid model name '{shown}', model name must not contain path traversal characters"
+            f"invalid model name '{clipped}', model name must not contain path traversal characters"
         )
     # Undecodable bytes (surrogates) are not printable either.
     if not name.isprintable() or len(name.encode()) > _MAX_BYTES:
         raise InvalidArgument(
-            f"invalid model name '{shown}', model name must be 1 to {_MAX_BYTES} bytes of "
+            f"invalid model name '{clipped}', model name must be 1 to {_MAX_BYTES} bytes of "
             "printable UTF-8 text"
         )
 
@@ -62,15 +62,15 @@ class DoubledName(ValueError):
         if name is None:
             super().__init__("duplicate keys in an object")
             return
-        shown = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
-        super().__init__(f"duplicate key '{shown}' in an object")
+        clipped = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+        super().__init__(f"duplicate key '{clipped}' in an object")
 
 
 def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of its members (json's `object_pairs_hook`); raise DoubledName."""
-    objects: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in pairs:
-        if name in objects:
+        if name in result:
             raise DoubledName(name)
-        objects[name] = value
-    return objects
+        result[name] = value
+    return result

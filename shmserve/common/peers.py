@@ -137,8 +137,8 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
         return Ownership(peer.uid, group, copied=True)
     if uid == (server if peer == REMOTE else peer.uid):
         # A user with write permission can truncate the object.
-        safe = peer != REMOTE and uid in (server, 0) and not mode & 0o022
-        return Ownership(peer.uid, NO_GROUP, copied=not safe)
+        is_safe = peer != REMOTE and uid in (server, 0) and not mode & 0o022
+        return Ownership(peer.uid, NO_GROUP, copied=not is_safe)
     text = f"shared memory object '{key}' does not belong to the client"
     if peer != REMOTE:
         text += f": it belongs to uid {uid} (mode {mode & 0o777:04o}), the client is uid {peer.uid}"
@@ -180,39 +180,38 @@ def loopback_peer(local: Address, remote: Address) -> Peer | None:
     try:
         owner = tcp_owner(remote, local)
     except OSError:
-        owner = _listed(local, remote)
+        owner = _find_in_proc(local, remote)
     # A socket that no process owns any more (inode 0) is reported as root's.
     if owner is None or not owner[1]:
         return None
     return Peer(owner[0], groups_of(owner[0]))
 
 
-def _listed(local: Address, remote: Address) -> tuple[int, int] | None:
+def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
     """Return the result of `tcp_owner` from the kernel's list of all connections."""
-    for table, spelled in _tables(local, remote):
+    for table, addresses in _tables(local, remote):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
                 # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode ...
                 fields = line.split(None, 10)
-                if fields[1:3] == spelled and fields[9] != "0":
+                if fields[1:3] == addresses and fields[9] != "0":
                     return int(fields[7]), int(fields[9])
     return None
 
 
 def _tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
-    folder = Path("/proc/net")
-    a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (remote, local))
+    folder, ports = Path("/proc/net"), (remote[1], local[1])
+    ips = [_parse_ip(remote[0]).packed, _parse_ip(local[0]).packed]
     tables = []
-    if isinstance(a, ipaddress.IPv4Address) and isinstance(b, ipaddress.IPv4Address):
-        tables.append((folder / "tcp", [_spell(a.packed, remote[1]), _spell(b.packed, local[1])]))
+    if all(len(ip) == 4 for ip in ips):
+        tables.append((folder / "tcp", list(map(_proc_address, ips, ports))))
         # A client may use an IPv6 socket for IPv4.
-        prefix = bytes(10) + b"\xff\xff"
-        a, b = (ipaddress.IPv6Address(prefix + address.packed) for address in (a, b))
-    tables.append((folder / "tcp6", [_spell(a.packed, remote[1]), _spell(b.packed, local[1])]))
+        ips = [bytes(10) + b"\xff\xff" + ip for ip in ips]
+    tables.append((folder / "tcp6", list(map(_proc_address, ips, ports))))
     return tables
 
 
-def _spell(packed: bytes, port: int) -> str:
+def _proc_address(packed: bytes, port: int) -> str:
     # Each 32-bit word of an address is printed in the byte order of this machine.
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
@@ -229,13 +228,17 @@ def groups_of(uid: int) -> tuple[int, ...]:
 
 def is_loopback(address: str) -> bool:
     """Check whether only this host can reach a numeric address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return _parse_ip(address).is_loopback
+
+
+def _parse_ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])
 
 
 def network(address: str) -> str:
     """Return the network of an address. For IPv6 it is the /64, which one host may own entirely."""
     try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
+        parsed = _parse_ip(address)
     except ValueError:
         return address
     if isinstance(parsed, ipaddress.IPv6Address):
@@ -256,7 +259,7 @@ def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
     """
     response = _query(end, other)
     if response is None:
-        if not _supported():
+        if not _is_supported():
             raise OSError(errno.ENOENT, "sock_diag")
         return None
     # If the connection does not exist, the kernel returns the listener at that port.
@@ -268,10 +271,10 @@ def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
 
 def _query(end: Address, other: Address) -> bytes | None:
     """Return the kernel's response, None for an unknown socket. Raises OSError."""
-    a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (end, other))
-    family = socket.AF_INET if a.version == b.version == 4 else socket.AF_INET6
+    source, target = _parse_ip(end[0]), _parse_ip(other[0])
+    family = socket.AF_INET if source.version == target.version == 4 else socket.AF_INET6
     body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
-    body += _SOCKET.pack(end[1], other[1], a.packed, b.packed, _ANY_COOKIE)
+    body += _SOCKET.pack(end[1], other[1], source.packed, target.packed, _ANY_COOKIE)
     size = _HEADER.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
         netlink.sendto(
@@ -288,7 +291,7 @@ def _query(end: Address, other: Address) -> bytes | None:
 
 
 @functools.cache
-def _supported() -> bool:
+def _is_supported() -> bool:
     """Check whether the kernel finds an existing TCP socket by sock_diag."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = listening.getsockname()

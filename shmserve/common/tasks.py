@@ -19,12 +19,12 @@ def in_background(
     task = asyncio.get_running_loop().create_task(coroutine)
     tasks.add(task)
 
-    def ended(task: asyncio.Task[None]) -> None:
+    def on_done(task: asyncio.Task[None]) -> None:
         tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a background task failed", exc_info=task.exception())
 
-    task.add_done_callback(ended)
+    task.add_done_callback(on_done)
     return task
 
 

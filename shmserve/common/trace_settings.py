@@ -93,8 +93,8 @@ class TraceSettings:
 
     def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
         """Return these settings with the changes returned by `read_changes`."""
-        present = {key: value for key, value in changes.items() if value is not None}
-        return replace(self, **present) if present else self
+        set_values = {key: value for key, value in changes.items() if value is not None}
+        return replace(self, **set_values) if set_values else self
 
     def shown(self) -> dict[str, list[str]]:
         """Return the settings as lists of strings, the protocol's format."""
@@ -158,7 +158,7 @@ def _number(name: str, text: str) -> int:
 
 def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     """Return the settings of all --trace-config flags, of which the last for a name counts."""
-    given: dict[str, list[str]] = {}
+    all_values: dict[str, list[str]] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         mode, comma, setting = name.partition(",")
@@ -168,19 +168,19 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
                 f"{_FLAG}: '{text}' is not SETTING=VALUE, where SETTING is one of "
                 f"{', '.join(_NAMES)}"
             )
-        given.setdefault(name, []).append(value)
-    last = {name: [values[-1]] for name, values in given.items()}
-    mode = last.get("mode", [TRITON])[0].lower()
+        all_values.setdefault(name, []).append(value)
+    latest = {name: [values[-1]] for name, values in all_values.items()}
+    mode = latest.get("mode", [TRITON])[0].lower()
     if mode not in MODES:
         raise InvalidArgument(f"{_FLAG}: mode={mode} is not one of {', '.join(MODES)}")
     if mode == OPENTELEMETRY and find_spec("opentelemetry") is None:
-        needed = how_to_install("opentelemetry-sdk", "otel")
-        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {needed}")
-    levels = [_LEVELS.get(level.lower(), level.upper()) for level in given.get("level", [])]
-    named = {"trace_level": [OFF] if OFF in levels else levels}
-    named |= {_NAMES[name]: value for name, value in last.items() if _NAMES[name] in _RANGES}
+        how = how_to_install("opentelemetry-sdk", "otel")
+        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {how}")
+    levels = [_LEVELS.get(level.lower(), level.upper()) for level in all_values.get("level", [])]
+    changes = {"trace_level": [OFF] if OFF in levels else levels}
+    changes |= {_NAMES[name]: value for name, value in latest.items() if _NAMES[name] in _RANGES}
     try:
-        settings = TraceSettings().changed(read_changes(named))
+        settings = TraceSettings().changed(read_changes(changes))
     except (InvalidArgument, Unsupported) as error:
         raise InvalidArgument(f"{_FLAG}: {error.message}") from None
     exporter = tuple(
@@ -188,7 +188,7 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
             _NAMES[name],
             value if name != f"{OPENTELEMETRY},url" or "://" in value else f"http://{value}",
         )
-        for name, values in given.items()
+        for name, values in all_values.items()
         if name.startswith(f"{OPENTELEMETRY},")
         for value in values
     )
@@ -198,7 +198,7 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
                 name, "a number"
             )
             raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected}")
-    file = last.get("triton,file", [""])[0]
+    file = latest.get("triton,file", [""])[0]
     return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)
 
 
@@ -269,10 +269,10 @@ class Samplers:
 
     def set(self, settings: dict[str, dict[str, Any]]) -> None:
         """Replace the settings. Samplers whose settings do not change keep their counts."""
-        before, self._by_model = self._by_model, {}
+        previous_samplers, self._by_model = self._by_model, {}
         for model, settings_of_model in settings.items():
             sampler = Sampler(TraceSettings(**settings_of_model))
-            previous = before.get(model)
+            previous = previous_samplers.get(model)
             self._by_model[model] = (
                 previous if previous and previous.settings == sampler.settings else sampler
             )

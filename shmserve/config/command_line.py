@@ -113,20 +113,20 @@ def parse(arguments: Sequence[str]) -> Parsed:
         bare_flag = flag.name if not equals and len(remaining) == count else ""
         if value is not None:
             flag_values.add(flag, value)
-    file = flag_values.values.get("config")
-    written = FlagValues() if file is None else collected(read, str(file))
+    file_path = flag_values.values.get("config")
+    file_values = FlagValues() if file_path is None else collected(read, str(file_path))
     collected.check()
     on_command_line = {*flag_values.values, *flag_values.repeated}
     defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
     return Parsed(
-        values={**defaults, **written.values, **flag_values.values},
+        values={**defaults, **file_values.values, **flag_values.values},
         repeated={f.name: [] for f in ACTED_ON if f.repeat}
-        | written.repeated
+        | file_values.repeated
         | flag_values.repeated,
         positional=positional,
-        without_effect=written.without_effect + flag_values.without_effect,
+        without_effect=file_values.without_effect + flag_values.without_effect,
         after_boolean=after_boolean,
-        positions={k: v for k, v in written.positions.items() if k not in on_command_line},
+        positions={k: v for k, v in file_values.positions.items() if k not in on_command_line},
     )
 
 

@@ -400,12 +400,12 @@ _CLASSES = {
 
 def header_pattern(value: Mapping[str, Any], flag: str) -> str:
     """Return a header-name pattern in Python's syntax; raise InvalidArgument naming the flag."""
-    given: str = value[flag] or ""
-    pattern = _in_python(given)
+    re2: str = value[flag] or ""
+    pattern = _in_python(re2)
     try:
         re.compile(pattern)
     except re.error as error:
-        raise InvalidArgument(f"--{flag}: '{given}' is not a regular expression: {error}") from None
+        raise InvalidArgument(f"--{flag}: '{re2}' is not a regular expression: {error}") from None
     return pattern
 
 
@@ -437,8 +437,8 @@ def _in_python(re2: str) -> str:
             case "close" if len(groups) > 1:
                 text = ")" * len(groups.pop()) + ")"
             case None if text.startswith("["):
-                for name, members in _CLASSES.items():
-                    text = text.replace(name, members)
+                for name, ranges in _CLASSES.items():
+                    text = text.replace(name, ranges)
         if match.lastgroup in ("open", "name"):
             groups.append([])
         parts.append(text)

@@ -89,7 +89,8 @@ class ServerConfig:
     repository_poll_s: int
     auto_complete: bool
     model_config_name: str
-    backend_config: tuple[tuple[str, str, str], ...]  # tuples of backend, setting and value
+    # Tuples of backend, setting and value; the backend "" means all backends.
+    backend_config: tuple[tuple[str, str, str], ...]
     model_defaults: ModelDefaults
     max_queue_size: int
     request_timeout_us: int
@@ -136,14 +137,6 @@ class ServerConfig:
     without_effect: tuple[str, ...]
     flags: Mapping[str, Any]
 
-    def backend_settings(self, backend: str) -> dict[str, str]:
-        """Return the --backend-config settings for a backend, including those for all backends."""
-        return {key: value for name, key, value in self.backend_config if name in ("", backend)}
-
-    def worker_threads(self, instances: int) -> int:
-        """Return the number of compute threads per worker if a model has `instances` workers."""
-        return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
-
     @property
     def guarded(self) -> bool:
         """Return whether the server may listen on addresses that other hosts reach."""
@@ -153,8 +146,8 @@ class ServerConfig:
     def protocols(self) -> set[str]:
         """Return the names of the protocols that the server serves."""
         http = self.http.allow or self.http.unix_socket is not None
-        served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
-        return {name for name, enabled in served.items() if enabled}
+        is_served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
+        return {name for name, enabled in is_served.items() if enabled}
 
 
 # Flags whose fields have the same name and value.
@@ -191,7 +184,7 @@ def _from_flags(
     repositories, files = _models(parsed, models_needed, collected)
     repeated = parsed.repeated
 
-    def each(parse: Callable[[str], T], flag: str) -> tuple[T, ...]:
+    def parse_all(parse: Callable[[str], T], flag: str) -> tuple[T, ...]:
         return tuple(collected(parse, text) for text in repeated[flag])
 
     return ServerConfig(
@@ -205,7 +198,7 @@ def _from_flags(
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
         model_config_name=collected(_config_name, value["model-config-name"] or ""),
-        backend_config=each(_backend_setting, "backend-config"),
+        backend_config=parse_all(_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
             **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
@@ -241,9 +234,9 @@ def _from_flags(
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
-        cors_allow_origin=each(origin, "cors-allow-origin"),
-        allowed_host=each(host_name, "allowed-host"),
-        served_model_name=each(served_name, "served-model-name"),
+        cors_allow_origin=parse_all(origin, "cors-allow-origin"),
+        allowed_host=parse_all(host_name, "allowed-host"),
+        served_model_name=parse_all(served_name, "served-model-name"),
         trace=collected(parse_trace_config, repeated["trace-config"]),
         delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
         backlog_delay_scheduler=collected(
@@ -302,14 +295,14 @@ def _shm_policy(value: Mapping[str, Any]) -> ShmPolicy:
     byte_limit = value["shm-max-byte-size"]
     if byte_limit is None:
         byte_limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most_per_uid = value["shm-max-byte-size-per-uid"]
+    uid_limit = value["shm-max-byte-size-per-uid"]
     return ShmPolicy(
         allow=value["allow-client-shm"],
         group=_group(value["shm-group"]),
         max_regions=value["shm-max-regions"],
         max_regions_per_uid=value["shm-max-regions-per-uid"],
         max_byte_size=byte_limit,
-        max_byte_size_per_uid=byte_limit if most_per_uid is None else most_per_uid,
+        max_byte_size_per_uid=byte_limit if uid_limit is None else uid_limit,
         sparse_byte_size=value["shm-sparse-byte-size"],
         overlap=value["shm-overlap"],
     )
@@ -354,9 +347,9 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*):/")  # one slash suffices, because a Pat
 
 
 def _check_local(text: str) -> None:
-    found = _URL.match(text)
-    if found and "://" in text:
-        copy = _COPIES.get(found[1])
+    match = _URL.match(text)
+    if match and "://" in text:
+        copy = _COPIES.get(match[1])
         instructions = f"copy its models ({copy} {text} FOLDER)" if copy else "copy its models"
         raise InvalidArgument(
             f"--model-repository: '{text}' is not a folder of this host: {instructions} or mount "

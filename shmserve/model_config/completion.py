@@ -108,21 +108,21 @@ def detect_backend(config: ModelConfig, model_name: str, files: Collection[str])
         model_name: The name for a configuration without one.
         files: The file names in the model's newest version folder.
     """
-    found = _copy(config)
-    if not found.name:
-        found.name = model_name
-    if found.platform == ENSEMBLE:
-        return found
-    if not found.backend:
-        found.backend = _backend(found, files)
-    if found.backend == "pytorch":
-        _fill_torch(found, files)
-    elif found.backend == "python" and not found.default_model_filename:
-        found.default_model_filename = "model.py"
-    elif found.backend == "onnxruntime":
-        found.platform = found.platform or ONNX
-        found.default_model_filename = found.default_model_filename or _ONNX_FILE
-    return found
+    detected = _copy(config)
+    if not detected.name:
+        detected.name = model_name
+    if detected.platform == ENSEMBLE:
+        return detected
+    if not detected.backend:
+        detected.backend = _backend(detected, files)
+    if detected.backend == "pytorch":
+        _fill_torch(detected, files)
+    elif detected.backend == "python" and not detected.default_model_filename:
+        detected.default_model_filename = "model.py"
+    elif detected.backend == "onnxruntime":
+        detected.platform = detected.platform or ONNX
+        detected.default_model_filename = detected.default_model_filename or _ONNX_FILE
+    return detected
 
 
 def normalise(
@@ -163,9 +163,9 @@ def _copy(config: ModelConfig) -> ModelConfig:
 def _backend(config: ModelConfig, files: Collection[str]) -> str:
     if config.platform:
         return PLATFORMS.get(config.platform) or _FOREIGN_PLATFORMS.get(config.platform, "")
-    named = config.default_model_filename
+    filename = config.default_model_filename
     present = [name for name in (*_TORCH_FILES, _ONNX_FILE, "model.py") if name in files]
-    file = named or (present[0] if present else "")
+    file = filename or (present[0] if present else "")
     if not file and _VLLM_FILE in files:
         return "vllm"
     if not file and CHECKPOINT in files and any(name.endswith(_WEIGHTS) for name in files):
@@ -185,13 +185,13 @@ def unknown_backend(config: ModelConfig) -> str:
     name = config.backend
     if not name or name in BACKENDS:
         return ""
-    known = BACKENDS | {entry.name for entry in entry_points(group=_PLUGINS)}
-    if name in known:
+    backend_names = BACKENDS | {entry.name for entry in entry_points(group=_PLUGINS)}
+    if name in backend_names:
         return ""
-    hint = f", use platform: '{ENSEMBLE}'" if name == ENSEMBLE else suggestion(name, known)
+    hint = f", use platform: '{ENSEMBLE}'" if name == ENSEMBLE else suggestion(name, backend_names)
     return (
         f"unable to find backend library for backend '{name}' of model '{config.name}', "
-        f"known are {', '.join(sorted(known))}{hint}"
+        f"known are {', '.join(sorted(backend_names))}{hint}"
     )
 
 
@@ -220,8 +220,8 @@ def _fill_torch(config: ModelConfig, files: Collection[str]) -> None:
 def _apply_defaults(config: ModelConfig, defaults: ModelDefaults) -> None:
     if defaults.max_batch_size is not None and not config.HasField("max_batch_size"):
         config.max_batch_size = defaults.max_batch_size
-    undecided = config.WhichOneof("scheduling_choice") is None
-    if defaults.dynamic_batching and undecided and config.max_batch_size > 0:
+    has_no_scheduler = config.WhichOneof("scheduling_choice") is None
+    if defaults.dynamic_batching and has_no_scheduler and config.max_batch_size > 0:
         config.dynamic_batching.SetInParent()
     if not config.HasField("dynamic_batching") or defaults.max_queue_delay_us is None:
         return
@@ -230,16 +230,16 @@ def _apply_defaults(config: ModelConfig, defaults: ModelDefaults) -> None:
 
 
 def _fill_scheduling(config: ModelConfig) -> None:
-    largest = [config.max_batch_size] if config.max_batch_size > 0 else []
+    preferred_sizes = [config.max_batch_size] if config.max_batch_size > 0 else []
     if config.HasField("dynamic_batching"):
         if not config.dynamic_batching.preferred_batch_size:
-            config.dynamic_batching.preferred_batch_size.extend(largest)
+            config.dynamic_batching.preferred_batch_size.extend(preferred_sizes)
     elif config.HasField("sequence_batching"):
         batching = config.sequence_batching
         if batching.max_sequence_idle_microseconds == 0:
             batching.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
         if batching.HasField("oldest") and not batching.oldest.preferred_batch_size:
-            batching.oldest.preferred_batch_size.extend(largest)
+            batching.oldest.preferred_batch_size.extend(preferred_sizes)
 
 
 def _fill_pinned_memory(config: ModelConfig) -> None:
@@ -262,8 +262,8 @@ def _fill_instances(config: ModelConfig, gpu_count: int) -> None:
         if group.count < 1:
             on_cpu = group.kind == ModelInstanceGroup.KIND_CPU
             # Triton's onnxruntime backend has two instances per group on a CPU.
-            twice = on_cpu and config.backend == "onnxruntime"
-            group.count = _ONNX_CPU_INSTANCES if twice else 1
+            is_doubled = on_cpu and config.backend == "onnxruntime"
+            group.count = _ONNX_CPU_INSTANCES if is_doubled else 1
         if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
             group.gpus.extend(range(gpu_count))
 
@@ -288,17 +288,17 @@ def merge_autocomplete(
         InvalidArgument: The model contradicts `config`. The message has one line per conflict, in
             the format of `Source.check`.
     """
-    given = {name: completed[name] for name in _COMPLETABLE if name in completed}
+    fields = {name: completed[name] for name in _COMPLETABLE if name in completed}
     parameters = completed.get("parameters") or {}
-    given["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
-    model = from_json(given, "auto-completed configuration")
+    fields["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
+    model = from_json(fields, "auto-completed configuration")
     merged = _copy(config)
-    conflicts = _merge_batching(merged, model, stated="max_batch_size" in given)
+    conflicts = _merge_batching(merged, model, has_size="max_batch_size" in fields)
     for name in model.parameters:
         if name not in merged.parameters:
             merged.parameters[name].CopyFrom(model.parameters[name])
-    unwritten = not any(key[0] == "instance_group" for key in source.positions)
-    if config.backend == "native" and unwritten and model.instance_group:
+    has_default_groups = not any(key[0] == "instance_group" for key in source.positions)
+    if config.backend == "native" and has_default_groups and model.instance_group:
         # The instance groups in `config` are defaults, not the author's.
         merged.ClearField("instance_group")
         merged.instance_group.extend(model.instance_group)
@@ -311,7 +311,7 @@ def merge_autocomplete(
         ("output", merged.output, model.output),
     ):
         positions: dict[str, int] = {}
-        for index, name in enumerate([known.name for known in written]):
+        for index, name in enumerate([tensor.name for tensor in written]):
             positions.setdefault(name, index)
         for tensor in derived:
             index = positions.setdefault(tensor.name, len(written))
@@ -323,10 +323,10 @@ def merge_autocomplete(
     return merged
 
 
-def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) -> list[Problem]:
+def _merge_batching(merged: ModelConfig, model: ModelConfig, *, has_size: bool) -> list[Problem]:
     conflicts = []
     name = merged.name
-    if stated and merged.max_batch_size > model.max_batch_size:
+    if has_size and merged.max_batch_size > model.max_batch_size:
         text = (
             f"configuration specified max_batch_size {merged.max_batch_size}, but in "
             f"auto-complete-config function for model '{name}' specified max_batch_size "
@@ -335,18 +335,18 @@ def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) ->
         conflicts.append(Problem(("max_batch_size",), text))
     elif model.max_batch_size > merged.max_batch_size:
         merged.max_batch_size = model.max_batch_size
-    chosen = merged.WhichOneof("scheduling_choice")
+    scheduler_kind = merged.WhichOneof("scheduling_choice")
     if model.HasField("dynamic_batching"):
-        if chosen is None:
+        if scheduler_kind is None:
             merged.dynamic_batching.CopyFrom(model.dynamic_batching)
-        elif chosen != "dynamic_batching":
+        elif scheduler_kind != "dynamic_batching":
             text = (
-                f"Configuration specified scheduling_choice as '{chosen}', but "
+                f"Configuration specified scheduling_choice as '{scheduler_kind}', but "
                 f"auto-complete-config function for model '{name}' tries to set "
                 f"scheduling_choice as 'dynamic_batching'"
             )
-            conflicts.append(Problem((chosen,), text))
-    if model.HasField("sequence_batching") and chosen is None:
+            conflicts.append(Problem((scheduler_kind,), text))
+    if model.HasField("sequence_batching") and scheduler_kind is None:
         merged.sequence_batching.CopyFrom(model.sequence_batching)
     if model.HasField("model_transaction_policy"):
         decoupled = merged.model_transaction_policy.decoupled

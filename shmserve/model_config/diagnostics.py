@@ -84,11 +84,11 @@ class Source:
         at = self._position(key, config)
         if at is not None:
             return f"{located(self.origin, at)} "
-        of_class = self.class_source.positions if self.class_source else {}
-        written = [key[:end] for end in range(len(key), 0, -1) if key[:end] in of_class]
-        if self.class_source is None or not written:
+        class_positions = self.class_source.positions if self.class_source else {}
+        class_keys = [key[:end] for end in range(len(key), 0, -1) if key[:end] in class_positions]
+        if self.class_source is None or not class_keys:
             return ""
-        return f"{located(self.class_source.origin, of_class[written[0]])} "
+        return f"{located(self.class_source.origin, class_positions[class_keys[0]])} "
 
     def _position(self, key: Key, config: ModelConfig) -> str | None:
         """Return the position of `key` or of the message that lacks it; None if not in the text."""
@@ -144,21 +144,21 @@ def member(name: str | int) -> str | int:
 
 def repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]:
     """Yield the repetitions among values: the key, the value, and the first key with that value."""
-    first: dict[Any, Key] = {}
+    first_keys: dict[Any, Key] = {}
     for key, value in values:
-        earlier = first.setdefault(value, key)
+        earlier = first_keys.setdefault(value, key)
         if earlier is not key:
             yield key, value, earlier
 
 
 def _holds(config: ModelConfig, key: Key) -> bool:
     """Check whether the configuration has a value at `key`, whose list indices must exist."""
-    found: Any = config
+    current: Any = config
     for part in key:
-        if isinstance(found, Message):
-            found = {target.name: value for target, value in found.ListFields()}.get(str(part))
-            if found is None:
+        if isinstance(current, Message):
+            current = {target.name: value for target, value in current.ListFields()}.get(str(part))
+            if current is None:
                 return False
         elif isinstance(part, int):
-            found = found[part]
+            current = current[part]
     return True

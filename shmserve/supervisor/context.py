@@ -14,7 +14,7 @@ from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages.publications import (
-    ModelNews,
+    ModelPublication,
     ModelPublished,
     ModelWithdrawn,
     ReadinessChanged,
@@ -84,7 +84,7 @@ class SupervisorContext:
             self.local_clients.broadcast(message)
         self.control.broadcast(message, *roles)
 
-    def announce(self, news: ModelNews | ModelWithdrawn) -> int:
+    def announce(self, message: ModelPublication | ModelWithdrawn) -> int:
         """Announce a change of a model to every gateway and local client.
 
         Ensembles receive published models, too, but no withdrawals, since they finish their
@@ -93,22 +93,22 @@ class SupervisorContext:
         Returns:
             The number that the receivers acknowledge, except stopped local clients.
         """
-        serves = isinstance(news, ModelPublished)
+        serves = isinstance(message, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)
-        numbered = partial(_with_number, news)
+        numbered = partial(_with_number, message)
         number = self.control.announce(numbered, *roles, beside=self.local_clients.numbers())
         self.local_clients.announce(numbered(number))
-        if isinstance(news, ModelWithdrawn):
-            self.control.broadcast(news, "caller")
+        if isinstance(message, ModelWithdrawn):
+            self.control.broadcast(message, "caller")
         return number
 
     def is_acknowledged(self, number: int) -> bool:
         """Return whether all receivers have acknowledged the change with this number."""
         return self.control.acknowledgements.is_acknowledged(number)
 
-    def publish_readiness(self, news: ReadinessChanged) -> None:
+    def publish_readiness(self, message: ReadinessChanged) -> None:
         """Send the readiness of a model to every gateway."""
-        self.control.broadcast(news, "gateway")
+        self.control.broadcast(message, "gateway")
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server ends."""
@@ -127,5 +127,7 @@ class SupervisorContext:
             await child.until_exit()
 
 
-def _with_number(news: ModelNews | ModelWithdrawn, number: int) -> ModelNews | ModelWithdrawn:
-    return replace(news, acknowledge=number)
+def _with_number(
+    message: ModelPublication | ModelWithdrawn, number: int
+) -> ModelPublication | ModelWithdrawn:
+    return replace(message, acknowledge=number)

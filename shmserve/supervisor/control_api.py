@@ -58,11 +58,11 @@ class ControlApi:
     def _on_notification(self, pid: int, message: Any) -> None:
         match message:
             case RegionInUse(memory_id, used):
-                self._regions.draining.in_use(pid, memory_id, used)
+                self._regions.draining.record_use(pid, memory_id, used)
             case RegionReleased(memory_id):
                 self._regions.draining.released(pid, memory_id)
             case RegionAbandoned(memory_id):
-                self._context.background(self._regions.abandoned(pid, memory_id))
+                self._context.background(self._regions.withdraw_leased(pid, memory_id))
             case MemoryChecked():
                 self._handles.checked(pid, message)
             case ReadyChecked():
@@ -123,8 +123,8 @@ class ControlApi:
         peer = Peer(request.uid, tuple(request.groups))
         match request:
             case RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):
-                lessor = pid if leased else 0
-                return self._regions.register(name, key, offset, size, peer, lessor, pin)
+                lease_holder = pid if leased else 0
+                return self._regions.register(name, key, offset, size, peer, lease_holder, pin)
             case RegisterCudaRegion(name=name, offset=offset, byte_size=size):
                 handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
                 return self._regions.register_cuda(

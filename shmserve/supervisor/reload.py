@@ -214,7 +214,7 @@ class Reload:
             **_select_applied(config, {**_SERVER_FIELDS, _TOKENS_FLAG: "tokens"}, applied),
         )
         context.logging.change(_select_applied(config.log, _LOG_FIELDS, applied))
-        self._opener.limit(context.config.shm)
+        self._opener.set_limits(context.config.shm)
         if _TOKENS_FLAG in applied:
             context.control.broadcast(SetTokens(dict(config.tokens)), "gateway")
 

@@ -184,7 +184,7 @@ class Supervisor:
             finally:
                 await end_all(waited_for)
         if not self.health.failed:
-            for line in model_table(await self.models.index(ready=False)):
+            for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
             logger.error(
@@ -249,7 +249,7 @@ class Supervisor:
         match context.control.dismiss(pid):
             case "gateway":
                 self.regions.draining.gateway_exited(pid)
-                context.background(self.regions.abandoned(pid))
+                context.background(self.regions.withdraw_leased(pid))
             case "host":
                 context.tickets.exited(pid)
             case "worker":
@@ -339,7 +339,7 @@ class Supervisor:
         """Wait at most `sequences_s` seconds for open sequences, then drain everything else."""
         if not self._has_successor:
             # As in Triton, gRPC clients receive GOAWAY at once.
-            self.gateways.begin_drain(followed=False, names=GRPC)
+            self.gateways.begin_drain(has_successor=False, names=GRPC)
         try:
             async with asyncio.timeout(sequences_s):
                 await self.models.finish_sequences()
@@ -355,7 +355,7 @@ class Supervisor:
         return self.handover.has_successor or bool(self.listeners.shared)
 
     async def _drain_gateways(self) -> None:
-        await self.gateways.drain(followed=self._has_successor)
+        await self.gateways.drain(has_successor=self._has_successor)
 
     async def _kill_remaining(self) -> None:
         self.listeners.close()

@@ -15,7 +15,7 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
-from shmserve.supervisor.models.manager import News, Publications
+from shmserve.supervisor.models.manager import Publication, Publications
 from shmserve.supervisor.models.orders import LoadPlan, Order
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -96,7 +96,7 @@ class LifecycleRig:
 
     # --- the executor
 
-    def announce(self, news: News) -> int:
+    def announce(self, news: Publication) -> int:
         self.number += 1
         return self.number
 

@@ -38,7 +38,7 @@ class _Steps:
     def __init__(self) -> None:
         self._step = 0
         self._before = 0
-        self._found = 0
+        self._allocated = 0
         self._profile = cProfile.Profile()
 
     def next(self, *signalled: object) -> None:
@@ -46,7 +46,7 @@ class _Steps:
         if self._step == 1:
             self._before = _allocations()
         elif self._step == 2:
-            self._found = _allocations() - self._before
+            self._allocated = _allocations() - self._before
             self._profile.enable()
         else:
             self._profile.disable()
@@ -62,10 +62,10 @@ class _Steps:
             if isinstance(entry.code, str):  # a C function, and the function that called it
                 continue
             python += entry.callcount
-            of_c = [each for each in entry.calls or () if isinstance(each.code, str)]
+            of_c = [callee for callee in entry.calls or () if isinstance(callee.code, str)]
             name = f"{entry.code.co_filename}:{entry.code.co_firstlineno} {entry.code.co_qualname}"
-            calls[name] += entry.callcount + sum(each.callcount for each in of_c)
-        return json.dumps({"allocations": self._found, "python": python, "calls": calls})
+            calls[name] += entry.callcount + sum(callee.callcount for callee in of_c)
+        return json.dumps({"allocations": self._allocated, "python": python, "calls": calls})
 
 
 _counter = _load()

@@ -292,7 +292,7 @@ def _target(arguments: argparse.Namespace, root: Path) -> Installation:
 
 
 def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
-    """Return the command line of the server; a preview only warns if the units cannot read it."""
+    """Return the command line of the server; a preview only warns if the units cannot run it."""
     script = Path(sys.executable).with_name("shmserve")
     program = (str(script),) if script.exists() else (sys.executable, "-m", "shmserve")
     if arguments.program:
@@ -301,18 +301,20 @@ def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
         raise InvalidArgument(f"--program: '{program[0]}' is not an absolute path")
     interpreter = () if arguments.program else (Path(sys.executable).resolve(),)
     for path in (Path(program[0]), *interpreter):
+        problem = ""
         if not arguments.user and any(path.is_relative_to(folder) for folder in _HIDDEN_FOLDERS):
             problem = (
                 f"--program: the units cannot read '{path}', because /home, /root and /tmp are "
                 "hidden from them; install shmserve elsewhere, with a Python that is elsewhere, "
                 "too (/usr/bin/python3 -m venv /opt/shmserve)"
             )
-            if not preview:
-                raise InvalidArgument(problem)
+        elif arguments.root is None and not path.exists():
+            problem = f"--program: '{path}' does not exist"
+        if problem and not preview:
+            raise InvalidArgument(problem)
+        if problem:
             print(f"warning: {problem}", file=sys.stderr)
             break
-        if arguments.root is None and not path.exists():
-            raise InvalidArgument(f"--program: '{path}' does not exist")
     return program
 
 

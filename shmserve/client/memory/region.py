@@ -84,7 +84,7 @@ class Region(Mapping[str, Any]):
         assert not block.offset  # the block of a region is a whole segment
         self._start = offset
         self.segment: Any = block.segment
-        self.lease = MemoryLease(partial(memories.part_with, block))
+        self.lease = MemoryLease(partial(memories.withdraw_block, block))
         self.memories = memories
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
@@ -100,7 +100,7 @@ class Region(Mapping[str, Any]):
             return self
         region = self._attached.get(memories)
         if region is None:
-            region = self._attached[memories] = attached(memories, self, pin=self.segment.pin)
+            region = self._attached[memories] = attach_region(memories, self, pin=self.segment.pin)
         return region
 
     def fileno(self) -> int:
@@ -119,13 +119,13 @@ class Region(Mapping[str, Any]):
     @property
     def specs(self) -> dict[str, tuple[Shape, str]]:
         """Return the shape and datatype of each tensor: {name: (shape, datatype)}."""
-        return {name: (each.shape, each.datatype) for name, each in self._templates.items()}
+        return {tensor.name: (tensor.shape, tensor.datatype) for tensor in self._templates.values()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
 
         shared = DupFd(self.fileno())
-        return _received, (shared, self.specs, self._start, self.segment.pin)
+        return _receive_region, (shared, self.specs, self._start, self.segment.pin)
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -198,8 +198,8 @@ class Region(Mapping[str, Any]):
         self.lease = MemoryLease(nothing)
         self.lease.released = True
         self.memories.settle()
-        for each in list(self._attached.values()):
-            each.release()
+        for region in list(self._attached.values()):
+            region.release()
 
     def __enter__(self) -> Region:
         return self
@@ -208,7 +208,7 @@ class Region(Mapping[str, Any]):
         self.release()
 
 
-def attached(
+def attach_region(
     memories: Memories,
     source: Any,
     tensors: Specs | None = None,
@@ -258,10 +258,10 @@ def _descriptor(source: Any) -> int:
         ) from None
 
 
-def _received(shared: Any, specs: Specs, start: int, pin: bool) -> Region:
+def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
     """Return a region that another process has sent. Servers use it after it is attached."""
     unshared = Memories(0, _share_nothing, _share_nothing)
-    return Region(unshared, specs, partial(AttachedSegment, shared.detach(), pin), start)
+    return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
 
 
 def _share_nothing(_: AnySegment) -> None:
@@ -309,14 +309,14 @@ def _datatype(name: str, datatype: Any) -> str:
 
 def _template(name: str, shape: Sequence[int] | int, kind: Any) -> TensorTemplate:
     datatype = _datatype(name, kind)
-    item = ITEM_SIZE[datatype]
+    item_size = ITEM_SIZE[datatype]
     try:
         dims = (index(shape),) if hasattr(shape, "__index__") else tuple(map(index, shape))
     except TypeError:
         dims = (-1,)
     if any(dim < 0 for dim in dims):
         raise InvalidArgument(f"'{name}': shape {shape} has a dimension that is not an integer")
-    size = element_count(dims) * item
+    size = element_count(dims) * item_size
     if size > MAX_INT64:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")
     return TensorTemplate(name, datatype, dims, size)

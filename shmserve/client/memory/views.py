@@ -21,7 +21,7 @@ class RegisteredMemory:
 
     memory: Memory | None = None
 
-    def shared(self, memory: bytes) -> None:
+    def on_shared(self, memory: bytes) -> None:
         """Store the server's description of the memory."""
         self.memory = unpack_memory(memory)
 
@@ -106,8 +106,8 @@ class View(np.ndarray[Any, Any]):
         arguments: Iterable[Any],
         options: Mapping[str, Any],
     ) -> Any:
-        named = {key: _deeply_plain(value) for key, value in options.items()}
-        return function(*map(_deeply_plain, arguments), **named)
+        keywords = {key: _deeply_plain(value) for key, value in options.items()}
+        return function(*map(_deeply_plain, arguments), **keywords)
 
     def __repr__(self) -> str:
         return repr(self.plain())

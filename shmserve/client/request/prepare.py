@@ -16,7 +16,7 @@ from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, nothing
-from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
+from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
 from shmserve.client.request.prepared import Buffer, ClientTemplate, TensorTemplate, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
@@ -63,8 +63,8 @@ def options_of(
 ) -> Options:
     """Return the options of a call; PLAIN if all are defaults. Raises InvalidArgument."""
     flags = SEQUENCE_START * bool(start) | SEQUENCE_END * bool(end)
-    few = not request_id and not parameters and not priority
-    if few and timeout_s is None and not sequence and not flags and not traceparent:
+    is_plain = not request_id and not parameters and not priority
+    if is_plain and timeout_s is None and not sequence and not flags and not traceparent:
         return PLAIN
     timeout_us = _timeout_us(timeout_s)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
@@ -90,8 +90,8 @@ def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
                 f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
             )
         return caller.child().message
-    asked = isinstance(parameters, Mapping) and parameters.get("explain") is True
-    return TraceContext.new().message if asked else ""
+    explain_requested = isinstance(parameters, Mapping) and parameters.get("explain") is True
+    return TraceContext.new().message if explain_requested else ""
 
 
 def _sequence(sequence: int | str) -> int | str:
@@ -162,7 +162,7 @@ def _value(name: str, value: Any) -> Any:
     )
 
 
-_ELSEWHERE = np.empty(0, np.uint8)  # placeholder of arrays that are not in host memory
+_NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder of arrays that are not in host memory
 
 
 class PackedRequest(NamedTuple):
@@ -201,7 +201,7 @@ def prepare(
         Unavailable: There is not enough memory.
     """
     if type(inputs) is Region and outputs is None:
-        return _in_place(memories, model, inputs, options)
+        return _prepare_region(memories, model, inputs, options)
     if type(inputs) is not dict and not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
     arrays: list[Array] = []
@@ -210,32 +210,32 @@ def prepare(
     can_use_template = not isinstance(outputs, Mapping)
     if can_use_template and outputs is not None and type(outputs) not in (list, tuple):
         outputs = _names(outputs)
-    large = 0
+    byte_size = 0
     specs = model.signature.inputs
     for name, value in inputs.items():
         if type(value) is np.ndarray and value.flags.c_contiguous:
             array, datatype = value, ""
         elif type(value) is DeviceView:
-            array, datatype, can_use_template = _ELSEWHERE, value.datatype, False
+            array, datatype, can_use_template = _NOT_ON_HOST, value.datatype, False
         else:
             as_torch = as_torch or is_torch(value)
-            array, datatype = from_program(value, specs.get(name), name)
+            array, datatype = as_array(value, specs.get(name), name)
         arrays.append(array)
-        large += array.nbytes
+        byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
     # A large array may be in a region, which only its address shows.
-    if can_use_template and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
+    if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         prepared = model.prepared.find(tuple(key))
         if prepared is not None:
-            return _filled(model, prepared, arrays, options, as_torch)
+            return _fill_template(model, prepared, arrays, options, as_torch)
     else:
         can_use_template = False
-    loose = _Loose(memories, model, inputs, arrays, options, as_torch)
-    if not can_use_template or not loose.plain:
-        return loose.prepare(outputs)
-    prepared = loose.prepared(tuple(key), tuple(outputs or ()))
-    return _filled(model, prepared, arrays, options, as_torch)
+    request = _UntemplatedRequest(memories, model, inputs, arrays, options, as_torch)
+    if not can_use_template or not request.plain:
+        return request.prepare(outputs)
+    prepared = request.prepared(tuple(key), tuple(outputs or ()))
+    return _fill_template(model, prepared, arrays, options, as_torch)
 
 
 def _names(outputs: Any) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ def _names(outputs: Any) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def _filled(
+def _fill_template(
     model: ClientModel,
     prepared: ClientTemplate,
     arrays: Sequence[Array],
@@ -255,7 +255,7 @@ def _filled(
     as_torch: bool,
 ) -> PackedRequest:
     parameters = options.parameters
-    if not prepared.slotted:
+    if not prepared.uses_slots:
         packed = prepared.packed(arrays, None, parameters)
         return PackedRequest(model, *packed, options, prepared, None, as_torch)
     slot = prepared.slot()
@@ -266,7 +266,7 @@ def _filled(
     return PackedRequest(model, *packed, options, prepared, slot, as_torch, *memory)
 
 
-def _in_place(
+def _prepare_region(
     memories: Memories, model: ClientModel, region: Region, options: Options
 ) -> PackedRequest:
     if region.memories is not memories:
@@ -281,20 +281,20 @@ def _in_place(
                     f"model '{model.name}'"
                 )
         refs = [region.ref(name) for name in region if name in signature.inputs]
-        asked = [
+        outputs = [
             RequestedOutput(name, region.output_range(name, signature))
             for name in region
             if name not in signature.inputs
         ]
-        signature.check(options.request_id, refs, asked)
-        packed = pack(refs, asked, options.parameters)
+        signature.check(options.request_id, refs, outputs)
+        packed = pack(refs, outputs, options.parameters)
         if not options.parameters:
             region.remember(model, packed)
     lease, segment = region.lease, region.segment
     return PackedRequest(model, *packed, options, segments=(segment,), holders=(lease,))
 
 
-def _encoded(array: Array, name: str) -> bytes:
+def _encode(array: Array, name: str) -> bytes:
     try:
         return encode_bytes(array)
     except UnicodeEncodeError as error:
@@ -303,7 +303,7 @@ def _encoded(array: Array, name: str) -> bytes:
         ) from None
 
 
-class _Loose:
+class _UntemplatedRequest:
     """A request that is packed without a template."""
 
     def __init__(
@@ -330,16 +330,16 @@ class _Loose:
                 self._templates.append(
                     TensorTemplate(name, value.datatype, value.shape, value.nbytes)
                 )
-                self._memory_ranges.append(self._on_device(value))
+                self._memory_ranges.append(self._device_range(value))
                 continue
-            array, datatype = from_program(value, specs.get(name), name)
+            array, datatype = as_array(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
-                array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
+                array = arrays[index] = np.frombuffer(_encode(array, name), np.uint8)
             self._templates.append(TensorTemplate(name, datatype, shape, array.nbytes))
-            self._memory_ranges.append(self._found(value, array))
+            self._memory_ranges.append(self._find_range(value, array))
 
-    def _on_device(self, view: DeviceView) -> Range:
+    def _device_range(self, view: DeviceView) -> Range:
         self._hold(view.segment, view.lease)
         return view.memory_range()
 
@@ -348,7 +348,7 @@ class _Loose:
         self._segments.append(segment)
         self._holders.append(holder)
 
-    def _found(self, value: Any, array: Array) -> Range | None:
+    def _find_range(self, value: Any, array: Array) -> Range | None:
         """Return the memory range of an array in the client's memory, or None for another array."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
@@ -362,8 +362,8 @@ class _Loose:
     @property
     def plain(self) -> bool:
         """Check whether a template can be made: all inputs are numbers that are copied."""
-        strings = any(template.datatype == "BYTES" for template in self._templates)
-        return not strings and not any(self._memory_ranges)
+        has_strings = any(template.datatype == "BYTES" for template in self._templates)
+        return not has_strings and not any(self._memory_ranges)
 
     def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
         """Create a template for requests with the datatypes and shapes of this request."""
@@ -383,14 +383,14 @@ class _Loose:
         """Return the packed request."""
         signature = self._model.signature
         asked = [self._output(name, outputs) for name in outputs or ()]
-        pairs = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
-        loose = [array.nbytes for _, array, memory_range in pairs if memory_range is None]
+        tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
+        request = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
-        if sum(loose) > INLINE_LIMIT:
-            block = self._memories.allocate(sum(map(aligned, loose)))
-        at = block.offset if block else 0
+        if sum(request) > INLINE_LIMIT:
+            block = self._memories.allocate(sum(map(aligned, request)))
+        offset = block.offset if block else 0
         refs: list[TensorRef] = []
-        for template, array, memory_range in pairs:
+        for template, array, memory_range in tensors:
             data: bytes | Range
             if memory_range is not None:
                 data = memory_range
@@ -398,9 +398,9 @@ class _Loose:
                 data = array.tobytes()
             else:
                 segment = block.segment
-                np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, at), array)
-                data = segment.memory_range(at, array.nbytes)
-                at += aligned(array.nbytes)
+                np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, offset), array)
+                data = segment.memory_range(offset, array.nbytes)
+                offset += aligned(array.nbytes)
             refs.append(template.ref(data))
         end = nothing if block is None else block.recycle
         try:
@@ -432,7 +432,7 @@ class _Loose:
         spec = self._model.signature.outputs.get(name)
         if type(target) is DeviceView:
             check_datatype(name, target.datatype, self._model.signature)
-            memory_range = self._on_device(target)
+            memory_range = self._device_range(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
             plain = target.plain() if isinstance(target, View) else target
             datatype = datatype_of(plain, spec.datatype if spec is not None else "")

@@ -123,10 +123,10 @@ def _file_problems(config: ModelConfig, complete: bool) -> Iterator[Problem]:
 def _load_problems(
     config: ModelConfig, gpu_count: int, complete: bool, model_dir: Path | None
 ) -> Iterator[Problem]:
-    of_tensors = list(tensor_problems(config, complete=complete))
+    problems = list(tensor_problems(config, complete=complete))
     if complete:
-        of_tensors += batch_io_problems(config)
-    for problem in (*of_tensors, *warmup_problems(config, complete=complete)):
+        problems += batch_io_problems(config)
+    for problem in (*problems, *warmup_problems(config, complete=complete)):
         yield problem._replace(text=f"{problem.text} for {config.name}")
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)
@@ -163,8 +163,8 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
     if not config.instance_group:
         text = f"must specify one or more 'instance group's for {config.name}"
         yield Problem(_GROUP, text)
-    named = (((*_GROUP, i, "name"), group.name) for i, group in enumerate(config.instance_group))
-    for key, name, first in repeats(named):
+    names = (((*_GROUP, i, "name"), group.name) for i, group in enumerate(config.instance_group))
+    for key, name, first in repeats(names):
         text = f"instance group {name} of model {config.name} is specified more than once"
         yield Problem(key, text, (first,))
     for index, group in enumerate(config.instance_group):
@@ -208,11 +208,11 @@ def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Itera
 def _cache_problems(config: ModelConfig) -> Iterator[Problem]:
     if not config.response_cache.enable:
         return
-    for reason, holds in (
+    for reason, applies in (
         ("sequence batching scheduler", config.HasField("sequence_batching")),
         ("'decoupled' transaction policy", config.model_transaction_policy.decoupled),
     ):
-        if holds:
+        if applies:
             text = (
                 f"Response Cache does not currently support model {config.name} with {reason}. "
                 "Please disable the response cache."
@@ -255,14 +255,14 @@ def _label_problem(base: Path, label: str) -> str:
     try:
         # The path is normalised as text, because links may point anywhere.
         path = Path(os.path.normpath(base / label))
-        readable = stat.S_ISREG(path.stat().st_mode)
+        is_file = stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        readable = False
+        is_file = False
     except (OSError, ValueError):
         return "is not a valid path"
     if not path.is_relative_to(base):
         return "must be inside the model directory"
-    return "" if readable else "does not exist"
+    return "" if is_file else "does not exist"
 
 
 def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:

@@ -32,13 +32,13 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
         text = f"ensemble scheduling must be set for ensemble {name} whose platform is {platform}"
         yield Problem(("ensemble_scheduling",), text, (("platform",),))
         return
-    for field, is_set, refused in (
+    for field, is_set, phrase in (
         ("instance_group", config.instance_group, "instance group should not"),
         ("optimization", config.HasField("optimization"), "optimization should not"),
         ("model_warmup", config.model_warmup, "model_warmup can not"),
     ):
         if is_set:
-            yield Problem((field,), f"{refused} be specified for ensemble '{name}'")
+            yield Problem((field,), f"{phrase} be specified for ensemble '{name}'")
     steps = config.ensemble_scheduling.step
     if not steps:
         yield Problem(_STEP, f"must specify 'step' for ensemble '{name}'")
@@ -54,34 +54,34 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
 def _links(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of tensors with several sources, and of unconnected inputs and outputs."""
     name, steps = config.name, config.ensemble_scheduling.step
-    read = _read(config)
-    written = {
+    read_tensors = _read(config)
+    written_tensors = {
         (*_STEP, index, "output_map", member(output)): tensor
         for index, step in enumerate(steps)
         for output, tensor in sorted(step.output_map.items())
     }
-    for key, tensor, first in repeats(written.items()):
+    for key, tensor, first in repeats(written_tensors.items()):
         text = (
             f"ensemble tensor '{tensor}' can appear in an output map only once for "
             f"ensemble '{name}' step {key[len(_STEP)]}"
         )
         yield Problem(key, text, (first,))
     inputs = {io.name for io in config.input}
-    for key, tensor in written.items():
+    for key, tensor in written_tensors.items():
         if tensor in inputs:
             text = (
                 f"ensemble input '{tensor}' can not appear in an output map for ensemble '{name}'"
             )
             yield Problem(key, text, (("input",),))
-    yield from _unused(config, "input", config.input, read)
-    yield from _unused(config, "output", config.output, set(written.values()))
+    yield from _unused(config, "input", config.input, read_tensors)
+    yield from _unused(config, "output", config.output, set(written_tensors.values()))
 
 
 def _read(config: ModelConfig) -> set[str]:
     """Return the names of the tensors that steps read."""
     steps = config.ensemble_scheduling.step
-    read = {tensor for step in steps for tensor in step.input_map.values()}
-    return read | set(conditions(config).values())
+    tensors = {tensor for step in steps for tensor in step.input_map.values()}
+    return tensors | set(conditions(config).values())
 
 
 def conditions(config: ModelConfig) -> dict[int, str]:
@@ -158,12 +158,12 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _unused(
-    config: ModelConfig, end: str, tensors: Sequence[ModelInput | ModelOutput], linked: set[str]
+    config: ModelConfig, kind: str, tensors: Sequence[ModelInput | ModelOutput], linked: set[str]
 ) -> Iterator[Problem]:
     for index, io in enumerate(tensors):
         if io.name and io.name not in linked:
-            text = f"ensemble {end} '{io.name}' for ensemble {config.name}' is not used"
-            yield Problem((end, index, "name"), text, (_STEP,))
+            text = f"ensemble {kind} '{io.name}' for ensemble {config.name}' is not used"
+            yield Problem((kind, index, "name"), text, (_STEP,))
 
 
 class GraphProblem(InvalidArgument):
@@ -201,10 +201,10 @@ def _available_models(
 ) -> list[ModelConfig]:
     name, steps = config.name, config.ensemble_scheduling.step
     missing: dict[str, Key] = {}
-    for index, (step, model, has_others) in enumerate(
+    for index, (step, model, is_loaded) in enumerate(
         zip(steps, models, has_any_version, strict=True)
     ):
-        if model is None and has_others:
+        if model is None and is_loaded:
             raise GraphProblem(
                 f"ensemble '{name}' depends on '{step.model_name}' whose required version "
                 f"{step.model_version} is not loaded.",
@@ -243,7 +243,7 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     """Raise GraphProblem if a step maps an unknown tensor, or lacks one that its model requires."""
     tensors = {io.name: _Tensor.of(config, io) for io in config.input}
     tensors.update({io.name: _Tensor.of(config, io) for io in config.output})
-    for at, model in enumerate(models):
+    for step_index, model in enumerate(models):
         if 0 < model.max_batch_size < config.max_batch_size:
             raise GraphProblem(
                 f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it "
@@ -251,17 +251,17 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
                 f"{model.max_batch_size}",
                 ("max_batch_size",),
             )
-        for key, tensor, mapped in _mapped(config, at, model):
-            earlier = tensors.setdefault(tensor, mapped)
+        for key, tensor, model_tensor in _mapped(config, step_index, model):
+            earlier = tensors.setdefault(tensor, model_tensor)
             context = f"in ensemble {config.name}, ensemble tensor {tensor}: "
-            if problem := _disagreement(earlier, mapped):
+            if problem := _disagreement(earlier, model_tensor):
                 raise GraphProblem(context + problem, key)
     for index, condition in conditions(config).items():
-        mapped = tensors[condition]
-        if mapped.data_type != DataType.TYPE_BOOL:
+        model_tensor = tensors[condition]
+        if model_tensor.data_type != DataType.TYPE_BOOL:
             raise GraphProblem(
                 f"in ensemble {config.name}, the condition of step {index}, ensemble tensor "
-                f"{condition}, is {DataType.Name(mapped.data_type)} and not TYPE_BOOL",
+                f"{condition}, is {DataType.Name(model_tensor.data_type)} and not TYPE_BOOL",
                 ("parameters", member(f"step[{index}].condition")),
             )
 

@@ -125,10 +125,10 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
         and not is_managed
         and (strategy or STRATEGY_PARAMETER not in values)
     ):
-        shown = f"'{strategy}'" if strategy else "not given"
+        strategy_text = f"'{strategy}'" if strategy else "not given"
         text = (
             f"parameter '{TARGET_PARAMETER}' requires '{MAX_INSTANCES}', or '{STRATEGY_PARAMETER}' "
-            f"'{Strategy.ADAPTIVE}', which is {shown} {suffix}"
+            f"'{Strategy.ADAPTIVE}', which is {strategy_text} {suffix}"
         )
         yield Problem(_at(TARGET_PARAMETER), text)
 
@@ -163,12 +163,12 @@ def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
     Ensembles have no instances. An instance with sequences or generations does not become free
     after a batch.
     """
-    for key, reason, is_given in (
+    for key, reason, applies in (
         ("ensemble_scheduling", "an ensemble", config.HasField("ensemble_scheduling")),
         ("sequence_batching", "a model with sequences", config.HasField("sequence_batching")),
         ("backend", "a model that generates text", config.backend == LLM_BACKEND),
     ):
-        if is_given:
+        if applies:
             text = (
                 f"parameter '{MAX_INSTANCES}' requires a model whose requests are independent of "
                 f"each other, found {reason}: {config.name}"
@@ -200,7 +200,7 @@ def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterato
         yield "must be a JSON object, but is nested too deeply"
         return
     if not isinstance(entries, dict) or not all(
-        isinstance(each, dict) for each in entries.values()
+        isinstance(entry, dict) for entry in entries.values()
     ):
         form = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
         yield f"must be a JSON object of objects, {form}"
@@ -236,8 +236,8 @@ def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -
     if -1 not in io.dims:
         yield "names an input without a variable dimension (-1)"
     if io.HasField("reshape") or io.allow_ragged_batch:
-        other = "allow_ragged_batch" if io.allow_ragged_batch else "reshape"
-        yield f"names an input with '{other}', which cannot be combined with padding"
+        field = "allow_ragged_batch" if io.allow_ragged_batch else "reshape"
+        yield f"names an input with '{field}', which cannot be combined with padding"
     if io.data_type == DataType.TYPE_STRING:
         yield "names an input of strings, which cannot be padded"
     else:
@@ -275,8 +275,8 @@ def _buckets(buckets: Any, dims: list[int]) -> Iterator[str]:
         return
     for bucket in buckets:
         sizes = bucket if isinstance(bucket, list) else []
-        whole = all(type(size) is int and size > 0 for size in sizes)
-        if not whole or len(sizes) != len(dims):
+        is_shape = all(type(size) is int and size > 0 for size in sizes)
+        if not is_shape or len(sizes) != len(dims):
             yield f"has the bucket {bucket!r}, which is not a shape of {len(dims)} dimensions"
         elif any(dim not in (-1, size) for dim, size in zip(dims, sizes, strict=True)):
             yield f"has the bucket {bucket!r}, which does not match the input's dims {dims}"
@@ -309,24 +309,24 @@ def _of_output(
     ):
         yield f"must have a 'like' that names a padded input, found {source!r}"
         return
-    free, variable_count = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
-    if free != variable_count or not free:
-        yield f"cuts an output with {free} variable dimensions like an input with {variable_count}"
+    cut_count, like_count = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
+    if cut_count != like_count or not cut_count:
+        yield f"cuts an output with {cut_count} variable dimensions like an input with {like_count}"
 
 
 def _padding_names(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
     used_names = set(inputs)
     for name, entry in entries.items():
         for key in ("lengths", "mask"):
-            extra = entry.get(key)
-            if extra is None:
+            tensor = entry.get(key)
+            if tensor is None:
                 continue
-            if not isinstance(extra, str) or not extra:
-                yield f"must have a '{key}' that names an input, found {extra!r}, for '{name}',"
-            elif extra in used_names:
+            if not isinstance(tensor, str) or not tensor:
+                yield f"must have a '{key}' that names an input, found {tensor!r}, for '{name}',"
+            elif tensor in used_names:
                 yield (
-                    f"creates the input '{extra}' ('{key}'), whose name another input has, for "
+                    f"creates the input '{tensor}' ('{key}'), whose name another input has, for "
                     f"'{name}',"
                 )
             else:
-                used_names.add(extra)
+                used_names.add(tensor)

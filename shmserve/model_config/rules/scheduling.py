@@ -62,12 +62,12 @@ def _preferred_problems(
     config: ModelConfig, at: Key, sizes: Iterable[int], subject: str, complete: bool
 ) -> Iterator[Problem]:
     """Yield the problems of a batcher's `preferred_batch_size`."""
-    bounded = complete or config.HasField("max_batch_size")
+    has_bound = complete or config.HasField("max_batch_size")
     for index, size in enumerate(sizes):
         key = (*at, "preferred_batch_size", index)
         if size <= 0:
             yield Problem(key, f"{subject} must be positive for {config.name}")
-        if bounded and size > config.max_batch_size:
+        if has_bound and size > config.max_batch_size:
             text = f"{subject} must be <= max batch size for {config.name}"
             yield Problem(key, text, (("max_batch_size",),))
 
@@ -115,16 +115,16 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
 def _names(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of control inputs without a name or without a single kind."""
     name = config.name
-    named: list[tuple[Key, str]] = []
+    names: list[tuple[Key, str]] = []
     for index, control_input in enumerate(config.sequence_batching.control_input):
         key = (*_SEQUENCE, "control_input", index, "name")
         if not control_input.name:
             yield Problem(key, f"sequence batching control tensor must have a name for {name}")
         else:
-            named.append((key, control_input.name))
+            names.append((key, control_input.name))
         if len({control.kind for control in control_input.control}) > 1:
             yield Problem(key, _two_kinds(control_input.name, name))
-    for key, tensor, first in repeats(named):
+    for key, tensor, first in repeats(names):
         yield Problem(key, _two_kinds(tensor, name), (first,))
 
 

@@ -37,7 +37,7 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of batch_input and batch_output."""
     inputs = {io.name for io in config.input}
     ranks = {io.name: _model_rank(io) for io in config.input}
-    cut = {out.name: _model_rank(out) for out in config.output}
+    output_ranks = {out.name: _model_rank(out) for out in config.output}
     for index, batch_input in enumerate(config.batch_input):
         at: Key = ("batch_input", index)
         kind = BatchInput.Kind.Name(batch_input.kind)
@@ -46,18 +46,18 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
             text = "batch input data type must be TYPE_INT32 or TYPE_FP32"
             yield Problem((*at, "data_type"), text)
         yield from _targets(at, batch_input.target_name, inputs)
-    for index, split in enumerate(config.batch_output):
+    for index, batch_output in enumerate(config.batch_output):
         at = ("batch_output", index)
-        kind = BatchOutput.Kind.Name(split.kind)
-        yield from _sources(at, split.source_input, f"batch output kind '{kind}'", inputs)
-        source = split.source_input[0] if split.source_input else ""
+        kind = BatchOutput.Kind.Name(batch_output.kind)
+        yield from _sources(at, batch_output.source_input, f"batch output kind '{kind}'", inputs)
+        source = batch_output.source_input[0] if batch_output.source_input else ""
         targets: dict[Key, str] = {
-            (*at, "target_name", i): name for i, name in enumerate(split.target_name)
+            (*at, "target_name", i): name for i, name in enumerate(batch_output.target_name)
         }
         for key, name in targets.items():
-            if name not in cut:
+            if name not in output_ranks:
                 yield Problem(key, f"unknown target output name '{name}'", (("output",),))
-            elif source in ranks and cut[name] != ranks[source]:
+            elif source in ranks and output_ranks[name] != ranks[source]:
                 text = f"target output '{name}' must have as many dims as source input '{source}'"
                 yield Problem(key, text, (("output",), ("input",)))
         for key, name, first in repeats(targets.items()):
@@ -91,8 +91,8 @@ def _sources(at: Key, names: Sequence[str], subject: str, inputs: set[str]) -> I
 
 
 def _repeated(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> Iterator[Problem]:
-    named = (((field, i, "name"), io.name) for i, io in enumerate(tensors) if io.name)
-    for key, name, first in repeats(named):
+    names = (((field, i, "name"), io.name) for i, io in enumerate(tensors) if io.name)
+    for key, name, first in repeats(names):
         yield Problem(key, f"model {field} '{name}' is specified more than once", (first,))
 
 
@@ -161,22 +161,22 @@ def _no_dims(dims: Sequence[int]) -> list[int]:
 
 def _products(dims: Sequence[int]) -> list[int]:
     """Return the element counts between variable dimensions: [2, 4, -1, 6] -> [8, 6]."""
-    stretches: list[list[int]] = [[]]
+    runs: list[list[int]] = [[]]
     for dim in dims:
         if dim == -1:
-            stretches.append([])
+            runs.append([])
         else:
-            stretches[-1].append(dim)
-    return [math.prod(stretch) for stretch in stretches]
+            runs[-1].append(dim)
+    return [math.prod(stretch) for stretch in runs]
 
 
 def warmup_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
     """Yield the problems of model_warmup, whose files are read only when an instance loads."""
-    largest = max(config.max_batch_size, 1)
+    max_size = max(config.max_batch_size, 1)
     for index, sample in enumerate(config.model_warmup):
-        if complete and sample.batch_size > largest:
+        if complete and sample.batch_size > max_size:
             text = f"warmup sample '{sample.name}': batch size {sample.batch_size}, max allowed is"
-            yield Problem(("model_warmup", index, "batch_size"), f"{text} {largest}")
+            yield Problem(("model_warmup", index, "batch_size"), f"{text} {max_size}")
         for name, tensor in sorted(sample.inputs.items()):
             at: Key = ("model_warmup", index, "inputs", member(name))
             if tensor.data_type == DataType.TYPE_INVALID:

@@ -123,20 +123,20 @@ def _value(value: object, positions: Iterator[str], depth: int) -> Scalar | Mess
 
 def to_dict(message: Message) -> dict[str, Any]:
     """Return a message as a JSON object: all primitive fields, and the submessages that are set."""
-    shown: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for target in cast("list[FieldDescriptor]", message.DESCRIPTOR.fields):
         value: Any = getattr(message, target.name)
         if is_map(target):
             entry = cast("Descriptor", target.message_type)
-            plain = entry.fields_by_name["value"].message_type is None
-            shown[target.name] = {
-                str(key): value[key] if plain else to_dict(value[key]) for key in sorted(value)
+            is_scalar = entry.fields_by_name["value"].message_type is None
+            fields[target.name] = {
+                str(key): value[key] if is_scalar else to_dict(value[key]) for key in sorted(value)
             }
         elif is_repeated(target):
-            shown[target.name] = [_shown(target, item) for item in value]
+            fields[target.name] = [_shown(target, item) for item in value]
         elif _is_always_shown(target) or message.HasField(target.name):
-            shown[target.name] = _shown(target, value)
-    return shown
+            fields[target.name] = _shown(target, value)
+    return fields
 
 
 def _is_always_shown(target: FieldDescriptor) -> bool:
@@ -166,9 +166,9 @@ def _shown_float(value: float, *, is_single: bool) -> float | str:
         stored = struct.pack("f", value)
         # The shortest text that reads back as the same float32; 9 digits always suffice.
         for digits in range(6, 10):
-            short = float(f"{value:.{digits}g}")
-            if _single(short) == stored:
-                return short
+            rounded = float(f"{value:.{digits}g}")
+            if _single(rounded) == stored:
+                return rounded
     return value
 
 

@@ -82,13 +82,13 @@ class Builder:
                 unknown = _unknown_field(descriptor, entry.name)
                 self._problem(entry.at, (*path, entry.name), unknown)
                 continue
-            here = (*path, target.name)
-            self.positions.setdefault(here, entry.at)
+            field_path = (*path, target.name)
+            self.positions.setdefault(field_path, entry.at)
             clash = _clash(target, seen)
             if clash:
-                self._problem(entry.at, here, clash)
+                self._problem(entry.at, field_path, clash)
                 continue
-            self._set(message, target, entry, here)
+            self._set(message, target, entry, field_path)
 
     def _problem(self, at: str, key: Key, text: str) -> None:
         self.problems.append(Problem(key, text, at=at))
@@ -236,9 +236,9 @@ class Builder:
 def is_repeated(target: FieldDescriptor) -> bool:
     """Check whether a field holds a list or a map."""
     # protobuf 5 has only `label`, which newer runtimes deprecate in favour of `is_repeated`.
-    newer = getattr(target, "is_repeated", None)
-    if newer is not None:
-        return bool(newer)
+    repeated = getattr(target, "is_repeated", None)
+    if repeated is not None:
+        return bool(repeated)
     return bool(getattr(target, "label") == FieldDescriptor.LABEL_REPEATED)  # noqa: B009
 
 
@@ -320,10 +320,10 @@ def _unknown_field(descriptor: Descriptor, name: str) -> str:
 
 def _enum_hint(enum: EnumDescriptor, name: str) -> str:
     # The common prefix (TYPE_, KIND_) is ignored, since it would make all names similar.
-    shared = next(iter(enum.values_by_name)).partition("_")[0] + "_"
-    names = {enum_name.removeprefix(shared).lower(): enum_name for enum_name in enum.values_by_name}
-    meant = name.upper().removeprefix(shared)
-    near = nearest(_DATA_TYPES.get(meant, meant).lower(), names)
+    prefix = next(iter(enum.values_by_name)).partition("_")[0] + "_"
+    names = {enum_name.removeprefix(prefix).lower(): enum_name for enum_name in enum.values_by_name}
+    suffix = name.upper().removeprefix(prefix)
+    near = nearest(_DATA_TYPES.get(suffix, suffix).lower(), names)
     if near:
         return f'; did you mean "{names[near]}"?'
     return f"; expected one of {', '.join(enum.values_by_name)}"

@@ -93,8 +93,8 @@ class _Parser:
 
     def _expected(self, expected: str) -> Malformed:
         token = self._peek()
-        shown = token.text if token.kind == "end" else f'"{clip(token.text)}"'
-        return Malformed(self._at(token.offset), f"expected {expected}, found {shown}")
+        token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
+        return Malformed(self._at(token.offset), f"expected {expected}, found {token_text}")
 
     def _entry(self, depth: int) -> Entry:
         name = self._peek()
@@ -153,8 +153,8 @@ class _Parser:
         closing = _CLOSING[opening.text]
         while not self._is_mark(closing):
             if self._peek().kind != "word":
-                opened = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
-                raise self._expected(opened)
+                expected = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
+                raise self._expected(expected)
             block.entries.append(self._entry(depth + 1))
         self._take()
         return block

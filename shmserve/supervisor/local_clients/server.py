@@ -109,7 +109,7 @@ class LocalMemory:
         shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
         sealed = is_sealed(fd)
         region = self._opener.adopt_memory(
-            *(self._name(client), shared, byte_size, Peer(uid), number), pin=pin, sealed=sealed
+            *(self._name(client), shared, byte_size, Peer(uid), number), pin=pin, is_sealed=sealed
         )
         fields = (os.getpid(), fd, shared.inode, byte_size, sealed, region.owner.copied, pin)
         region.memory_id = self._capabilities.memory_id(number, *fields)
@@ -147,7 +147,7 @@ class LocalMemory:
         """Release one region of a local client; 0: all regions of a disconnected client."""
         reason = "" if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
-            if region.lessor == number and memory_id in (0, region.memory_id):
+            if region.lease_holder == number and memory_id in (0, region.memory_id):
                 del self._regions[region.memory_id]
                 self._processes.broadcast(MemoryDropped(region.memory_id), "worker")
                 self._processes.broadcast(RegionDrained(region.memory_id, 0), "gateway")
@@ -157,13 +157,13 @@ class LocalMemory:
     def drop_shrunk(self) -> None:
         """Release the regions that were truncated, since a worker died of a missing page."""
         for region in self.all():
-            if not region.owner.copied and region.shrank():
+            if not region.owner.copied and region.has_shrunk():
                 logger.error(
                     "shared memory of '%s' was truncated while a worker used it, and the worker "
                     "died: it is released",
                     region.name,
                 )
-                self.release(region.lessor, region.memory_id)
+                self.release(region.lease_holder, region.memory_id)
 
     def close(self) -> None:
         """Close every region."""

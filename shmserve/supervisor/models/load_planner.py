@@ -99,17 +99,17 @@ class LoadPlanner:
         except ShmserveError as error:
             raise _not_polled(name, error) from None
         try:
-            return self._plans(folder, override)
+            return self._plan_versions(folder, override)
         except BaseException:
             self._remove(folder.path)
             raise
 
-    def _plans(self, folder: ModelFolder, override: str) -> list[VersionSpec]:
+    def _plan_versions(self, folder: ModelFolder, override: str) -> list[VersionSpec]:
         name, problem = folder.name, ""
         labels: dict[str, list[str]] = {}
         try:
             written, source = repository.read_config(folder, override)
-            config = self._filled(written, folder)
+            config = self._with_defaults(written, folder)
             # The model cannot be loaded then, whatever else its configuration says.
             problem = model_config.unknown_backend(config) or repository.check_agents(
                 folder, config
@@ -128,8 +128,9 @@ class LoadPlanner:
         hint = repository.config_in_version_folder(folder)
         if hint:
             logger.warning("model %s: %s", name, hint)
-        for other, reason in repository.ignored_folders(folder).items():
-            logger.warning("model %s: ignore version directory '%s' which %s", name, other, reason)
+        text = "model %s: ignore version directory '%s' which %s"
+        for ignored, reason in repository.ignored_folders(folder).items():
+            logger.warning(text, name, ignored, reason)
         versions = repository.versions_to_load(config, folder.versions)
         missing = (repository.missing_content(folder, version) for version in versions)
         problem = problem or next(filter(None, missing), "")
@@ -140,19 +141,19 @@ class LoadPlanner:
             text = f"load failed for model '{name}': {repository.no_version(folder)}\n"
             raise InvalidArgument(text)
         if problem:
-            where = _unavailable(versions, problem)
-            raise InvalidArgument(f"load failed for model '{name}': {where}")
+            lines = _unavailable(versions, problem)
+            raise InvalidArgument(f"load failed for model '{name}': {lines}")
         spec = ModelSpec.of(model_config.to_dict(config))
-        read, path = ReadConfig(folder, written, config, source), folder.path
-        prints = {version: repository.version_fingerprint(folder, version) for version in versions}
+        read_config, path = ReadConfig(folder, written, config, source), folder.path
+        digests = {version: repository.version_fingerprint(folder, version) for version in versions}
         return [
-            VersionSpec(name, str(version), path, path.parent, spec, labels, files, read)
-            for version, files in prints.items()
+            VersionSpec(name, str(version), path, path.parent, spec, labels, digest, read_config)
+            for version, digest in digests.items()
         ]
 
-    def discard(self, plan: VersionSpec) -> None:
+    def discard(self, spec: VersionSpec) -> None:
         """Remove the folder of a load request's files when no process uses it."""
-        self._remove(plan.model_dir)
+        self._remove(spec.model_dir)
 
     def has_environments(self) -> bool:
         """Check whether an archive of an environment was unpacked."""
@@ -185,12 +186,12 @@ class LoadPlanner:
             raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config is set")
         return folder
 
-    def _filled(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
+    def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
         """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
-        undecided = config.backend == "python" and not (written.backend or written.platform)
-        if undecided or config.backend == "native":
+        is_undecided = config.backend == "python" and not (written.backend or written.platform)
+        if is_undecided or config.backend == "native":
             _select_class(config, folder)
         if self._config.on_cpu:
             for group in config.instance_group:
@@ -203,9 +204,9 @@ class LoadPlanner:
     def _validate(
         self, config: ModelConfig, folder: ModelFolder, source: Source, *, complete: bool
     ) -> None:
-        gpus, where = self._accelerators.count, folder.path
+        gpu_count, model_dir = self._accelerators.count, folder.path
         model_config.validate(
-            config, gpu_count=gpus, complete=complete, model_dir=where, source=source
+            config, gpu_count=gpu_count, complete=complete, model_dir=model_dir, source=source
         )
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
@@ -247,11 +248,11 @@ class LoadPlanner:
         self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
     ) -> ModelSpec:
         self._validate(config, folder, source, complete=True)
-        steps = [each and model_config.from_json(each.source) for each in completed["steps"]]
+        steps = [step and model_config.from_json(step.source) for step in completed["steps"]]
         try:
             composed = model_config.compose(config, steps, completed["has_any_version"])
-        except GraphProblem as found:
-            source.check(config, [Problem(found.key, found.message)], GraphProblem)
+        except GraphProblem as error:
+            source.check(config, [Problem(error.key, error.message)], GraphProblem)
             raise
         return ModelSpec.of(model_config.to_dict(composed))
 
@@ -262,12 +263,12 @@ class LoadPlanner:
         error.
         """
         try:
-            found = self._find_filled(name)
+            model = self._find_with_defaults(name)
         except ShmserveError:
             return []
-        return [] if found is None else steps_of(ModelSpec.of(model_config.to_dict(found[1])))
+        return [] if model is None else steps_of(ModelSpec.of(model_config.to_dict(model[1])))
 
-    def _find_filled(self, name: str) -> tuple[ModelFolder, ModelConfig] | None:
+    def _find_with_defaults(self, name: str) -> tuple[ModelFolder, ModelConfig] | None:
         """Return the folder of a model and its configuration with defaults; None if unusable.
 
         Raises:
@@ -276,7 +277,7 @@ class LoadPlanner:
         folder = self._find(name)
         if folder is None or folder.problem:
             return None
-        return folder, self._filled(repository.read_config(folder)[0], folder)
+        return folder, self._with_defaults(repository.read_config(folder)[0], folder)
 
     def aliases(self, name: str) -> list[str] | None:
         """Return the aliases of a text-generating model, from its files; None for others.
@@ -284,12 +285,12 @@ class LoadPlanner:
         The result is None for unreadable models, too: their load reports the error.
         """
         try:
-            found = self._find_filled(name)
-            if found is None:
+            model = self._find_with_defaults(name)
+            if model is None:
                 return None
-            folder, config = found
-            samples = any(each.name == "sampling_parameters" for each in config.input)
-            if not (samples or config.backend in (LLM_BACKEND, "vllm")):
+            folder, config = model
+            has_sampling = any(tensor.name == "sampling_parameters" for tensor in config.input)
+            if not (has_sampling or config.backend in (LLM_BACKEND, "vllm")):
                 return None
             path = folder.path / repository.ENGINE_FILE
             settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -329,13 +330,13 @@ def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
 def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str] | None:
     """Return the text of the file that defines a model's class, the class and file names."""
     file = config.default_model_filename or "model.py"
-    within = Path(str(folder.versions[-1] if folder.versions else 1), file)
+    relative_path = Path(str(folder.versions[-1] if folder.versions else 1), file)
     try:
-        text = (folder.path / within).read_text(encoding="utf-8")
+        text = (folder.path / relative_path).read_text(encoding="utf-8")
     except (OSError, ValueError):  # the load reports the error
         return None
     name = config.parameters["class"].string_value if "class" in config.parameters else ""
-    return text, name or DEFAULT_CLASS_NAME, f"{folder.name}/{within}"
+    return text, name or DEFAULT_CLASS_NAME, f"{folder.name}/{relative_path}"
 
 
 def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
@@ -405,8 +406,8 @@ def materialise_override(
 
 def _write(root: Path, relative: str, content: bytes) -> None:
     parts = [part for part in relative.split("/") if part not in ("", ".")]
-    safe = parts and all(part != ".." and len(part.encode()) <= 255 for part in parts)
-    if not safe or "\0" in relative or "\\" in relative or len(parts) > 16:
+    is_safe = parts and all(part != ".." and len(part.encode()) <= 255 for part in parts)
+    if not is_safe or "\0" in relative or "\\" in relative or len(parts) > 16:
         raise InvalidArgument(f"invalid file override path '{relative}'")
     path = root.joinpath(*parts)
     try:

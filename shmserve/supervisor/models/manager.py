@@ -17,7 +17,7 @@ from shmserve.common.names import check_model_name, is_traversal
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import (
     LoadRefused,
-    ModelNews,
+    ModelPublication,
     ModelPublished,
     ModelWithdrawn,
     ReadinessChanged,
@@ -49,24 +49,24 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
-News = ModelNews | ModelWithdrawn
+Publication = ModelPublication | ModelWithdrawn
 
 
 class Audience(Protocol):
     """The receivers of publications: the clients that submit requests."""
 
-    def announce(self, news: News) -> int:
+    def announce(self, message: Publication) -> int:
         """Send a publication; returns the number that the clients acknowledge."""
 
     def is_acknowledged(self, number: int) -> bool:
         """Check whether every client has acknowledged a number or has disconnected."""
 
-    def publish_readiness(self, news: ReadinessChanged) -> None:
+    def publish_readiness(self, message: ReadinessChanged) -> None:
         """Send a change of readiness to the clients that show it."""
 
 
-class _Sent(NamedTuple):
-    news: News
+class _SentMessage(NamedTuple):
+    message: Publication
     number: int
 
 
@@ -78,13 +78,13 @@ class Publications:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[str, dict[str, _Sent]] = {}
+        self._sent: dict[str, dict[str, _SentMessage]] = {}
 
     def update(
         self,
         audience: Audience,
         name: str,
-        published: Mapping[str, ModelNews],
+        published: Mapping[str, ModelPublication],
         absent: Iterable[str],
     ) -> None:
         """Send the differences between the last and the current publications of a model.
@@ -92,19 +92,19 @@ class Publications:
         Args:
             audience: The receivers.
             name: The model.
-            published: The current publications by version, see `ModelRegistry.news`.
+            published: The current publications by version, see `ModelRegistry.publications`.
             absent: Versions to withdraw even if they were never published.
         """
         sent = self._sent.setdefault(name, {})
-        for version, news in published.items():
-            last = sent.get(version)
-            if last is None or last.news != news:
-                sent[version] = _publish(audience, last, news)
-        # Withdrawals follow, so that a request for the latest version always finds one.
+        for version, message in published.items():
+            previous = sent.get(version)
+            if previous is None or previous.message != message:
+                sent[version] = _publish(audience, previous, message)
+        # Withdrawals follow, so that a request for the latest version always finds a version.
         for version in sorted({*sent, *absent} - published.keys()):
-            if version not in sent or not isinstance(sent[version].news, ModelWithdrawn):
+            if version not in sent or not isinstance(sent[version].message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
-                sent[version] = _Sent(withdrawn, audience.announce(withdrawn))
+                sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
         if not sent:
             del self._sent[name]
 
@@ -116,20 +116,22 @@ class Publications:
     def snapshot(self) -> Iterator[Any]:
         """Yield every publication, for a new client."""
         for sent in self._sent.values():
-            for news, _ in sent.values():
-                yield news
+            for message, _ in sent.values():
+                yield message
 
 
-def _publish(audience: Audience, last: _Sent | None, news: ModelNews) -> _Sent:
+def _publish(
+    audience: Audience, previous: _SentMessage | None, message: ModelPublication
+) -> _SentMessage:
     if (
-        last is not None
-        and isinstance(news, ModelPublished)
-        and isinstance(last.news, ModelPublished)
-        and (news == replace(last.news, ready=news.ready))
+        previous is not None
+        and isinstance(message, ModelPublished)
+        and isinstance(previous.message, ModelPublished)
+        and (message == replace(previous.message, ready=message.ready))
     ):
-        audience.publish_readiness(ReadinessChanged(news.name, news.version, news.ready))
-        return last._replace(news=news)
-    return _Sent(news, audience.announce(news))
+        audience.publish_readiness(ReadinessChanged(message.name, message.version, message.ready))
+        return previous._replace(message=message)
+    return _SentMessage(message, audience.announce(message))
 
 
 def _in_background(
@@ -138,10 +140,10 @@ def _in_background(
     """Turn a coroutine method into one that starts a task and returns at once."""
 
     @wraps(method)
-    def begin(self: LifecycleExecutor, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def start_task(self: LifecycleExecutor, /, *args: P.args, **kwargs: P.kwargs) -> None:
         self.context.background(method(self, *args, **kwargs))
 
-    return begin
+    return start_task
 
 
 class LifecycleExecutor(LifecycleActions):
@@ -211,10 +213,10 @@ class LifecycleExecutor(LifecycleActions):
             self.lifecycle.acknowledged()
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
-        same = successor is not None and (
+        is_same = successor is not None and (
             successor.config.immutable_config == version.config.immutable_config
         )
-        endpoint = successor.endpoint if successor is not None and same else ""
+        endpoint = successor.endpoint if successor is not None and is_same else ""
         broadcast = self.context.broadcast
         broadcast(SchedulerLost(version.endpoint, endpoint), "gateway", "ensemble")
         broadcast(SchedulerLost(version.endpoint, ""), "caller", LOCAL_CLIENT)
@@ -240,18 +242,18 @@ class LifecycleExecutor(LifecycleActions):
             count = planner.count(name)
             return LoadPlan(fingerprint, [], {}, error, count > 0, count > 1)
         steps: dict[str, list[str]] = {}
-        waiting = [step.name for spec in specs for step in spec.steps]
-        while waiting:
-            step = waiting.pop()
+        unvisited = [step.name for spec in specs for step in spec.steps]
+        while unvisited:
+            step = unvisited.pop()
             if step not in steps:
-                steps[step] = [each.name for each in planner.steps(step)]
-                waiting += steps[step]
+                steps[step] = [model.name for model in planner.steps(step)]
+                unvisited += steps[step]
         return LoadPlan(fingerprint, specs, steps)
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
-        used = {version.spec.model_dir for version in self.registry.live}
+        used_folders = {version.spec.model_dir for version in self.registry.live}
         for spec in {spec.model_dir: spec for spec in specs}.values():
-            if spec.model_dir not in used:
+            if spec.model_dir not in used_folders:
                 self.planner.discard(spec)
         if self.planner.has_environments():
             self._remove_environments()
@@ -289,8 +291,8 @@ class LifecycleExecutor(LifecycleActions):
     async def update(self, order: Order) -> None:
         updates = order.updates if order.phase is OrderPhase.STARTING else {}
         incoming = order.model.incoming
-        adding = (incoming[number].instances.add(update) for number, update in updates.items())
-        results = await asyncio.gather(*adding, return_exceptions=True)
+        additions = (incoming[number].instances.add(update) for number, update in updates.items())
+        results = await asyncio.gather(*additions, return_exceptions=True)
         errors = {
             number: result
             for number, result in zip(updates, results, strict=True)
@@ -318,10 +320,10 @@ class LifecycleExecutor(LifecycleActions):
 
     @_in_background
     async def kill(self, version: ModelVersion) -> None:
-        start = self._starts.get(version)
+        start_task = self._starts.get(version)
         await version.kill()
-        if start is not None:
-            await asyncio.wait({start})
+        if start_task is not None:
+            await asyncio.wait({start_task})
         self.lifecycle.ended(version)
 
     @_in_background
@@ -332,7 +334,7 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def finalize(self, order: Order) -> None:
         if order.updates:
-            removed = [instance for each in order.updates.values() for instance in each.removed]
+            removed = [i for update in order.updates.values() for i in update.removed]
             await Instances.await_exits(removed)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
@@ -395,21 +397,21 @@ class ModelManager:
                 logger.error("model %s: %s", name, error.message.rstrip("; \n"))
             raise
 
-    async def unload_on_request(self, name: str, dependents: bool) -> None:
+    async def unload_on_request(self, name: str, with_dependents: bool) -> None:
         """Handle POST /v2/repository/models/NAME/unload; the model may be unknown.
 
         Args:
             name: The model.
-            dependents: Whether the models that were loaded only for this ensemble are unloaded.
+            with_dependents: Whether to unload the models that were loaded only for this ensemble.
         """
         self._require_explicit()
         if is_traversal(name):
             return  # the model is unknown
         check_model_name(name)
-        steps = self._registry.loaded_for(name) if dependents else []
+        steps = self._registry.loaded_for(name) if with_dependents else []
         await self.unload(name)
         for step in steps:
-            await self.unload_on_request(step, dependents)
+            await self.unload_on_request(step, with_dependents)
 
     def _require_explicit(self) -> None:
         mode = self._context.config.model_control_mode
@@ -419,16 +421,16 @@ class ModelManager:
                 f"(--model-control-mode is {mode}; restart the server with explicit)"
             )
 
-    async def index(self, ready: bool) -> list[dict[str, Any]]:
+    async def index(self, ready_only: bool) -> list[dict[str, Any]]:
         """Return the repository index: the models of the repositories and the loaded models."""
         # In a thread: a file system that does not respond must not block the process table.
         folders = await asyncio.to_thread(self._planner.scan)
-        return self._registry.index(folders, ready)
+        return self._registry.index(folders, ready_only)
 
     async def name_generative(self) -> dict[str, list[str]]:
         """Return the aliases of the models on demand that generate text and do not serve."""
         models = self._registry.models.values()
-        unloaded = [each.name for each in models if each.on_demand and not each.serving]
+        unloaded = [model.name for model in models if model.on_demand and not model.serving]
         names = await asyncio.to_thread(
             lambda: {name: self._planner.aliases(name) for name in unloaded}
         )
@@ -470,15 +472,15 @@ class ModelManager:
 
     async def stop(self) -> None:
         """Drain and stop every version; loads are cancelled."""
-        ends: dict[ModelVersion, asyncio.Task[None]] = {}
+        tasks: dict[ModelVersion, asyncio.Task[None]] = {}
 
-        def end(version: ModelVersion) -> asyncio.Task[None]:
-            if version not in ends:
-                before = [end(each) for each in self._registry.ensembles_of(version.spec.name)]
-                ends[version] = asyncio.ensure_future(_stop(version, before))
-            return ends[version]
+        def stop(version: ModelVersion) -> asyncio.Task[None]:
+            if version not in tasks:
+                ensembles = self._registry.ensembles_of(version.spec.name)
+                tasks[version] = asyncio.ensure_future(_stop(version, [*map(stop, ensembles)]))
+            return tasks[version]
 
-        await asyncio.gather(*map(end, self._registry.live))
+        await asyncio.gather(*map(stop, self._registry.live))
 
     async def kill(self) -> None:
         """End every version at once; the requests in flight are rejected."""
@@ -488,7 +490,7 @@ class ModelManager:
             self._context.broadcast(SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)
 
 
-async def _stop(version: ModelVersion, ensemble_ends: list[asyncio.Task[None]]) -> None:
+async def _stop(version: ModelVersion, ensemble_stops: list[asyncio.Task[None]]) -> None:
     """Stop a version after the tasks that stop the ensembles that need it."""
-    await asyncio.gather(*ensemble_ends)
+    await asyncio.gather(*ensemble_stops)
     await (version.stop() if version.loaded else version.kill())

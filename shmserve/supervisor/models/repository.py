@@ -27,18 +27,18 @@ CONFIG_FILE = "config.pbtxt"
 ENGINE_FILE = "engine.yaml"  # the settings file of a model that generates text
 _NAMED_CONFIGS = "configs"
 # Folders beside the version folders, which belong to all versions.
-_OF_ALL_VERSIONS = (_NAMED_CONFIGS, "warmup", "initial_state")
+_SHARED_FOLDERS = (_NAMED_CONFIGS, "warmup", "initial_state")
 DUPLICATE_MODEL = "model appears in two or more repositories"
 _NO_VERSION = "at least one version must be available under the version policy of model"
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")
-_LARGEST_VERSION = 2**63 - 1
-_LFS = b"version https://git-lfs.github.com/spec/v1"
+_MAX_VERSION = 2**63 - 1
+_LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}")
-_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_NO_MODEL = (".", "__", "lost+found")  # prefixes of folders that are not models
+_INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
+_IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
 # Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
-_LARGEST_POINTER = 1024
-_BYTECODE = ("__pycache__",)  # written when a model is loaded, and not a change of the model
+_MAX_POINTER_BYTES = 1024
+_IGNORED_NAMES = ("__pycache__",)  # written when a model is loaded, and not a change of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, Model
     folders: dict[str, ModelFolder] = {}
     for repository in repositories:
         for path in _subfolders(repository):
-            folder = _look(repository, path, config_name)
+            folder = _read_folder(repository, path, config_name)
             if folder is not None and folder.name in folders:
                 folder = replace(folders[folder.name], problem=DUPLICATE_MODEL)
             if folder is not None:
@@ -111,7 +111,7 @@ def find(repositories: Sequence[Path], name: str, config_name: str = "") -> Mode
     """Return a model as `scan` does, or None; raises InvalidArgument for a bad name."""
     check_model_name(name)
     roots = [root for root in repositories if os.path.isdir(root / name)]
-    folders = list(filter(None, (_look(root, root / name, config_name) for root in roots)))
+    folders = list(filter(None, (_read_folder(root, root / name, config_name) for root in roots)))
     if len(folders) > 1:
         return replace(folders[0], problem=DUPLICATE_MODEL)
     return folders[0] if folders else None
@@ -138,9 +138,9 @@ def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, S
         config = _inline_config(folder)
     elif folder.config_path is not None:
         text = _read_text(folder.config_path)
-        within = folder.config_path.relative_to(folder.path)
+        relative_path = folder.config_path.relative_to(folder.path)
         try:
-            config, source = read_pbtxt(text, f"{folder.name}/{within}")
+            config, source = read_pbtxt(text, f"{folder.name}/{relative_path}")
         except InvalidArgument as error:
             raise InvalidArgument(error.message + _template_hint(text)) from None
         if source.problems and _PLACEHOLDER.search(text):
@@ -177,9 +177,10 @@ def config_in_version_folder(folder: ModelFolder) -> str:
 def missing_content(folder: ModelFolder, version: int) -> str:
     """Return the error text if a version's file is only a pointer of Git LFS, or ""."""
     with os.scandir(folder.path / str(version)) as entries:
-        files = sorted(each.path for each in entries if each.is_file())
+        files = sorted(entry.path for entry in entries if entry.is_file())
     for path in files:
-        if os.path.getsize(path) < _LARGEST_POINTER and Path(path).read_bytes().startswith(_LFS):
+        is_small = os.path.getsize(path) < _MAX_POINTER_BYTES
+        if is_small and Path(path).read_bytes().startswith(_LFS_MARK):
             return (
                 f"'{version}/{os.path.basename(path)}' is a Git LFS pointer, not the file: run "
                 "'git lfs pull' in the clone"
@@ -205,15 +206,15 @@ def check_agents(folder: ModelFolder, config: ModelConfig) -> str:
 
 def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]:
     """Return the available versions that a configuration's version_policy selects, ascending."""
-    have = sorted(set(available))
+    versions = sorted(set(available))
     policy = config.version_policy
     choice = policy.WhichOneof("policy_choice")
     if choice == "specific":
-        return [version for version in have if version in policy.specific.versions]
+        return [version for version in versions if version in policy.specific.versions]
     if choice == "latest" or not config.HasField("version_policy"):
         count = policy.latest.num_versions if choice else 1
-        return have[len(have) - min(count, len(have)) :]
-    return have
+        return versions[len(versions) - min(count, len(versions)) :]
+    return versions
 
 
 def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]:
@@ -223,11 +224,13 @@ def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]
 
 def ignored_folders(folder: ModelFolder) -> dict[str, str]:
     """Return the folders that may be misnamed versions, with the reasons why they are ignored."""
-    names = {each.name for each in _subfolders(folder.path)}
-    ignored = sorted(names - {*_OF_ALL_VERSIONS, *map(str, folder.versions)})
-    zeros = "contains leading zeros in its directory name"
+    names = {path.name for path in _subfolders(folder.path)}
+    ignored = sorted(names - {*_SHARED_FOLDERS, *map(str, folder.versions)})
+    leading_zeros = "contains leading zeros in its directory name"
     return {
-        name: zeros if re.fullmatch(r"0\d*", name) else "fails to convert to integral number"
+        name: leading_zeros
+        if re.fullmatch(r"0\d*", name)
+        else "fails to convert to integral number"
         for name in ignored
     }
 
@@ -255,18 +258,18 @@ def fingerprint(folder: ModelFolder) -> str:
 
 def version_fingerprint(folder: ModelFolder, version: int) -> str:
     """Return a digest of the files that a version may use, without the configuration."""
-    others = {str(other) for other in folder.versions if other != version}
-    apart = {os.fsencode(name) for name in others | {CONFIG_FILE, _NAMED_CONFIGS}}
-    lines = [ln for ln in _all_lines(folder) if re.split(rb"[/\0]", ln)[0] not in apart]
+    other_versions = {str(other) for other in folder.versions if other != version}
+    excluded = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
+    lines = [ln for ln in _all_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
     return _digest(b"", lines)
 
 
 def _all_lines(folder: ModelFolder) -> list[bytes]:
-    return [_line("", folder.file)] if folder.file is not None else list(_lines(folder.path))
+    return list(_file_lines(folder.path)) if folder.file is None else [_file_line("", folder.file)]
 
 
-def _digest(first: bytes, lines: list[bytes]) -> str:
-    return hashlib.sha256(first + b"".join(sorted(lines))).hexdigest()
+def _digest(prefix: bytes, lines: list[bytes]) -> str:
+    return hashlib.sha256(prefix + b"".join(sorted(lines))).hexdigest()
 
 
 def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> ModelFolder:
@@ -294,14 +297,14 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
         raise InvalidArgument(f"'{match['file']}' is not a file")
     class_name = match["name"]
     name = file.stem if class_name == "Model" else class_name.lower()
-    path = _linked(base_dir, name, file.parent)
-    of_class = (class_name, path / "1" / file.name, settings)
-    return ModelFolder(name, path, base_dir, None, (1,), "", *of_class)
+    path = _link_folder(base_dir, name, file.parent)
+    linked_file = path / "1" / file.name
+    return ModelFolder(name, path, base_dir, None, (1,), "", class_name, linked_file, settings)
 
 
 def _checkpoint(folder: Path, base_dir: Path) -> ModelFolder:
-    name = _NO_NAME.sub("-", folder.name).lstrip(".-") or "model"
-    path = _linked(base_dir, name, folder)
+    name = _INVALID_CHARACTERS.sub("-", folder.name).lstrip(".-") or "model"
+    path = _link_folder(base_dir, name, folder)
     settings = path / ENGINE_FILE
     settings.unlink(missing_ok=True)
     if (folder / ENGINE_FILE).is_file():
@@ -309,7 +312,7 @@ def _checkpoint(folder: Path, base_dir: Path) -> ModelFolder:
     return ModelFolder(name, path, base_dir, versions=(1,))
 
 
-def _linked(base_dir: Path, name: str, folder: Path) -> Path:
+def _link_folder(base_dir: Path, name: str, folder: Path) -> Path:
     """Return a model's folder in `base_dir` with one version, a link to `folder`."""
     check_model_name(name)
     path = base_dir / name
@@ -321,22 +324,22 @@ def _linked(base_dir: Path, name: str, folder: Path) -> Path:
 
 
 def _subfolders(repository: Path) -> list[Path]:
-    shown = repository.absolute().name  # without the path, because clients see the error
-    with refused(f"model repository '{shown}'"), os.scandir(repository) as entries:
+    name = repository.absolute().name  # without the path, because clients see the error
+    with refused(f"model repository '{name}'"), os.scandir(repository) as entries:
         names = sorted(entry.name for entry in entries if os.path.isdir(entry))
-    return [repository / name for name in names if not name.startswith(_NO_MODEL)]
+    return [repository / name for name in names if not name.startswith(_IGNORED_PREFIXES)]
 
 
-def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
+def _read_folder(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
     """Return the model in a folder; None if the folder has no model's name or contents."""
     # Bytes of a name that are not UTF-8 cannot be sent.
     name = os.fsencode(path.name).decode(errors="replace")
     config_path = path / CONFIG_FILE
     try:
-        versions = _versions(path)
-        named = path / _NAMED_CONFIGS / f"{config_name}.pbtxt"
-        if config_name and _is_file(named):
-            config_path = named
+        versions = _read_versions(path)
+        named_path = path / _NAMED_CONFIGS / f"{config_name}.pbtxt"
+        if config_name and _is_file(named_path):
+            config_path = named_path
         has_config = _is_file(config_path)
     except OSError as error:
         reason = error.strerror or "cannot be read"
@@ -351,11 +354,11 @@ def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
     return folder
 
 
-def _versions(path: Path) -> list[int]:
+def _read_versions(path: Path) -> list[int]:
     with os.scandir(path) as entries:
-        numbered = (each for each in entries if _VERSION.fullmatch(each.name))
-        versions = sorted(int(each.name) for each in numbered if os.path.isdir(each))
-    return [version for version in versions if version <= _LARGEST_VERSION]
+        numbered = (entry for entry in entries if _VERSION.fullmatch(entry.name))
+        versions = sorted(int(entry.name) for entry in numbered if os.path.isdir(entry))
+    return [version for version in versions if version <= _MAX_VERSION]
 
 
 def _is_file(path: Path) -> bool:
@@ -378,28 +381,28 @@ def _inline_config(folder: ModelFolder) -> ModelConfig:
     return config
 
 
-def _lines(root: Path) -> Iterator[bytes]:
+def _file_lines(root: Path) -> Iterator[bytes]:
     """Yield a line for each file below `root`; follows links and visits each folder once."""
-    seen: set[tuple[int, int]] = set()
-    waiting = [("", root)]
-    while waiting:
-        prefix, folder = waiting.pop()
+    visited: set[tuple[int, int]] = set()
+    unvisited = [("", root)]
+    while unvisited:
+        prefix, folder = unvisited.pop()
         try:
             status = folder.stat()
-            if (status.st_dev, status.st_ino) in seen:
+            if (status.st_dev, status.st_ino) in visited:
                 continue
-            seen.add((status.st_dev, status.st_ino))
+            visited.add((status.st_dev, status.st_ino))
             children = os.listdir(folder)
         except OSError:  # removed in the meantime, which the next poll detects
             continue
-        for name in sorted({*children} - {*_BYTECODE}):
+        for name in sorted({*children} - {*_IGNORED_NAMES}):
             path = folder / name
             if os.path.isdir(path):
-                waiting.append((f"{prefix}{name}/", path))
-            yield _line(prefix + name, path)
+                unvisited.append((f"{prefix}{name}/", path))
+            yield _file_line(prefix + name, path)
 
 
-def _line(name: str, path: Path) -> bytes:
+def _file_line(name: str, path: Path) -> bytes:
     try:
         status = path.stat()
     except OSError:

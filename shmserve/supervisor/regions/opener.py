@@ -40,33 +40,30 @@ from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.regions.region import ExporterWatch, OpenRegion
 
-_FOLDER = "/dev/shm"
+_SHM_DIR = "/dev/shm"
 MEMFD_KEY = "memfd"  # the key of a local client's memory in listings
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 2.0
+_CHECK_TIMEOUT_S = 2.0
 _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The current use of a policy's limits, in bytes.
+    """The use of a policy's limits. With `has_cuda`, memory can be pinned."""
 
-    `cuda`: memory can be pinned.
-    """
-
-    def __init__(self, policy: ShmPolicy, cuda: bool = False) -> None:
+    def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
-        self._cuda = cuda
+        self._has_cuda = has_cuda
         self._pinned = 0
         self._regions: Counter[int] = Counter()  # number of regions by user id
-        self._bytes: Counter[int] = Counter()
+        self._bytes: Counter[int] = Counter()  # bytes of regions by user id
         # Number of regions by (device, inode) of their object.
-        self._held: Counter[tuple[int, int]] = Counter()
-        # (device, inode) -> key, bytes
+        self._regions_by_file: Counter[tuple[int, int]] = Counter()
+        # Key and allocated bytes of objects by (device, inode).
         self._allocated: dict[tuple[int, int], tuple[str, int]] = {}
 
-    def enter(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
+    def count(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
         """Count a region of a user in an object, `file` (device, inode), or in device memory.
 
         Raises:
@@ -81,19 +78,19 @@ class RegionQuota:
                 raise InvalidArgument(
                     f"at most {limit} shared memory regions can be registered ({flag})"
                 )
-        for size, limit, flag in (
+        for used, limit, flag in (
             (self._bytes[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
             (self._bytes.total(), policy.max_byte_size, "--shm-max-byte-size"),
         ):
-            if byte_size > limit - size:
+            if byte_size > limit - used:
                 raise InvalidArgument(
-                    f"a region of {byte_size} bytes is too large: {size} of the {limit} bytes that "
+                    f"a region of {byte_size} bytes is too large: {used} of the {limit} bytes that "
                     f"can be registered are in use ({flag})"
                 )
         self._regions[uid] += 1
         self._bytes[uid] += byte_size
         if file is not None:
-            self._held[file] += 1
+            self._regions_by_file[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
         """Remove a counted region."""
@@ -102,9 +99,9 @@ class RegionQuota:
         if not self._regions[uid]:
             del self._regions[uid], self._bytes[uid]
         if file is not None:
-            self._held[file] -= 1
-            if not self._held[file]:
-                del self._held[file]
+            self._regions_by_file[file] -= 1
+            if not self._regions_by_file[file]:
+                del self._regions_by_file[file]
 
     def charge(self, key: str, file: tuple[int, int], byte_size: int) -> None:
         """Charge the budget with `byte_size` bytes that the server is about to allocate.
@@ -113,18 +110,18 @@ class RegionQuota:
             InvalidArgument: The budget is exceeded.
         """
         limit = self.policy.sparse_byte_size
-        if byte_size > limit - self._in_use():
-            self._drop_removed()
-        if byte_size > limit - self._in_use():
+        if byte_size > limit - self._charged():
+            self._refund_removed()
+        if byte_size > limit - self._charged():
             raise InvalidArgument(
                 f"{byte_size} bytes of shared memory object '{key}' are not allocated, and "
-                f"{self._in_use()} of the {limit} bytes that the server allocates for clients are "
+                f"{self._charged()} of the {limit} bytes that the server allocates for clients are "
                 "in use (--shm-sparse-byte-size): allocate it with posix_fallocate, or write to "
                 "it, before it is registered"
             )
         if byte_size:
-            _, before = self._allocated.get(file, (key, 0))
-            self._allocated[file] = (key, before + byte_size)
+            _, charged = self._allocated.get(file, (key, 0))
+            self._allocated[file] = (key, charged + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
         """Refund bytes that were charged but not allocated."""
@@ -134,15 +131,15 @@ class RegionQuota:
         else:
             self._allocated.pop(file, None)
 
-    def _in_use(self) -> int:
+    def _charged(self) -> int:
         return sum(size for _, size in self._allocated.values())
 
-    def _drop_removed(self) -> None:
+    def _refund_removed(self) -> None:
         for file, (key, _) in list(self._allocated.items()):
-            if file in self._held:
+            if file in self._regions_by_file:
                 continue
             try:
-                status = os.stat(_FOLDER + key, follow_symlinks=False)
+                status = os.stat(_SHM_DIR + key, follow_symlinks=False)
             except OSError:
                 del self._allocated[file]
                 continue
@@ -150,12 +147,12 @@ class RegionQuota:
                 del self._allocated[file]
 
     def pin(self, byte_size: int, copied: bool) -> None:
-        """Count pinned bytes; `copied`: of memory that is never mapped.
+        """Count pinned bytes; `copied` memory is never mapped, and cannot be pinned.
 
         Raises:
             InvalidArgument: The bytes cannot be pinned. They are not counted.
         """
-        if not self._cuda:
+        if not self._has_cuda:
             raise InvalidArgument("memory is pinned for CUDA devices, and the server has none")
         if copied:
             raise InvalidArgument(
@@ -176,13 +173,13 @@ class RegionQuota:
 
 @dataclass(eq=False)
 class HandleCheck:
-    """The check of CUDA handles by workers: `_workers(device_id)` returns those of a device."""
+    """The check of CUDA handles by the workers of a device, which `_workers(device_id)` returns."""
 
-    devices: int
+    device_count: int
     _workers: Callable[[int], list[int]]
     _send: Callable[[int, Any], None]
     _numbers: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
-    _open: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
+    _open_checks: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
         """Let the workers on a device open a memory.
@@ -193,26 +190,28 @@ class HandleCheck:
         """
         handle = memory.cuda
         assert handle is not None
-        if handle.device >= self.devices:
-            raise InvalidArgument(f"{CUDA_INVALID} (the server has {self.devices} CUDA devices)")
+        if handle.device >= self.device_count:
+            raise InvalidArgument(
+                f"{CUDA_INVALID} (the server has {self.device_count} CUDA devices)"
+            )
         workers = list(self._workers(handle.device))
         if not workers:
             return
         number = next(self._numbers)
         future: asyncio.Future[MemoryChecked] = asyncio.get_running_loop().create_future()
-        self._open[number] = workers, future
+        self._open_checks[number] = workers, future
         for pid in workers:
             self._send(
                 pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, memory.byte_size)
             )
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 response = await future
         except TimeoutError:
             logger.info("no worker was free to check a CUDA handle; its first request checks it")
             return
         finally:
-            del self._open[number]
+            del self._open_checks[number]
         if response.code == InvalidArgument.code:
             raise InvalidArgument(f"{CUDA_INVALID} ({response.message})")
         if response.code:
@@ -223,7 +222,7 @@ class HandleCheck:
 
         The first response of a worker that can use the device counts, or else the last response.
         """
-        workers, future = self._open.get(message.id, ([], None))
+        workers, future = self._open_checks.get(message.id, ([], None))
         if future is None or pid not in workers or future.done():
             return
         workers.remove(pid)
@@ -232,38 +231,38 @@ class HandleCheck:
 
 
 class RegionOpener:
-    """The factory of regions. CUDA memory requires a `handles` check.
+    """The factory of regions. CUDA memory requires `handles`, the check of its handles.
 
-    Its methods raise Unsupported, PermissionDenied, InvalidArgument, Internal or Unavailable, and
-    release everything then.
+    Methods that fail raise Unsupported, PermissionDenied, InvalidArgument, Internal or Unavailable.
+    They then release all that they have opened or counted.
     """
 
     def __init__(self, policy: ShmPolicy, handles: HandleCheck | None = None) -> None:
         self.handles = handles
         self._quota = RegionQuota(policy, handles is not None)
-        self.limit(policy)
+        self.set_limits(policy)
 
-    def limit(self, policy: ShmPolicy) -> None:
+    def set_limits(self, policy: ShmPolicy) -> None:
         """Change the limits for later regions."""
         # A server without a free descriptor could start no process.
-        most = min(policy.max_regions, fd_limits.for_regions(fd_limits.limit()))
-        self._quota.policy = replace(policy, max_regions=most)
+        max_regions = min(policy.max_regions, fd_limits.for_regions(fd_limits.limit()))
+        self._quota.policy = replace(policy, max_regions=max_regions)
 
     async def open_object(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer, *, pin: bool
     ) -> OpenRegion:
         """Open [offset, offset + byte_size) of the POSIX object `key`, and reserve its pages."""
         shared = posix_shm.open_object(key)
-        with contextlib.ExitStack() as undone:
-            undone.callback(os.close, shared.fd)
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(os.close, shared.fd)
             owner = self._owner(peer, key, shared)
             number = secrets.randbits(62)
             region = OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin)
             self._admit(region, shared)
-            undone.callback(self._release, region)
+            cleanup.callback(self._release, region)
             await self._reserve(region, shared)
             region.blocks = os.fstat(shared.fd).st_blocks
-            undone.pop_all()
+            cleanup.pop_all()
         return region
 
     def readmit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
@@ -282,7 +281,7 @@ class RegionOpener:
     def _count(self, region: OpenRegion, *, copied: bool = False) -> None:
         """Count a region. Raises InvalidArgument, and counts nothing, if it exceeds a quota."""
         file = None if region.shared is None else region.shared.file
-        self._quota.enter(region.owner.uid, region.byte_size, file)
+        self._quota.count(region.owner.uid, region.byte_size, file)
         if region.pinned:
             try:
                 self._quota.pin(region.offset + region.byte_size, copied)
@@ -297,16 +296,16 @@ class RegionOpener:
         self._quota.release(region.owner.uid, region.byte_size, file)
 
     async def _reserve(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
-        missing = posix_shm.unallocated_bytes(shared, region.byte_size)
-        self._quota.charge(region.key, shared.file, missing)
-        taken = 0
+        charged = posix_shm.unallocated_bytes(shared, region.byte_size)
+        self._quota.charge(region.key, shared.file, charged)
+        allocated = 0
         try:
             # Reserving the pages of a large object takes long, and must not block the loop.
-            taken = await asyncio.to_thread(
+            allocated = await asyncio.to_thread(
                 posix_shm.allocate_pages, region.name, shared, region.offset, region.byte_size
             )
         finally:
-            self._quota.refund(shared.file, missing - min(taken, missing))
+            self._quota.refund(shared.file, charged - min(allocated, charged))
 
     def open_cuda(
         self,
@@ -344,7 +343,7 @@ class RegionOpener:
         local_client: int,
         *,
         pin: bool,
-        sealed: bool,
+        is_sealed: bool,
     ) -> OpenRegion:
         """Return the region of a local client's memory, which owns the descriptor.
 
@@ -352,13 +351,13 @@ class RegionOpener:
         """
         self._refuse_if_disabled()
         owner = self._owner(peer, MEMFD_KEY, shared)
-        if sealed:  # the memory cannot be truncated, so it is mapped
+        if is_sealed:  # the memory cannot be truncated, so it is mapped
             owner = replace(owner, copied=False)
-        blocks = 0 if sealed else os.fstat(shared.fd).st_blocks
+        blocks = 0 if is_sealed else os.fstat(shared.fd).st_blocks
         region = OpenRegion(
             *(name, MEMFD_KEY, 0, shared, 0, byte_size, owner),
             blocks=blocks,
-            lessor=local_client,
+            lease_holder=local_client,
             pinned=pin,
         )
         self._count(region, copied=owner.copied)
@@ -374,7 +373,7 @@ class RegionOpener:
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         region = OpenRegion(
             *(name, "", memory.id, None, 0, memory.byte_size, owner),
-            lessor=local_client,
+            lease_holder=local_client,
             cuda=memory.cuda,
         )
         self._count(region)

@@ -32,13 +32,13 @@ from shmserve.supervisor.host.service_manager import ServiceManager
 logger = logging.getLogger(__name__)
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-_LONGEST = 1 << 20  # maximum bytes of a description
+_MAX_DESCRIPTION_BYTES = 1 << 20
 KEEP, DROP = "keep", "drop"
-_DESCRIBED = ("name", "key", "offset", "byte_size", "pinned")
+_DESCRIBED_FIELDS = ("name", "key", "offset", "byte_size", "pinned")
 
 
 class ExporterWatch:
-    """A watch on the process that owns a region's memory; `on_exit` is called when it exits."""
+    """A watch on the process that owns a region's memory; calls `on_exit` when it exits."""
 
     def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
         try:
@@ -48,9 +48,9 @@ class ExporterWatch:
                 f"{CUDA_INVALID} (the process that exported it has exited)"
             ) from error
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._ended, on_exit)
+        self._loop.add_reader(self._fd, self._on_exit, on_exit)
 
-    def _ended(self, on_exit: Callable[[], None]) -> None:
+    def _on_exit(self, on_exit: Callable[[], None]) -> None:
         self._loop.remove_reader(self._fd)
         on_exit()
 
@@ -76,16 +76,16 @@ class OpenRegion:
     byte_size: int
     owner: Ownership
     users: set[int] = field(default_factory=set)  # gateways that use the unregistered region
-    retired: bool = False  # whether every gateway reports its use of the region
-    listed: bool = False  # whether gateways still list the withdrawn region
+    is_retired: bool = False  # whether every gateway reports its use of the region
+    is_listed: bool = False  # whether gateways still list the withdrawn region
     blocks: int = 0  # allocated blocks of the object at registration
-    lessor: int = 0  # the process that leased the region, or the owning local client, or 0
+    lease_holder: int = 0  # the process with a lease, or the owning local client, or 0
     cuda: CudaHandle | None = None
     exporter: ExporterWatch | None = None
     pinned: bool = False
-    kept_as: str = ""  # the name by which its registration outlives the server
+    kept_name: str = ""  # the name by which its registration outlives the server
 
-    def shrank(self) -> bool:
+    def has_shrunk(self) -> bool:
         """Return whether pages of the object were freed, even if its size is unchanged."""
         if self.shared is None:
             return False
@@ -122,7 +122,7 @@ class OpenRegion:
         )
 
     @property
-    def orphaned(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Return whether the object was unlinked, so that its name can be taken over."""
         return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
 
@@ -142,51 +142,53 @@ class KeptRegions:
 
     def __init__(self, manager: ServiceManager) -> None:
         self._manager = manager
-        self._other: HandoverLink | None = None
+        self._other_server: HandoverLink | None = None
 
-    def mirror_to(self, other: HandoverLink | None) -> None:
+    def mirror_to(self, other_server: HandoverLink | None) -> None:
         """Start to send changes of registrations to another server, or stop with None."""
-        self._other = other
+        self._other_server = other_server
 
     def add(self, region: OpenRegion) -> None:
         """Keep the registration of a new region."""
-        if region.shared is None or region.lessor:
+        if region.shared is None or region.lease_holder:
             return
-        region.kept_as = secrets.token_hex(8)
+        region.kept_name = secrets.token_hex(8)
         with _description(region) as description:
-            self._manager.keep(region.kept_as, [region.shared.fd, description])
+            self._manager.keep(region.kept_name, [region.shared.fd, description])
         self.mirror(region)
 
     def mirror(self, region: OpenRegion) -> None:
         """Send the registration of a region to the other server."""
-        if self._other is not None and region.shared is not None and region.kept_as:
+        if self._other_server is not None and region.shared is not None and region.kept_name:
             with _description(region) as description:
-                self._other.ask(KEEP, region.kept_as, [region.shared.fd, description])
+                self._other_server.ask(KEEP, region.kept_name, [region.shared.fd, description])
 
     def remove(self, region: OpenRegion) -> None:
         """Remove the kept registration of an unregistered region."""
-        if region.kept_as:
-            self._manager.drop(region.kept_as)
-            if self._other is not None:
-                self._other.ask(DROP, region.kept_as)
-            region.kept_as = ""
+        if region.kept_name:
+            self._manager.drop(region.kept_name)
+            if self._other_server is not None:
+                self._other_server.ask(DROP, region.kept_name)
+            region.kept_name = ""
 
     async def flush(self) -> None:
         """Wait until the service manager and the other server have received all changes."""
         await self._manager.flushed()
-        if self._other is not None:
-            await self._other.until_done()
+        if self._other_server is not None:
+            await self._other_server.until_done()
 
-    def restore(self, given: dict[str, list[int]], admit: Admission) -> Iterator[OpenRegion]:
+    def restore(
+        self, registrations: dict[str, list[int]], admit: Admission
+    ) -> Iterator[OpenRegion]:
         """Yield the regions of kept registrations, open. Invalid registrations are dropped.
 
         Args:
-            given: The two descriptors of each registration.
+            registrations: The two descriptors of each registration.
             admit: `RegionOpener.readmit`.
         """
-        for name, fds in given.items():
+        for name, fds in registrations.items():
             try:
-                region = _reopened(fds, admit)
+                region = _reopen(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning(
                     "a registration of the previous server cannot be restored: %s", error
@@ -195,7 +197,7 @@ class KeptRegions:
                     os.close(fd)
                 self._manager.drop(name)
             else:
-                region.kept_as = name
+                region.kept_name = name
                 yield region
 
 
@@ -203,7 +205,7 @@ class KeptRegions:
 def _description(region: OpenRegion) -> Iterator[int]:
     fd = os.memfd_create("region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        fields: dict[str, Any] = {name: getattr(region, name) for name in _DESCRIBED}
+        fields: dict[str, Any] = {name: getattr(region, name) for name in _DESCRIBED_FIELDS}
         os.write(fd, json.dumps({**fields, "owner": asdict(region.owner)}).encode())
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         yield fd
@@ -211,15 +213,13 @@ def _description(region: OpenRegion) -> Iterator[int]:
         os.close(fd)
 
 
-def _reopened(fds: list[int], admit: Admission) -> OpenRegion:
-    sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
-    if sorted(sealed) != [False, True]:
+def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
+    are_sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
+    if sorted(are_sealed) != [False, True]:
         raise ValueError("not an object and its description")
-    description, shared = (
-        fds[sealed.index(True)],
-        posix_shm.describe_object(fds[sealed.index(False)]),
-    )
-    fields = json.loads(os.pread(description, _LONGEST, 0))
+    description = fds[are_sealed.index(True)]
+    shared = posix_shm.describe_object(fds[are_sealed.index(False)])
+    fields = json.loads(os.pread(description, _MAX_DESCRIPTION_BYTES, 0))
     region = OpenRegion(
         memory_id=secrets.randbits(62),
         shared=shared,

@@ -48,7 +48,7 @@ from shmserve.supervisor.regions.region import DROP, KEEP, KeptRegions, OpenRegi
 
 logger = logging.getLogger(__name__)
 
-_REMOVED = "the object behind its name was removed"
+_OBJECT_REMOVED = "the object behind its name was removed"
 
 
 class Processes(Protocol):
@@ -85,24 +85,24 @@ class DrainingRegions:
             yield region.published(0)
             yield RegionRetired(region.memory_id, 0)
         for region in self._regions.values():
-            if region.listed:
+            if region.is_listed:
                 yield region.listed_only(0)
 
     async def retire(self, region: OpenRegion) -> None:
         """Withdraw a region at once if no request uses it, otherwise as soon as none does."""
         self.retired[region.memory_id] = region
         await self._processes.publish(partial(RegionRetired, region.memory_id), "gateway")
-        region.retired = True
+        region.is_retired = True
         if not region.users:
             await self.drain(region)
 
-    def in_use(self, pid: int, memory_id: int, used: bool) -> None:
+    def record_use(self, pid: int, memory_id: int, is_used: bool) -> None:
         """Record whether requests of gateway `pid` use a retired region."""
         region = self.retired.get(memory_id)
         if region is None:
             return
-        (region.users.add if used else region.users.discard)(pid)
-        if region.retired and not region.users:
+        (region.users.add if is_used else region.users.discard)(pid)
+        if region.is_retired and not region.users:
             in_background(self.drain(region), self._tasks)
 
     async def drain(self, region: OpenRegion) -> None:
@@ -115,7 +115,7 @@ class DrainingRegions:
         )
         self._close_unused(region)
         if region.memory_id in self._regions:
-            region.listed = True
+            region.is_listed = True
             await self._processes.publish(region.listed_only, "gateway")
 
     def released(self, pid: int, memory_id: int) -> None:
@@ -128,7 +128,7 @@ class DrainingRegions:
     def gateway_exited(self, pid: int) -> None:
         """Release the regions of a gateway that has exited."""
         for memory_id in list(self.retired):
-            self.in_use(pid, memory_id, False)
+            self.record_use(pid, memory_id, False)
         for memory_id in list(self._regions):
             self.released(pid, memory_id)
 
@@ -137,7 +137,7 @@ class DrainingRegions:
             return
         self._processes.broadcast(MemoryDropped(region.memory_id), "worker")
         self._opener.close(region)
-        if region.listed:
+        if region.is_listed:
             in_background(self._unlist(region.memory_id), self._tasks)
 
     async def _unlist(self, memory_id: int) -> None:
@@ -169,35 +169,35 @@ class RegionRegistry:
         self._opener = opener
         self._kept = kept
         self.draining = DrainingRegions(processes, opener)
-        self._endings: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._active: dict[str, OpenRegion] = {}
         # Changes take effect one after the other in all processes.
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    def restore(self, given: dict[str, list[int]]) -> None:
+    def restore(self, registrations: dict[str, list[int]]) -> None:
         """Restore the registrations of a previous server, before gateways start."""
-        for region in self._kept.restore(given, self._opener.readmit):
+        for region in self._kept.restore(registrations, self._opener.readmit):
             self._active[region.name] = region
-        if given:
+        if registrations:
             logger.info(
                 "%d registered regions were taken over from the previous server", len(self._active)
             )
 
-    async def apply(self, verb: str, kept_as: str, fds: list[int]) -> None:
+    async def apply(self, verb: str, kept_name: str, fds: list[int]) -> None:
         """Apply a change, KEEP or DROP, that the other server of a handover has sent.
 
         If both servers register a name at the same time, each keeps the region that it has opened.
         """
-        async with self._turn:
+        async with self._lock:
             if verb == DROP:
                 for region in self.active():
-                    if region.kept_as == kept_as:
+                    if region.kept_name == kept_name:
                         await self._withdraw(region, retire=True)
             elif verb == KEEP:
-                for region in self._kept.restore({kept_as: fds}, self._opener.readmit):
+                for region in self._kept.restore({kept_name: fds}, self._opener.readmit):
                     if existing := self._active.get(region.name):
                         # Both servers of the handover choose the larger name.
-                        existing.kept_as = max(existing.kept_as, kept_as)
+                        existing.kept_name = max(existing.kept_name, kept_name)
                         self._opener.close(region)
                     else:
                         await self._activate(region)
@@ -225,7 +225,7 @@ class RegionRegistry:
         offset: int,
         byte_size: int,
         peer: Peer,
-        lessor: int = 0,
+        lease_holder: int = 0,
         pin: bool = False,
     ) -> dict[str, Any]:
         """Register [offset, offset + byte_size) of the object `key` as `name` for `peer`.
@@ -239,7 +239,7 @@ class RegionRegistry:
             offset: The offset in bytes.
             byte_size: The size in bytes.
             peer: The user who registers.
-            lessor: The process whose message or exit ends the lease of the region, or 0.
+            lease_holder: The process whose message or exit ends the lease of the region, or 0.
             pin: Whether workers on CUDA devices lock its pages.
 
         Returns:
@@ -255,20 +255,20 @@ class RegionRegistry:
         require_integer(offset, "offset")
         require_integer(byte_size, "byte_size")
         key = posix_shm.normalize_key(name, key)
-        async with self._turn:
+        async with self._lock:
             existing = self._active.get(name)
             if existing is not None:
                 if not existing.owner.admits(peer):
-                    raise _taken(name)
-                if not existing.orphaned:
+                    raise _name_in_use(name)
+                if not existing.is_orphaned:
                     if not _is_same(existing, key, offset, byte_size, pin):
-                        raise _taken(name)
+                        raise _name_in_use(name)
                     return {"memory_id": existing.memory_id}
             region = await self._opener.open_object(name, key, offset, byte_size, peer, pin=pin)
-            region.lessor = lessor
+            region.lease_holder = lease_holder
             if existing is not None:
                 logger.info("region replaced: the object behind its name was removed")
-                await self._withdraw(existing, _REMOVED)
+                await self._withdraw(existing, _OBJECT_REMOVED)
             self._kept.add(region)
             await self._activate(region)
             return {"memory_id": region.memory_id}
@@ -297,7 +297,7 @@ class RegionRegistry:
         if not self._has_cuda(name, handle, offset, byte_size, peer):
             # Without the lock, since workers may be busy.
             await handles.check(Memory.on_device(memory_id, offset + byte_size, handle))
-        async with self._turn:
+        async with self._lock:
             if self._has_cuda(name, handle, offset, byte_size, peer):
                 return
             existing = self._active.get(name)
@@ -307,7 +307,7 @@ class RegionRegistry:
                 self._exporter_exited,
             )
             if existing is not None:
-                await self._withdraw(existing, _REMOVED)
+                await self._withdraw(existing, _OBJECT_REMOVED)
             await self._activate(region)
 
     def _has_cuda(
@@ -319,7 +319,7 @@ class RegionRegistry:
             AlreadyExists: The name is in use for another region.
         """
         existing = self._active.get(name)
-        if existing is None or (existing.orphaned and existing.owner.admits(peer)):
+        if existing is None or (existing.is_orphaned and existing.owner.admits(peer)):
             return False
         is_same = (existing.cuda, existing.offset, existing.byte_size) == (
             handle,
@@ -327,19 +327,19 @@ class RegionRegistry:
             byte_size,
         )
         if not is_same or not existing.owner.admits(peer):
-            raise _taken(name)
+            raise _name_in_use(name)
         return True
 
     def _exporter_exited(self, region: OpenRegion) -> None:
-        async def end() -> None:
-            async with self._turn:
+        async def withdraw() -> None:
+            async with self._lock:
                 if region in (self._active.get(region.name), *self.draining.retired.values()):
                     logger.warning(
                         "region '%s' is unregistered because its owner has exited", region.name
                     )
                     await self._withdraw(region, "its owner has exited")
 
-        in_background(end(), self._endings)
+        in_background(withdraw(), self._tasks)
 
     async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
         """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
@@ -348,18 +348,18 @@ class RegionRegistry:
         the call returns when no gateway accepts the name any more. A name is ignored if it is
         unknown, if another user owns it, or if its memory is not of the kind that `cuda` selects.
         """
-        async with self._turn:
+        async with self._lock:
             regions = [self._active[name]] if name in self._active else []
             for region in regions if name else self.active():
                 admitted = peer.uid == EVERYONE or region.owner.admits(peer)
                 if admitted and (region.cuda is not None) == cuda:
                     await self._withdraw(region, retire=True)
 
-    async def abandoned(self, lessor: int, memory_id: int = 0) -> None:
+    async def withdraw_leased(self, lease_holder: int, memory_id: int = 0) -> None:
         """Withdraw a leased region whose client disconnected, or all that a gateway leased."""
-        async with self._turn:
+        async with self._lock:
             for region in self.active():
-                if region.lessor == lessor and memory_id in (0, region.memory_id):
+                if region.lease_holder == lease_holder and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
 
     async def drop_shrunk(self) -> None:
@@ -367,9 +367,9 @@ class RegionRegistry:
 
         The next request that uses one fails, since the name is unknown.
         """
-        async with self._turn:
+        async with self._lock:
             for region in [*self.active(), *self.draining.retired.values()]:
-                if not region.owner.copied and region.shrank():
+                if not region.owner.copied and region.has_shrunk():
                     logger.error(
                         "shared memory region '%s' was truncated while a worker used it, and the "
                         "worker died: it is unregistered",
@@ -400,10 +400,10 @@ def _is_same(existing: OpenRegion, key: str, offset: int, byte_size: int, pin: b
     registered = (existing.key, existing.offset, existing.byte_size, existing.pinned)
     if existing.shared is None or registered != (key, offset, byte_size, pin):
         return False
-    now = posix_shm.open_object(key)
-    os.close(now.fd)
-    return now.file == existing.shared.file
+    current = posix_shm.open_object(key)
+    os.close(current.fd)
+    return current.file == existing.shared.file
 
 
-def _taken(name: str) -> AlreadyExists:
+def _name_in_use(name: str) -> AlreadyExists:
     return AlreadyExists(f"shared memory region '{name}' already in manager")

@@ -299,7 +299,7 @@ def test_strided_and_empty_inputs(client) -> None:
 
 def test_a_signal_handler_cannot_use_the_client_while_its_thread_waits(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B)
-    with client._waiting().lock:  # as in a wait
+    with client._get_waiter().lock:  # as in a wait
         for use in (lambda: client.infer("simple", INPUT0=A, INPUT1=B), client.close):
             with pytest.raises(shmserve.client.Unavailable, match="a signal handler cannot use"):
                 use()
@@ -442,7 +442,7 @@ def test_a_link_that_the_server_ends(client) -> None:
 
 def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
-    copied, lost = connection.copied, [1]
+    copied, lost = connection.copy_range, [1]
 
     def gone(memory_range: Range) -> bytes:
         if lost[0]:
@@ -450,7 +450,7 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
             raise shmserve.client.Unavailable("the memory of a tensor has been released")
         return bytes(copied(memory_range))
 
-    connection.copied = gone
+    connection.copy_range = gone
     x = np.arange(20000, dtype=np.float32)
     assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
     lost[0] = 2

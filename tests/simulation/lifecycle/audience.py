@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shmserve.ipc.messages.publications import ModelPublished, ReadinessChanged
-from shmserve.supervisor.models.manager import News
+from shmserve.supervisor.models.manager import Publication
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from tests.simulation.world import SECOND, World
 
@@ -31,7 +31,7 @@ class SimulatedPeer:
     came: int = 0  # the value of `said` when the peer connected
     busy_until_ns: int = 0
 
-    def hears(self, news: News) -> bool:
+    def hears(self, news: Publication) -> bool:
         """Return whether the peer receives a publication.
 
         Ensembles finish their requests at a withdrawn model.
@@ -40,7 +40,7 @@ class SimulatedPeer:
             return True
         return isinstance(news, ModelPublished) and self.ensemble.uses(news.name)
 
-    def receive(self, news: News | ReadinessChanged) -> None:
+    def receive(self, news: Publication | ReadinessChanged) -> None:
         key = news.name, news.version
         if isinstance(news, ModelPublished):
             self.known[key] = news
@@ -65,7 +65,7 @@ class SimulatedAudience:
         self._complain = executor.oracles.broke
         self.acknowledgements = Acknowledgements()
         self._peers: dict[Hashable, SimulatedPeer] = {}
-        self.last: dict[tuple[str, str], News] = {}
+        self.last: dict[tuple[str, str], Publication] = {}
         self.by_endpoint: dict[str, ObservedVersion] = {}
         # The value of `said` at the first publication of each version.
         self.first: dict[ObservedVersion, int] = {}
@@ -81,7 +81,7 @@ class SimulatedAudience:
 
     # --- the interface of SupervisorContext
 
-    def announce(self, news: News) -> int:
+    def announce(self, news: Publication) -> int:
         """Send a publication to all peers that it concerns; they acknowledge it later."""
         key = news.name, news.version
         last = self.last.get(key)
@@ -136,7 +136,7 @@ class SimulatedAudience:
         """Add the process of an ensemble, which receives publications from now on."""
         self._peers[address] = SimulatedPeer(version)
 
-    def deliver(self, address: Hashable, news: News) -> None:
+    def deliver(self, address: Hashable, news: Publication) -> None:
         """Send the endpoint of a step's model to an ensemble."""
         peer = self._peers.get(address)
         if peer is not None:
@@ -153,7 +153,11 @@ class SimulatedAudience:
             self.left(self._world.random.choice(keys))
 
     def _send(
-        self, key: Hashable, peer: SimulatedPeer, news: News | ReadinessChanged, number: int = 0
+        self,
+        key: Hashable,
+        peer: SimulatedPeer,
+        news: Publication | ReadinessChanged,
+        number: int = 0,
     ) -> None:
         world = self._world
         late = 2 * SECOND if world.chance(0.02) else draw_lag(world)
@@ -161,7 +165,7 @@ class SimulatedAudience:
         world.after(peer.busy_until_ns - world.now_ns, self._arrive, key, peer, news, number)
 
     def _arrive(
-        self, key: Hashable, peer: SimulatedPeer, news: News | ReadinessChanged, number: int
+        self, key: Hashable, peer: SimulatedPeer, news: Publication | ReadinessChanged, number: int
     ) -> None:
         if self._peers.get(key) is peer:
             peer.receive(news)
@@ -175,7 +179,7 @@ def draw_lag(world: World) -> int:
     return 0 if world.chance(0.3) else world.between(100_000, 300_000_000)
 
 
-def _same(last: News | None, news: News) -> bool:
+def _same(last: Publication | None, news: Publication) -> bool:
     if not (isinstance(last, ModelPublished) and isinstance(news, ModelPublished)):
         return False
     return replace(last, ready=news.ready) == news

@@ -76,25 +76,25 @@ def test_regions_are_counted_by_user_and_in_total() -> None:
     """R10: exceeding the limit is a clear error, and closed regions no longer count."""
     quota = RegionQuota(policy(max_regions=3, max_regions_per_uid=2))
     for inode in (1, 2):
-        quota.enter(1001, 10, (0, inode))
+        quota.count(1001, 10, (0, inode))
     with pytest.raises(InvalidArgument, match=r"at most 2 .*--shm-max-regions-per-uid"):
-        quota.enter(1001, 10, (0, 3))
-    quota.enter(1002, 10, (0, 3))
+        quota.count(1001, 10, (0, 3))
+    quota.count(1002, 10, (0, 3))
     with pytest.raises(InvalidArgument, match=r"at most 3 .*--shm-max-regions\)"):
-        quota.enter(1002, 10, (0, 4))
+        quota.count(1002, 10, (0, 4))
     quota.release(1001, 10, (0, 1))
-    quota.enter(1002, 10, (0, 4))
+    quota.count(1002, 10, (0, 4))
 
 
 def test_bytes_are_counted_by_user_and_in_total() -> None:
     """R10: bytes are limited, too."""
     quota = RegionQuota(policy(max_byte_size=100, max_byte_size_per_uid=60))
-    quota.enter(1001, 60, (0, 1))
+    quota.count(1001, 60, (0, 1))
     with pytest.raises(InvalidArgument, match=r"60 of the 60 bytes .*--shm-max-byte-size-per-uid"):
-        quota.enter(1001, 1, (0, 1))
+        quota.count(1001, 1, (0, 1))
     with pytest.raises(InvalidArgument, match="60 of the 100 bytes"):
-        quota.enter(1002, 41, (0, 2))
-    quota.enter(1002, 40, (0, 2))
+        quota.count(1002, 41, (0, 2))
+    quota.count(1002, 40, (0, 2))
 
 
 @given(
@@ -110,7 +110,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
     entered = []
     for uid, size, inode in regions:
         try:
-            quota.enter(uid, size, (0, inode))
+            quota.count(uid, size, (0, inode))
         except InvalidArgument:
             continue
         entered.append((uid, size, (0, inode)))
@@ -121,7 +121,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
         quota.release(*entry)
     assert not quota._regions
     assert not quota._bytes
-    assert not quota._held
+    assert not quota._regions_by_file
 
 
 def test_the_quota_is_charged_until_the_object_is_removed() -> None:
@@ -130,7 +130,7 @@ def test_the_quota_is_charged_until_the_object_is_removed() -> None:
     with SharedObject(4096) as shared_object:
         status = os.fstat(shared_object.fd)
         file = (status.st_dev, status.st_ino)
-        quota.enter(1001, 80, file)
+        quota.count(1001, 80, file)
         quota.charge(shared_object.key, file, 80)
         quota.refund(file, 20)
         with pytest.raises(InvalidArgument, match=r"60 of the 100 bytes .*posix_fallocate"):
@@ -147,7 +147,7 @@ def test_the_quota_is_charged_until_the_object_is_removed() -> None:
 def test_an_unlinked_object_that_is_registered_is_not_gone() -> None:
     """R10: its memory is held by the registration."""
     quota = RegionQuota(policy(sparse_byte_size=100))
-    quota.enter(1001, 80, (0, 7))
+    quota.count(1001, 80, (0, 7))
     quota.charge("/not-there", (0, 7), 80)
     with pytest.raises(InvalidArgument):
         quota.charge("/other", (0, 8), 30)

@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.inference import (
     unpack_inferred,
 )
 from shmserve.workers.backends import Output
-from shmserve.workers.backends.vllm import VllmBackend, devices_of, families
+from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of
 from shmserve.workers.backends.vllm.answers import VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine
 from tests.rigs.stream_rig import Streams
@@ -62,7 +62,7 @@ class FakeEngine:
         self.aborted = self.taken = 0
         self.ended = False
 
-    async def call(
+    async def make_call(
         self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
     ) -> VllmCall:
         self.calls.append((parameters, echoes, openai))
@@ -95,7 +95,7 @@ class FakeEngine:
         ]
 
     @staticmethod
-    def refusal(error: BaseException) -> ShmserveError | None:
+    def client_error(error: BaseException) -> ShmserveError | None:
         return InvalidArgument(f"{error}: refused") if isinstance(error, Refused) else None
 
     def shutdown(self) -> None:
@@ -314,7 +314,7 @@ def test_metrics_of_prometheus() -> None:
     times = Histogram("vllm:time", "Time.", buckets=[1, 2], **names).labels("m")
     for value in (0.5, 0.6, 1.5, 9):
         times.observe(value)
-    counter, gauge, histogram = families(registry.collect(), "1")
+    counter, gauge, histogram = convert_metrics(registry.collect(), "1")
     labels = (("model_name", "m"), ("version", "1"))
     assert counter == ["vllm:tokens_total", "Tokens.", "COUNTER", [[labels, [3.0], []]]]
     assert gauge[:3] == ["vllm:running", "Running.", "GAUGE"]
@@ -330,7 +330,7 @@ def likeliest(token: int, logprob: float, rank: int) -> SimpleNamespace:
 
 
 def test_logprobs_of_an_echoed_prompt() -> None:
-    call = VllmCall(None, None, text="ab", first="<1>", top=1, prompt_top=1)
+    call = VllmCall(None, None, text="ab", first_token="<1>", top_logprobs=1, prompt_logprobs=1)
     answer = VllmAnswer(call, ["text_output", "logprobs"], [], stream=False)
     answer_parts = output(
         sample("c", [3], finish_reason="stop", logprobs=[{3: likeliest(3, -1.0, 1)}]),

@@ -1,17 +1,17 @@
 """Backend `llm`: text generation by Llama, Mistral, Qwen2 and Qwen3 from Hugging Face folders.
 
-The version folder is the model's. `engine.yaml`, in the folder of config.pbtxt, has the settings of
-the engine. The scheduler plans steps (`shmserve.ipc.messages.generation`), and the worker executes
-them.
+The version folder contains the model. `engine.yaml`, in the folder of config.pbtxt, contains the
+settings of the engine. The scheduler plans steps (`shmserve.ipc.messages.generation`), and the
+worker executes them.
 
 engine_file.py    `engine.yaml`
-engine.py         steps
+engine.py         execution of steps
 sequences.py      prompts and sequences
 parameters.py sampler.py speculation.py     from logits to tokens
 texts.py prompts.py chat_template.py        from requests to tokens
 grammars.py                                 matchers of grammars
 tools.py tool_formats.py                    grammars and formats of tool calls
-answers.py message_parsers.py               from tokens to responses
+answers.py message_parsers.py token_texts.py    from tokens to responses
 model/            the checkpoint, the decoder, its attention and KV cache
 """
 
@@ -31,13 +31,13 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, OutputStream, Request, Response
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.llm.engine import WorkerEngine
-from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
+from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.parameters import parse
-from shmserve.workers.backends.llm.prompts import given_inputs
+from shmserve.workers.backends.llm.prompts import read_inputs
 from shmserve.workers.backends.llm.speculation import DraftModel, NgramProposer, Proposer
 from shmserve.workers.backends.llm.texts import Texts
 from shmserve.workers.backends.llm.tool_formats import detect_parsers
@@ -48,7 +48,7 @@ from shmserve.workers.links.scheduler import HandlerTable, WorkerRequest
 
 
 def tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
-    """Return a tensor with one dimension in the form of a configuration."""
+    """Return an input or output with one dimension as a configuration describes it."""
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **options}
 
 
@@ -74,17 +74,17 @@ OUTPUTS = [
 
 
 class LlmBackend(Backend):
-    """A generative model, its KV cache, and the texts of its requests."""
+    """The backend of a generative model."""
 
     _texts: Texts | None = None
-    _opened: Checkpoint | None = None
+    _opened_checkpoint: Checkpoint | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
         completed = {**config, "model_transaction_policy": {"decoupled": True}}
         completed["input"] = config.get("input") or INPUTS
         completed["output"] = config.get("output") or OUTPUTS
-        text = self._settings(ModelSpec.of(config)).text
+        text = self._read_settings(ModelSpec.of(config)).text
         parameters = {**config.get("parameters", {}), ENGINE_PARAMETER: {"string_value": text}}
         return {**completed, "parameters": parameters}
 
@@ -92,7 +92,8 @@ class LlmBackend(Backend):
         """Read the weights, and create the engine.
 
         Raises:
-            InvalidArgument: Parts of the folder do not fit; the message has all problems.
+            InvalidArgument: The folder or the configuration is invalid; the message has all
+                problems.
         """
         if config.max_batch_size:
             size = config.max_batch_size
@@ -102,10 +103,10 @@ class LlmBackend(Backend):
             )
         if config.model_warmup:
             raise InvalidArgument("model_warmup: backend 'llm' does not support it")
-        # One processor is left to texts, the scheduler and the gateway. If all processors computed,
-        # each operation would wait for the slowest thread.
+        # One processor is left to texts, the scheduler and the gateway. Otherwise these processes
+        # would delay one thread, and each operation waits for its slowest thread.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        checkpoint, settings = self._checkpoint(), self._settings(config)
+        checkpoint, settings = self._open_checkpoint(), self._read_settings(config)
         if settings.weights == "int8" and self.context.device != "cpu":
             raise InvalidArgument(
                 "engine.yaml: weights: int8 is supported on CPUs only; use fp32 or bf16 on "
@@ -114,7 +115,7 @@ class LlmBackend(Backend):
         parse({}, checkpoint.defaults, checkpoint.architecture.vocabulary)
         self._passes = self._make_passes(checkpoint, settings, settings.swap_blocks)
         self._proposer = self._make_proposer(settings)
-        self._engine = settings
+        self._engine_settings = settings
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raise Unsupported: the scheduler plans steps, not batches."""
@@ -125,13 +126,13 @@ class LlmBackend(Backend):
         raise Unsupported("a generative model does not execute batches; use its step messages")
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable:
-        """Serve prompts, steps, and the ends of beam searches."""
-        texts = self._texts = Texts(self._checkpoint(), writer.link, self._engine)
+        """Return the handlers of prompts, steps, and the ends of beam searches."""
+        texts = self._texts = Texts(self._open_checkpoint(), writer.link, self._engine_settings)
         engine = WorkerEngine(
             self._passes,
             self._proposer,
             texts.prompts,
-            lambda news: texts.put(partial(texts.append_outputs, news)),
+            lambda outputs: texts.put(partial(texts.append_outputs, outputs)),
             texts.fail_requests,
         )
 
@@ -145,7 +146,7 @@ class LlmBackend(Backend):
             except Exception as error:
                 texts.fail_requests(engine.request_keys(message), error)
                 return Stepped(
-                    message.step, [], 0, 0, 0, lost=[row.sequence for row in message.rows]
+                    message.step, [], 0, 0, 0, skipped=[row.sequence for row in message.rows]
                 )
 
         def choose(message: Choose, _: list[WorkerRequest]) -> None:
@@ -160,24 +161,25 @@ class LlmBackend(Backend):
 
     # --- files
 
-    def _checkpoint(self) -> Checkpoint:
-        if self._opened is None:
-            self._opened = Checkpoint.open(self.context.version_dir)
-        return self._opened
+    def _open_checkpoint(self) -> Checkpoint:
+        if self._opened_checkpoint is None:
+            self._opened_checkpoint = Checkpoint.open(self.context.version_dir)
+        return self._opened_checkpoint
 
-    def _settings(self, config: ModelSpec) -> EngineSettings:
-        """Return the settings of the configuration or of engine.yaml, completed from the model."""
+    def _read_settings(self, config: ModelSpec) -> EngineSettings:
+        """Return the settings in the configuration or in engine.yaml, with the model's defaults."""
         parameter = config.parameters.get(ENGINE_PARAMETER)
         folder = self.context.model_dir
         settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
-        calls, reasoning = detect_parsers(self._checkpoint().templates.values())
+        checkpoint = self._open_checkpoint()
+        tool_parser, reasoning_parser = detect_parsers(checkpoint.templates.values())
         settings = replace(
             settings,
-            tool_parser=settings.tool_parser or calls,
-            reasoning_parser=settings.reasoning_parser or reasoning,
+            tool_parser=settings.tool_parser or tool_parser,
+            reasoning_parser=settings.reasoning_parser or reasoning_parser,
         )
-        sharing = most_on_one_device(config.instance_group)
-        return sized(settings, self._checkpoint().architecture, self.context.device, sharing)
+        instances = max_instances_per_device(config.instance_group)
+        return with_sizes(settings, checkpoint.architecture, self.context.device, instances)
 
     def _make_proposer(self, settings: EngineSettings) -> Proposer | None:
         speculation = settings.speculative_decoding
@@ -186,9 +188,9 @@ class LlmBackend(Backend):
         if speculation.method == "ngram":
             return NgramProposer()
         draft = Checkpoint.open(self._draft_folder(speculation.draft_model))
-        target = self._checkpoint()
-        same = draft.architecture.vocabulary == target.architecture.vocabulary
-        if not same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        target = self._open_checkpoint()
+        is_same = draft.architecture.vocabulary == target.architecture.vocabulary
+        if not is_same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise InvalidArgument(
                 f"speculative_decoding.draft_model: '{speculation.draft_model}' has a different "
                 "vocabulary than the model"
@@ -206,11 +208,11 @@ class LlmBackend(Backend):
         return passes
 
     def _draft_folder(self, name: str) -> Path:
-        """Return the folder of a model in the repository (its latest version), or at a path."""
+        """Return the folder of a draft model: its latest version in the repository, or a path."""
         folder = self.context.repository / name
-        versions = [each for each in folder.glob("*") if each.name.isdecimal()]
+        versions = [version for version in folder.glob("*") if version.name.isdecimal()]
         if versions:
-            return max(versions, key=_number)
+            return max(versions, key=_version_number)
         path = self.context.model_dir / name
         if (path / "config.json").exists():
             return path
@@ -220,7 +222,7 @@ class LlmBackend(Backend):
         )
 
 
-def _number(folder: Path) -> int:
+def _version_number(folder: Path) -> int:
     return int(folder.name)
 
 
@@ -231,11 +233,11 @@ def _prepare(
     open_request: WorkerRequest,
     message: Prepare,
 ) -> None:
-    """Pass a request to the thread of texts, after reading its inputs from shared memory."""
+    """Read the inputs of a request from shared memory, and pass it to the text thread."""
     try:
         with writer.link.lock:
-            request = unpacker.request(open_request.work)
-            inputs = given_inputs(request, texts.reader.most_bytes)
+            request = unpacker.request(open_request.work, copies_text=False)
+            inputs = read_inputs(request, texts.reader.most_bytes)
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))
         return

@@ -1,4 +1,4 @@
-"""Chat templates: conversations converted to the texts of prompts, as by transformers."""
+"""Chat templates: conversations rendered as the texts of prompts, as in transformers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import InvalidArgument, clip
 
-# Variables that have to be in the template if a request has them.
-_NEEDED = ("documents", "reasoning_effort")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Variables of a request that are errors if the template does not use them.
+_CHECKED_VARIABLES = ("documents", "reasoning_effort")
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # The arguments of Jinja's filter `tojson`.
-_JSON = ("ensure_ascii", "indent", "separators", "sort_keys")
-_TESTS = ("string", "iterable", "sequence", "mapping")
-_END = "CONTINUE_FINAL_MESSAGE_TAG "  # a text that marks the end of the message to be continued
+_TOJSON_ARGUMENTS = ("ensure_ascii", "indent", "separators", "sort_keys")
+_TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
 
 
 class GenerationTag(Extension):
@@ -52,16 +52,19 @@ class ChatTemplate:
             lstrip_blocks=True,
             extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
         )
-        self._environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        self._environment.globals |= {"raise_exception": _reject, "strftime_now": _format_now}
         self._environment.filters["tojson"] = _to_json
-        self._compiled: dict[str, _Compiled] = {}
+        self._compiled: dict[str, _CompiledTemplate] = {}
 
     def render(self, chat: Mapping[str, Any]) -> str:
-        """Render a conversation: its `messages`, and variables of the template.
+        """Return the text of a conversation.
 
-        Other members of `chat` are variables of the template, such as `tools` and `documents`. The
-        members of `chat_template_kwargs` are variables, too. `chat_template` is the name of a
-        template. With `continue_final_message`, the text ends with that of the last message.
+        `chat` has the messages, and variables of the template such as `tools` and `documents`.
+        These members have other meanings:
+
+        - `chat_template` is the name of a template.
+        - `chat_template_kwargs` contains further variables.
+        - `continue_final_message` ends the text with that of the last message.
 
         Raises:
             InvalidArgument: The template rejects the conversation.
@@ -72,16 +75,16 @@ class ChatTemplate:
             )
         variables = {"tools": None, "documents": None, **self._special, **chat}
         variables |= variables.pop("chat_template_kwargs", None) or {}
-        name = self._name(variables.pop("chat_template", None), variables["tools"])
-        continued = variables.pop("continue_final_message", None)
-        if continued and variables.get("add_generation_prompt"):
+        name = self._select_name(variables.pop("chat_template", None), variables["tools"])
+        continues = variables.pop("continue_final_message", None)
+        if continues and variables.get("add_generation_prompt"):
             raise InvalidArgument("continue_final_message: add_generation_prompt must be false")
-        variables.setdefault("add_generation_prompt", not continued)
+        variables.setdefault("add_generation_prompt", not continues)
         try:
-            template = self._template(name)
-            messages = [_message(each, template) for each in chat["messages"]]
-            ending = _mark_end(chat["messages"][-1], messages[-1], template) if continued else ""
-            _check_used(variables, template)
+            template = self._compile(name)
+            messages = [_prepare_message(message, template) for message in chat["messages"]]
+            last_text = _mark_end(chat["messages"][-1], messages[-1], template) if continues else ""
+            _check_variables(variables, template)
             text = template.template.render(**{**variables, "messages": messages})
         except InvalidArgument:
             raise
@@ -89,9 +92,9 @@ class ChatTemplate:
             raise InvalidArgument(
                 f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
             ) from None
-        return _before_end(text, ending) if continued else text
+        return _cut_at_mark(text, last_text) if continues else text
 
-    def _name(self, requested: Any, tools: Any) -> str:
+    def _select_name(self, requested: Any, tools: Any) -> str:
         """Return the name of the template to use."""
         name = requested or ("tool_use" if tools and "tool_use" in self.sources else "default")
         if name not in self.sources:
@@ -101,15 +104,15 @@ class ChatTemplate:
             )
         return str(name)
 
-    def _template(self, name: str) -> _Compiled:
+    def _compile(self, name: str) -> _CompiledTemplate:
         if name not in self._compiled:
             source = self.sources[name]
             parsed = self._environment.parse(source)
-            self._compiled[name] = _Compiled(
+            self._compiled[name] = _CompiledTemplate(
                 self._environment.from_string(source),
                 any(_names_content(loop.iter) for loop in parsed.find_all(nodes.For)),
-                any(test.name in _TESTS for test in parsed.find_all(nodes.Test)),
-                any(each.value == "developer" for each in parsed.find_all(nodes.Const)),
+                any(test.name in _TYPE_TESTS for test in parsed.find_all(nodes.Test)),
+                any(constant.value == "developer" for constant in parsed.find_all(nodes.Const)),
                 "content" in source,
                 any(map(_checks_content, parsed.find_all((nodes.Test, nodes.Compare)))),
                 frozenset(meta.find_undeclared_variables(parsed)),
@@ -117,30 +120,30 @@ class ChatTemplate:
         return self._compiled[name]
 
 
-class _Compiled(NamedTuple):
+class _CompiledTemplate(NamedTuple):
     """A compiled template and its properties.
 
     Attributes:
-        iterates: Whether it iterates over the parts of a content.
-        distinguishes: Whether it distinguishes a content of parts from a text.
-        developer: Whether it has the role `developer`; otherwise that role becomes `system`.
-        names_content: Whether it names the content of a message.
-        checks: Whether it checks that a message has a content.
+        iterates_parts: Whether it iterates over the parts of a content.
+        distinguishes_parts: Whether it distinguishes a list of parts from a string.
+        has_developer_role: Whether it has the role `developer`; else that role becomes `system`.
+        names_content: Whether it contains the name `content`.
+        checks_content: Whether it checks that a message has a content.
         variables: The names of its variables.
     """
 
     template: Template
-    iterates: bool
-    distinguishes: bool
-    developer: bool
+    iterates_parts: bool
+    distinguishes_parts: bool
+    has_developer_role: bool
     names_content: bool
-    checks: bool
+    checks_content: bool
     variables: frozenset[str]
 
 
-def _check_used(chat: Mapping[str, Any], template: _Compiled) -> None:
-    """Raise InvalidArgument if a request has members that the template would ignore."""
-    for name in _NEEDED:
+def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
+    """Raise InvalidArgument if a request has variables that the template would ignore."""
+    for name in _CHECKED_VARIABLES:
         if chat.get(name) and name not in template.variables:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
@@ -173,15 +176,15 @@ def conversation(text: str) -> dict[str, Any]:
     messages = chat.get("messages")
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed}")
-    for name in _KINDS.keys() & chat.keys():
-        kind, words = _KINDS[name]
+    for name in _VARIABLE_TYPES.keys() & chat.keys():
+        kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
-            raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {words}")
+            raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {description}")
     return {**chat}
 
 
-# The types of variables of a conversation.
-_KINDS: Mapping[str, tuple[type[Any], str]] = {
+# The types of a conversation's variables, and their descriptions.
+_VARIABLE_TYPES: Mapping[str, tuple[type[Any], str]] = {
     "chat_template_kwargs": (dict, "an object"),
     "documents": (list, "a list"),
     "reasoning_effort": (str, "a string"),
@@ -196,37 +199,41 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value
 
 
-def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
-    """Return a message for a template.
+def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> dict[str, Any]:
+    """Return a received message in the form that a template requires.
 
-    It has no nulls and no empty list of calls, its reasoning by all names, and the arguments of
-    calls as objects. A missing content is empty, as in vLLM, except beside calls in a template that
-    checks for it. The text parts of its content are joined, unless the template iterates over them
-    and it is no result of a tool. A text is a part if the template only takes parts.
+    - Nulls and an empty list of calls are removed.
+    - The reasoning has all of its names.
+    - The arguments of calls are objects.
+    - A missing content becomes empty, as in vLLM, unless the message has calls and the template
+      checks for a content.
+    - The parts of a content are joined, unless the template iterates over parts. The content of a
+      tool's message is always joined.
+    - A string becomes a part if the template only accepts parts.
     """
     message = {name: value for name, value in received.items() if value is not None}
-    for name in ("role", "name", "tool_call_id", *_REASONING):
+    for name in ("role", "name", "tool_call_id", *_REASONING_NAMES):
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
     if not isinstance(message.get("content"), str | list | None):
         found = clip(repr(message["content"]))
         raise InvalidArgument(f"messages: content {found} is not a string or a list of parts")
-    if message["role"] == "developer" and not template.developer:
+    if message["role"] == "developer" and not template.has_developer_role:
         message["role"] = "system"
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    reasoning = next((message[name] for name in _REASONING_NAMES if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     calls = message.pop("tool_calls", None)
     if not isinstance(calls, list | None):
         raise InvalidArgument(f"messages: tool_calls {clip(repr(calls))} is not a list")
     if calls:
-        message["tool_calls"] = [_call(call) for call in calls]
-    only_parts = template.iterates and not template.distinguishes
-    if not (calls and template.checks):
-        message.setdefault("content", [] if only_parts else "")
+        message["tool_calls"] = [_prepare_call(call) for call in calls]
+    takes_only_parts = template.iterates_parts and not template.distinguishes_parts
+    if not (calls and template.checks_content):
+        message.setdefault("content", [] if takes_only_parts else "")
     content = message.get("content")
     if not isinstance(content, list):
-        if isinstance(content, str) and only_parts:
+        if isinstance(content, str) and takes_only_parts:
             message["content"] = [{"type": "text", "text": content}]
         return message
     for part in content:
@@ -236,13 +243,13 @@ def _message(received: dict[str, Any], template: _Compiled) -> dict[str, Any]:
         if not isinstance(part.get("text"), str):
             text = clip(repr(part.get("text")))
             raise InvalidArgument(f"messages: the text {text} of a part is not a string")
-    if template.iterates and message["role"] != "tool":
+    if template.iterates_parts and message["role"] != "tool":
         return message
     return {**message, "content": "\n".join(str(part.get("text", "")) for part in content)}
 
 
-def _call(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, unless their text is not JSON."""
+def _prepare_call(call: Any) -> Any:
+    """Return a tool call whose arguments are an object, or a string that is not JSON."""
     function = call.get("function", {}) if isinstance(call, dict) else None
     if not (isinstance(function, dict) and isinstance(function.get("name", ""), str)):
         raise InvalidArgument(
@@ -259,10 +266,17 @@ def _call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _mark_end(received: Mapping[str, Any], message: dict[str, Any], template: _Compiled) -> str:
-    """Mark the end of the text of a message, `received` in the request; return the text.
+def _mark_end(
+    received: Mapping[str, Any], message: dict[str, Any], template: _CompiledTemplate
+) -> str:
+    """Append the end mark to the last text of a message, in place; return the text.
 
-    As in transformers, the last part with a text is continued, and a text may be empty.
+    As in transformers, the last part with a text is continued, and the text may be empty.
+
+    Args:
+        received: The message in the request.
+        message: The message for the template.
+        template: The template.
     """
     if received.get("content") is None:
         raise InvalidArgument("continue_final_message: the last message has no content")
@@ -273,36 +287,36 @@ def _mark_end(received: Mapping[str, Any], message: dict[str, Any], template: _C
         )
     content = message["content"]
     if isinstance(content, str):
-        message["content"] = content + _END
+        message["content"] = content + _END_MARK
         return content
     message["content"] = parts = [*content]
     for index in reversed(range(len(parts))):
         if "text" in parts[index]:
             text = str(parts[index]["text"])
-            parts[index] = {**parts[index], "text": text + _END}
+            parts[index] = {**parts[index], "text": text + _END_MARK}
             return text
     raise InvalidArgument("continue_final_message: the last message has no text")
 
 
-def _before_end(prompt: str, text: str) -> str:
-    """Return a rendered text up to the marked end of its last message."""
-    position = prompt.rfind(_END.strip())
+def _cut_at_mark(prompt: str, text: str) -> str:
+    """Return a rendered prompt up to the end mark in its last message, which ends with `text`."""
+    position = prompt.rfind(_END_MARK.strip())
     if position < 0 or text.strip() not in prompt:
         raise InvalidArgument(
             "continue_final_message: the model's chat template does not render the last message"
         )
-    exact = prompt.startswith(_END, position)
-    return prompt[:position] if exact else prompt[:position].rstrip()
+    is_exact = prompt.startswith(_END_MARK, position)
+    return prompt[:position] if is_exact else prompt[:position].rstrip()
 
 
-def _refuse(message: str) -> NoReturn:
+def _reject(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _now(form: str) -> str:
+def _format_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _to_json(value: Any, *positional: Any, **named: Any) -> str:
-    settings = dict(zip(_JSON, positional, strict=False)) | named
+def _to_json(value: Any, *arguments: Any, **options: Any) -> str:
+    settings = dict(zip(_TOJSON_ARGUMENTS, arguments, strict=False)) | options
     return json.dumps(value, **{"ensure_ascii": False, **settings})

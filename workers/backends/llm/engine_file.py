@@ -1,4 +1,4 @@
-"""`engine.yaml`: the settings of a generative model's engine, and the default KV cache size."""
+"""`engine.yaml`: the settings of a generative model's engine, and defaults for its sizes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def read(folder: Path) -> EngineSettings:
 
 
 def parse(text: str) -> EngineSettings:
-    """Return the settings in the text of a file (pure); raise like `read`."""
+    """Return the settings in the text of a file; raise errors like `read`."""
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
         document: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        position = f"{NAME}:{_at(mark)}" if mark else NAME
+        position = f"{NAME}:{_format_mark(mark)}" if mark else NAME
         reason = getattr(error, "problem", None) or str(error)
         raise InvalidArgument(f"{position}: it is not YAML: {reason}") from None
     if top is None:
@@ -56,14 +56,15 @@ def parse(text: str) -> EngineSettings:
 def _positions(top: yaml.Node) -> dict[str, str]:
     """Return the position of each key; raise InvalidArgument for duplicate keys."""
     positions: dict[str, str] = {}
-    twice = []
+    duplicates = []
     for key, mark in _keys(top, ""):
         if key in positions:
             line = positions[key].partition(":")[0]
-            twice.append(f"{NAME}:{_at(mark)}: {key}: it is already set in line {line}")
-        positions.setdefault(key, _at(mark))
-    if twice:
-        raise InvalidArgument("\n".join(twice))
+            at = _format_mark(mark)
+            duplicates.append(f"{NAME}:{at}: {key}: it is already set in line {line}")
+        positions.setdefault(key, _format_mark(mark))
+    if duplicates:
+        raise InvalidArgument("\n".join(duplicates))
     return positions
 
 
@@ -74,19 +75,21 @@ def _keys(node: yaml.Node, prefix: str) -> Iterator[tuple[str, yaml.Mark]]:
         yield from _keys(value, f"{name}.")
 
 
-def _at(mark: yaml.Mark) -> str:
+def _format_mark(mark: yaml.Mark) -> str:
     return f"{mark.line + 1}:{mark.column + 1}"
 
 
-_SHARE = 0.5  # share of the available memory for keys and values
-_FLOAT = 4  # bytes of a float32
-_HOST = -1  # stands for the host among GPU numbers
+_KV_CACHE_SHARE = 0.5  # share of the memory beside the weights
+_FLOAT_BYTES = 4
+_HOST_DEVICE = -1  # represents the host among the numbers of GPUs
 
 
-def sized(
+def with_sizes(
     settings: EngineSettings, model: Architecture, device: str, instances: int
 ) -> EngineSettings:
-    """Return the settings with the sizes that are not set, computed from the model and its memory.
+    """Return the settings with defaults for sizes that are not set.
+
+    The defaults depend on the model and on the available memory.
 
     Args:
         settings: The settings.
@@ -97,36 +100,36 @@ def sized(
     Raises:
         InvalidArgument: The sizes are inconsistent.
     """
-    longest = settings.max_model_len or model.positions
-    if longest > model.positions:
+    max_length = settings.max_model_len or model.positions
+    if max_length > model.positions:
         raise InvalidArgument(
-            f"max_model_len: {longest} is more than the {model.positions} positions of the model"
+            f"max_model_len: {max_length} is more than the {model.positions} positions of the model"
         )
-    block_bytes = settings.block_size * model.kv_floats_per_token * _FLOAT
+    block_bytes = settings.block_size * model.kv_floats_per_token * _FLOAT_BYTES
     blocks = settings.kv_cache_blocks
     if not blocks:
-        weights = sum(math.prod(shape) for shape in model.weights().values()) * _FLOAT
-        available = max(_available(device) / instances - weights, 0) * _SHARE
-        needed = settings.max_batch_size * -(-longest // settings.block_size)
-        blocks = max(min(int(available / block_bytes), needed), 1)
+        weight_bytes = sum(math.prod(shape) for shape in model.weights().values()) * _FLOAT_BYTES
+        available = max(_available_bytes(device) / instances - weight_bytes, 0) * _KV_CACHE_SHARE
+        max_blocks = settings.max_batch_size * -(-max_length // settings.block_size)
+        blocks = max(min(int(available / block_bytes), max_blocks), 1)
     swap = settings.swap_blocks or int(settings.swap_space_gb * 1e9 / block_bytes)
-    longest = min(longest, blocks * settings.block_size)
-    return replace(settings, kv_cache_blocks=blocks, max_model_len=longest, swap_blocks=swap)
+    max_length = min(max_length, blocks * settings.block_size)
+    return replace(settings, kv_cache_blocks=blocks, max_model_len=max_length, swap_blocks=swap)
 
 
-def most_on_one_device(groups: Iterable[InstanceGroup]) -> int:
+def max_instances_per_device(groups: Iterable[InstanceGroup]) -> int:
     """Return the maximum number of instances on one device."""
     counts: Counter[int] = Counter()
     for group in groups:
-        for device in group.gpus if group.kind == "KIND_GPU" else (_HOST,):
+        for device in group.gpus if group.kind == "KIND_GPU" else (_HOST_DEVICE,):
             counts[device] += group.count
     return max(counts.values(), default=1)
 
 
-def _available(device: str) -> int:
-    """Return the free bytes of a device's memory."""
+def _available_bytes(device: str) -> int:
+    """Return the number of available bytes of a device's memory."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
+    sizes = {name: size.split()[0] for name, _, size in (line.partition(":") for line in lines)}
     return int(sizes["MemAvailable"]) * 1024

@@ -1,6 +1,7 @@
 """Grammars of texts: their compilation, and the tokens that they allow at each position.
 
-The library is llguidance. `with_patterns` adds a key of JSON schemas that it lacks.
+Grammars are compiled by llguidance. `with_patterns` implements a keyword of JSON schemas that
+llguidance lacks.
 """
 
 from __future__ import annotations
@@ -56,25 +57,25 @@ class Grammars:
             raise InvalidArgument("response_format: the model has no end-of-text token")
         matcher: Any = llguidance.LLMatcher
         compilers = {
-            "json_schema": _json_grammar,
+            "json_schema": _compile_json_schema,
             "regex": matcher.grammar_from_regex,
-            "grammar": _lark,
+            "grammar": _compile_lark,
         }
         try:
             body = compilers[kind](text) if kind else ""
             new = matcher(self._tokenizer, _with_body(message_grammar, body))
             if not new.get_error():
                 new.compute_bitmask()  # raises for grammars that allow no text
-            error = new.get_error() or _unsupported(new.get_grammar_warnings())
+            error = new.get_error() or _list_unsupported(new.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
-            raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_reason(error)}")
+            raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_shorten(error)}")
         return new
 
 
 class _TokenBytes:
-    """The bytes of all tokens, in the form that the library has for other tokenizers."""
+    """The bytes of all tokens, in llguidance's interface for tokenizers of other libraries."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -97,22 +98,22 @@ def _with_body(message_grammar: str, body: str) -> str:
     """
     if not (message_grammar and body):
         return message_grammar or body
-    inner = {"lark_grammar": body}
+    content = {"lark_grammar": body}
     if body.lstrip().startswith("{"):
-        (inner,) = json.loads(body)["grammars"]
-    outer = {"name": "message", "lark_grammar": message_grammar}
-    return json.dumps({"grammars": [outer, {**inner, "name": "body"}]})
+        (content,) = json.loads(body)["grammars"]
+    message = {"name": "message", "lark_grammar": message_grammar}
+    return json.dumps({"grammars": [message, {**content, "name": "body"}]})
 
 
-# White space between the parts of a JSON text, bounded as in llama.cpp: a model that prefers white
-# space would otherwise write nothing else.
+# White space between the tokens of a JSON text. It is limited, as in llama.cpp, because some models
+# would otherwise generate white space without end.
 _WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 
 
-def _json_grammar(text: str) -> Any:
-    """Return the grammar of a JSON schema.
+def _compile_json_schema(text: str) -> Any:
+    """Return llguidance's grammar of a JSON schema, which may set options in `x-guidance`.
 
-    Formats without an implementation are annotations. `x-guidance` may have other options.
+    String formats that llguidance does not implement are ignored.
     """
     import llguidance
 
@@ -125,30 +126,30 @@ def _json_grammar(text: str) -> Any:
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
 
 
-def _unsupported(warnings: list[str]) -> str:
-    """Return the warnings of a lenient compilation about JSON schema keys that restrict texts.
+def _list_unsupported(warnings: list[str]) -> str:
+    """Return the warnings of a lenient compilation, except those about ignored keywords.
 
-    `uniqueItems`, which schemas of Python's sets have, is left to the client.
+    `uniqueItems`, which schemas of Python's sets contain, is ignored like unknown formats.
     """
-    relevant = [each for each in warnings if not each.startswith("Unknown format: ")]
-    return "; ".join(each for each in relevant if each != 'Unimplemented keys: ["uniqueItems"]')
+    ignored = ("Unknown format: ", 'Unimplemented keys: ["uniqueItems"]')
+    return "; ".join(warning for warning in warnings if not warning.startswith(ignored))
 
 
-def _reason(error: str) -> str:
+def _shorten(error: str) -> str:
     first = error.splitlines()[0]
     return "it matches no text" if first.startswith("NoExtension") else clip(first, 200)
 
 
-def failure(matcher: Any) -> InvalidArgument | None:
-    """Return the error of a matcher that can no longer restrict the next tokens, or None."""
+def matcher_error(matcher: Any) -> InvalidArgument | None:
+    """Return the error of a matcher that has failed, or None."""
     if not matcher.is_error():
         return None
     return InvalidArgument(
-        f"response_format: the grammar has failed: {_reason(matcher.get_error())}"
+        f"response_format: the grammar has failed: {_shorten(matcher.get_error())}"
     )
 
 
-def _lark(text: str) -> Any:
+def _compile_lark(text: str) -> Any:
     """Compile a grammar in Lark's language or in GBNF. Raises ValueError if it is neither."""
     import llguidance
     from llguidance.gbnf_to_lark import any_to_lark
@@ -160,29 +161,29 @@ def _lark(text: str) -> Any:
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
-    """Return the drafts that a grammar accepts, and the allowed tokens of each position.
+    """Return the draft tokens that a grammar accepts, and bitmasks of the allowed tokens.
 
-    The bits (int32) are those before each accepted draft and behind the last. The matcher's
-    position does not change.
+    The bitmasks, int32 [vocabulary / 32], are for the position of each accepted draft token and for
+    the position after the last. The matcher's state does not change.
     """
-    masks = [_bits(matcher)]
+    masks = [_bitmask(matcher)]
     accepted: list[int] = []
     for token in drafts:
         if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
             break
         accepted.append(token)
-        masks.append(_bits(matcher))
+        masks.append(_bitmask(matcher))
     if accepted:
         matcher.rollback(len(accepted))
     return accepted, masks
 
 
-def _bits(matcher: Any) -> torch.Tensor:
+def _bitmask(matcher: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
 
 
-def resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema at a reference within a schema ("#/$defs/City"); None if there is none."""
+def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema at a JSON pointer such as "#/$defs/City"; None if it does not exist."""
     node: Any = root
     for part in reference.split("/")[1:]:
         if isinstance(node, list):
@@ -194,9 +195,9 @@ def resolved(reference: str, root: Mapping[str, Any]) -> Any:
     return node
 
 
-# The keys of JSON schemas whose values are objects of schemas.
-MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("enum", "const", "default", "examples")
+# The keywords of JSON schemas whose values are objects of schemas.
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUE_KEYS = ("enum", "const", "default", "examples")
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-][0-9]{2}:[0-9]{2})?"
@@ -209,50 +210,50 @@ _FORMATS = {
 
 
 def with_patterns(schema: Any, root: Any) -> Any:
-    """Replace `propertyNames`, which the library lacks, by `patternProperties` where possible.
+    """Replace `propertyNames`, which llguidance lacks, by `patternProperties` where possible.
 
-    Keys that are null are removed.
+    Keywords whose value is null are removed.
 
     Args:
         schema: The schema, or a part of it.
-        root: The whole schema, which references are resolved in.
+        root: The whole schema, which contains the targets of references.
     """
     if isinstance(schema, list):
-        return [with_patterns(each, root) for each in schema]
+        return [with_patterns(subschema, root) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
-    copy: dict[str, Any] = {}
+    extended: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in MAPS and isinstance(value, dict):
-            copy[key] = {name: with_patterns(each, root) for name, each in value.items()}
-        elif key in _VALUES:
-            copy[key] = value
+        if key in SCHEMA_MAPS and isinstance(value, dict):
+            extended[key] = {name: with_patterns(schema, root) for name, schema in value.items()}
+        elif key in _VALUE_KEYS:
+            extended[key] = value
         elif value is not None:
-            copy[key] = with_patterns(value, root)
-    pattern = _pattern(copy.get("propertyNames"), root)
+            extended[key] = with_patterns(value, root)
+    pattern = _names_pattern(extended.get("propertyNames"), root)
     if pattern == "":
-        del copy["propertyNames"]
-    elif pattern and not copy.keys() & {"properties", "patternProperties"}:
-        del copy["propertyNames"]
-        copy["patternProperties"] = {pattern: copy.get("additionalProperties", {})}
-        copy["additionalProperties"] = False
-    return copy
+        del extended["propertyNames"]
+    elif pattern and not extended.keys() & {"properties", "patternProperties"}:
+        del extended["propertyNames"]
+        extended["patternProperties"] = {pattern: extended.get("additionalProperties", {})}
+        extended["additionalProperties"] = False
+    return extended
 
 
-def _pattern(names: Any, root: Any) -> str | None:
-    """Return the regular expression of a schema of names; "" for any name, None if unknown."""
+def _names_pattern(names: Any, root: Any) -> str | None:
+    """Return the regular expression for `propertyNames`; "": any name; None: not expressible."""
     if isinstance(names, dict) and "$ref" in names:
-        names = resolved(str(names["$ref"]), root)
+        names = resolve_reference(str(names["$ref"]), root)
     if not isinstance(names, dict) or names.get("type", "string") != "string":
         return "" if names is True else None
     limits = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
     if limits.keys() <= {"minLength", "maxLength"}:
-        least, most = limits.get("minLength", 0), limits.get("maxLength", "")
-        return f"^[\\s\\S]{{{least},{most}}}$" if limits else ""
-    (key, value), *rest = limits.items()
-    texts = value if key == "enum" else [value]
-    if rest or not all(isinstance(text, str) for text in texts):
+        min_length, max_length = limits.get("minLength", 0), limits.get("maxLength", "")
+        return f"^[\\s\\S]{{{min_length},{max_length}}}$" if limits else ""
+    (key, value), *others = limits.items()
+    values = value if key == "enum" else [value]
+    if others or not all(isinstance(text, str) for text in values):
         return None
     if key in ("enum", "const"):
-        return f"^(?:{'|'.join(map(re.escape, texts))})$"
+        return f"^(?:{'|'.join(map(re.escape, values))})$"
     return _FORMATS.get(value) if key == "format" else value if key == "pattern" else None

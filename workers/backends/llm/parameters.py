@@ -19,7 +19,7 @@ from shmserve.logs import warn_once
 logger = logging.getLogger(__name__)
 
 _MAX_STOPS = 64
-_LONGEST_WORD = 256  # maximum number of characters of a bad word
+_MAX_WORD_LENGTH = 256  # maximum number of characters of a bad word
 # The range of each number; integer bounds mean an integer.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (0, 1 << 24),
@@ -49,8 +49,8 @@ _ALIASES = {
     "guided_grammar": "grammar",
     "guided_whitespace_pattern": "whitespace_pattern",
 }
-# Fields of OpenAI's and vLLM's APIs that would change a text, and values without effect.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
+# Parameters of OpenAI's and vLLM's APIs that would change a text, and their values without effect.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logits_processors": ([],),
     "detokenize": (True,),
@@ -58,19 +58,19 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "lora_name": ("",),
     "prompt_embeds": (),
 }
-_FREE = ("", "")  # the value of a request without a grammar
-_OBJECT = {"type": "object"}
+_NO_GRAMMAR = ("", "")
+_OBJECT_SCHEMA = {"type": "object"}
 _MAX_CHOICES = 10_000
-# Parameters that a beam search does not have.
-_NOT_WITH_BEAMS = (
+# Parameters that a beam search does not support.
+_NOT_WITH_BEAM_SEARCH = (
     "min_tokens repetition_penalty presence_penalty frequency_penalty logprobs logit_bias "
     "bad_words allowed_token_ids response_format structured_outputs json_schema regex choice "
     "grammar"
 )
-# Names that other readers of a request know, or that have no effect on a text.
-_PLAIN = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
+# Parameters that are read elsewhere, or have no effect on a text.
+_IGNORED = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
 # The parameters that generation_config.json may set for all requests.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_PRESETS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,18 @@ class GenerationParameters:
 
     Attributes:
         logprobs: The number of likeliest tokens to report; -1: no log probabilities.
-        prompt_logprobs: The same for the prompt.
+        prompt_logprobs: The number of likeliest tokens to report for each token of the prompt; -1:
+            no log probabilities.
         top_k: The number of likeliest tokens to sample from; 0: unlimited.
         best_of: The width of the beam search, or the number of samples of which the `n` likeliest
             are returned, if larger than `n`.
         truncate_prompt_tokens: The number of last prompt tokens to use; 0: all; -1: as many as
-            the model takes.
+            fit into the model's maximum length.
         allowed_token_ids: The tokens that may be generated; empty: all.
-        forbidden: Returns the tokens that would complete one of `bad_words` after given tokens.
-        grammar: (kind, text) with the kind "json_schema", "regex", "grammar" (Lark or GBNF), or
+        forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
+        grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
-        grammar_name: The parameter that contains it.
+        grammar_name: The parameter that contains the grammar, for messages.
     """
 
     max_tokens: int = 16
@@ -125,7 +126,7 @@ class GenerationParameters:
     bad_words: tuple[str, ...] = ()
     forbidden: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
-    grammar: tuple[str, str] = _FREE
+    grammar: tuple[str, str] = _NO_GRAMMAR
     grammar_name: str = ""
 
     @cached_property
@@ -144,7 +145,7 @@ class GenerationParameters:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples to generate; 0: a beam search finds them."""
+        """Return the number of samples to generate; 0 for a beam search."""
         return 0 if self.use_beam_search else max(self.n, self.best_of)
 
     @cached_property
@@ -156,20 +157,25 @@ class GenerationParameters:
 def parse(
     request: Mapping[str, Any], defaults: Mapping[str, Any], vocabulary: int
 ) -> GenerationParameters:
-    """Return the parameters of a request, over those of generation_config.json.
+    """Return the parameters of a request.
 
     Unknown parameters are ignored, and logged once for each name.
 
+    Args:
+        request: The parameters of the request.
+        defaults: The content of generation_config.json.
+        vocabulary: The number of tokens of the model.
+
     Raises:
-        InvalidArgument: Parameters are invalid. The message names each one, the value found and the
-            values allowed.
+        InvalidArgument: Parameters are invalid. The message names each parameter, the value found
+            and the values allowed.
     """
     problems: list[str] = []
     grammars: dict[str, tuple[str, str]] = {}
-    shown = {_ALIASES.get(name, name): name for name in request}
-    preset = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
+    request_names = {_ALIASES.get(name, name): name for name in request}
+    presets = {name: defaults[name] for name in _PRESETS if defaults.get(name) is not None}
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
-    for name, value in {**_named(preset), **_named(request)}.items():
+    for name, value in {**_resolve_aliases(presets), **_resolve_aliases(request)}.items():
         parser = _PARSERS.get(name)
         if value is None:
             continue
@@ -178,114 +184,116 @@ def parse(
                 values |= parser(name, value)
             except ValueError as error:
                 problems.append(f"{name}: {clip(repr(value))} is not {error}")
-        elif name in _PLAIN:
+        elif name in _IGNORED:
             continue
-        elif name not in _REFUSED:
+        elif name not in _UNSUPPORTED:
             message = "the unknown parameter '%s' of a generation is ignored"
             warn_once(logger, message, clip(name))
-        elif value not in _REFUSED[name]:
+        elif value not in _UNSUPPORTED[name]:
             problems.append(f"{name}: {clip(repr(value))} is not supported")
-        if values.get("grammar", _FREE) != _FREE:
+        if values.get("grammar", _NO_GRAMMAR) != _NO_GRAMMAR:
             grammars[name] = values.pop("grammar")
     if len(grammars) > 1:
         problems.append(f"{' and '.join(grammars)}: at most one grammar is allowed")
-    values = _settled(values, grammars)
-    values["grammar_name"] = next((shown.get(name, name) for name in grammars), "")
-    problems += _contradictions(values, vocabulary)
+    values = _combine(values, grammars)
+    values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "")
+    problems += _find_contradictions(values, vocabulary)
     if values.get("use_beam_search"):
-        problems += _with_beams({**_named(request), **grammars})
+        problems += _find_unsupported({**_resolve_aliases(request), **grammars})
     if problems:
-        named = (problem.partition(": ") for problem in problems)
+        parts = (problem.partition(": ") for problem in problems)
         raise InvalidArgument(
-            "; ".join(f"{shown.get(name, name)}: {text}" for name, _, text in named)
+            "; ".join(f"{request_names.get(name, name)}: {text}" for name, _, text in parts)
         )
     return GenerationParameters(**values)
 
 
-def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {_ALIASES.get(name, name): value for name, value in settings.items()}
 
 
-def _settled(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Combine parameters that were given by two alternative names."""
+def _combine(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Combine parameters that determine the same field; return the fields."""
     values["top_k"] = max(values.get("top_k", 0), 0)
-    requested, top = values.pop("wants_logprobs", True), values.pop("top_logprobs", None)
-    if not requested:
+    has_logprobs, top = values.pop("has_logprobs", True), values.pop("top_logprobs", None)
+    if not has_logprobs:
         values["logprobs"] = -1
     elif top is not None:
         values["logprobs"] = top
-    values["grammar"] = next(iter(grammars.values()), _FREE)
+    values["grammar"] = next(iter(grammars.values()), _NO_GRAMMAR)
     pattern = values.pop("whitespace_pattern", None)
     if pattern is not None and values["grammar"][0] == "json_schema":
-        values["grammar"] = _spaced(values["grammar"][1], {"whitespace_pattern": pattern})
+        values["grammar"] = _with_options(values["grammar"][1], {"whitespace_pattern": pattern})
     return values
 
 
-def _contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
-    texts: list[str] = []
+def _find_contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
+    problems: list[str] = []
+    largest = vocabulary - 1
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        beyond = [token for token in values.get(name, ()) if not 0 <= token < vocabulary]
-        if beyond:
-            texts.append(f"{name}: {beyond[0]} is not a token; allowed are 0 to {vocabulary - 1}")
-    least, most = values.get("min_tokens", 0), values.get("max_tokens", 16)
-    if least > most:
-        texts.append(f"min_tokens: {least} is more than max_tokens {most}")
-    if not most and not (values.get("echo") or values.get("prompt_logprobs", -1) >= 0):
-        texts.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
+        invalid = [token for token in values.get(name, ()) if not 0 <= token <= largest]
+        if invalid:
+            problems.append(f"{name}: {invalid[0]} is not a token; allowed are 0 to {largest}")
+    min_tokens, max_tokens = values.get("min_tokens", 0), values.get("max_tokens", 16)
+    if min_tokens > max_tokens:
+        problems.append(f"min_tokens: {min_tokens} is more than max_tokens {max_tokens}")
+    if not max_tokens and not (values.get("echo") or values.get("prompt_logprobs", -1) >= 0):
+        problems.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
     if not values.get("top_p", 1.0):
-        texts.append("top_p: 0.0 is not a number above 0, up to 1")
+        problems.append("top_p: 0.0 is not a number above 0, up to 1")
     count, best_of = values.get("n", 1), values.get("best_of", 0)
     if best_of and best_of < count:
-        texts.append(f"best_of: {best_of} is less than n {count}")
+        problems.append(f"best_of: {best_of} is less than n {count}")
     if not values.get("use_beam_search"):
         if best_of > count and values.get("stream"):
-            texts.append(
+            problems.append(
                 f"stream: the best of {best_of} samples are known only when all are complete"
             )
-        return texts
+        return problems
     if values.get("stream"):
-        texts.append("stream: it must be false, because a beam search returns its texts at the end")
+        reason = "a beam search returns its texts at the end"
+        problems.append(f"stream: it must be false, because {reason}")
     if values.get("logprobs", -1) >= 0:
-        texts.append("logprobs: a beam search does not return them")
-    if not most:
-        texts.append("max_tokens: a beam search requires at least 1")
+        problems.append("logprobs: a beam search does not return them")
+    if not max_tokens:
+        problems.append("max_tokens: a beam search requires at least 1")
     if max(count, best_of) < 2:
-        texts.append(f"n: {count} is not a beam width (allowed: 2 to 128)")
-    return texts
+        problems.append(f"n: {count} is not a beam width (allowed: 2 to 128)")
+    return problems
 
 
-def _with_beams(settings: Mapping[str, Any]) -> list[str]:
+def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
     """Return a problem for each parameter that a beam search does not support."""
     neutral: tuple[Any, ...] = (None, False, "", [], {}, (), {"type": "text"})
     defaults = {"repetition_penalty": 1, "logprobs": -1}
     return [
         f"{name}: it is not supported with use_beam_search"
         for name, value in settings.items()
-        if name in _NOT_WITH_BEAMS.split()
+        if name in _NOT_WITH_BEAM_SEARCH.split()
         and value not in neutral
         and value != defaults.get(name, 0)
     ]
 
 
-# --- parsers of single parameters; a ValueError contains the allowed values
+# --- parsers of single parameters; they raise a ValueError with the allowed values
 
 
-def _number(name: str, value: Any) -> dict[str, Any]:
-    least, most = _RANGES[name]
-    whole = isinstance(least, int)
-    allowed = f"{'an integer' if whole else 'a number'} from {least} to {most}"
+def _parse_number(name: str, value: Any) -> dict[str, Any]:
+    minimum, maximum = _RANGES[name]
+    is_integer = isinstance(minimum, int)
+    allowed = f"{'an integer' if is_integer else 'a number'} from {minimum} to {maximum}"
     try:
         number = float(value)
-        exact = int(value) if whole else number
+        exact = int(value) if is_integer else number
     except (TypeError, ValueError, OverflowError):
         raise ValueError(allowed) from None
-    inside = math.isfinite(number) and least <= exact <= most
-    if isinstance(value, bool) or not inside or (whole and number != float(exact)):
+    in_range = math.isfinite(number) and minimum <= exact <= maximum
+    if isinstance(value, bool) or not in_range or (is_integer and number != float(exact)):
         raise ValueError(allowed)
     return {name: exact}
 
 
-def _flag(name: str, value: Any) -> dict[str, Any]:
+def _parse_flag(name: str, value: Any) -> dict[str, Any]:
     texts = {"true": True, "false": False}
     flag = texts.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(flag, bool):
@@ -293,20 +301,20 @@ def _flag(name: str, value: Any) -> dict[str, Any]:
     return {name: flag}
 
 
-def _logprobs(name: str, value: Any) -> dict[str, Any]:
-    """Return the fields of `logprobs`: a number of tokens, or a flag as in chats."""
+def _parse_logprobs(name: str, value: Any) -> dict[str, Any]:
+    """Parse `logprobs`, which is a number of tokens or, in chats, a flag."""
     if value in ("true", "false") or isinstance(value, bool):
         requested = value in (True, "true")
-        return {"wants_logprobs": requested, "logprobs": 0 if requested else -1}
-    return _number(name, value)
+        return {"has_logprobs": requested, "logprobs": 0 if requested else -1}
+    return _parse_number(name, value)
 
 
-def _top_logprobs(name: str, value: Any) -> dict[str, Any]:
-    return {name: _number("logprobs", value)["logprobs"]}
+def _parse_top_logprobs(name: str, value: Any) -> dict[str, Any]:
+    return {name: _parse_number("logprobs", value)["logprobs"]}
 
 
-def _decoded(value: Any, allowed: str) -> Any:
-    """Decode a value that may be JSON, since parameters may be strings."""
+def _decode_json(value: Any, allowed: str) -> Any:
+    """Decode a value that may be JSON in a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -315,94 +323,92 @@ def _decoded(value: Any, allowed: str) -> Any:
         raise ValueError(allowed) from None
 
 
-def _stop(name: str, value: Any) -> dict[str, Any]:
+def _parse_stop(name: str, value: Any) -> dict[str, Any]:
     allowed = f"a string or a list of up to {_MAX_STOPS} strings, none of them empty"
     stops = [value] if isinstance(value, str) else value
-    texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
-    if not texts or len(stops) > _MAX_STOPS:
+    is_valid = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    if not is_valid or len(stops) > _MAX_STOPS:
         raise ValueError(allowed)
     return {name: tuple(stops)}
 
 
-def _stop_words(name: str, value: Any) -> dict[str, Any]:
-    """Return the stop strings in a list, which may be JSON in a text."""
+def _parse_stop_words(name: str, value: Any) -> dict[str, Any]:
+    """Parse `stop_words`, a list that may be JSON in a string."""
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError):
             value = json.loads(value)
-    return _stop("stop", value)
+    return _parse_stop("stop", value)
 
 
-def _bad_words(name: str, value: Any) -> dict[str, Any]:
-    words: tuple[str, ...] = _stop("stop", value)["stop"]
-    if any(len(word) > _LONGEST_WORD for word in words):
-        raise ValueError(f"a list of strings of up to {_LONGEST_WORD} characters")
+def _parse_bad_words(name: str, value: Any) -> dict[str, Any]:
+    words: tuple[str, ...] = _parse_stop("stop", value)["stop"]
+    if any(len(word) > _MAX_WORD_LENGTH for word in words):
+        raise ValueError(f"a list of strings of up to {_MAX_WORD_LENGTH} characters")
     return {name: words}
 
 
-def _tokens(name: str, value: Any) -> dict[str, Any]:
+def _parse_tokens(name: str, value: Any) -> dict[str, Any]:
     allowed = "a list of tokens (integers)"
-    tokens = _decoded(value, allowed)
-    listed = isinstance(tokens, list) and all(type(token) is int for token in tokens)
-    if not listed or (name == "allowed_token_ids" and not tokens):
-        raise ValueError(allowed + (", not empty" if listed else ""))
+    tokens = _decode_json(value, allowed)
+    is_list = isinstance(tokens, list) and all(type(token) is int for token in tokens)
+    if not is_list or (name == "allowed_token_ids" and not tokens):
+        raise ValueError(allowed + (", not empty" if is_list else ""))
     return {name: tuple(tokens)}
 
 
-def _bias(name: str, value: Any) -> dict[str, Any]:
+def _parse_bias(name: str, value: Any) -> dict[str, Any]:
     allowed = "an object of tokens with numbers from -100 to 100"
-    decoded = _decoded(value, allowed)
+    decoded = _decode_json(value, allowed)
     if not isinstance(decoded, dict):
         raise ValueError(allowed)
     try:
-        biases = {int(token): float(each) for token, each in decoded.items()}
+        biases = {int(token): float(bias) for token, bias in decoded.items()}
     except (TypeError, ValueError):
         raise ValueError(allowed) from None
-    if not all(-100 <= each <= 100 for each in biases.values()):
+    if not all(-100 <= bias <= 100 for bias in biases.values()):
         raise ValueError(allowed)
     return {name: biases}
 
 
-def _early_stopping(name: str, value: Any) -> dict[str, Any]:
+def _parse_early_stopping(name: str, value: Any) -> dict[str, Any]:
     text = str(value).lower()
     if text not in ("true", "false", "never"):
         raise ValueError("one of true, false, 'never'")
     return {name: text}
 
 
-def _response_format(name: str, value: Any) -> dict[str, Any]:
+def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
     allowed = (
         "an object with a type of text, json_object, json_schema, regex or grammar, and its content"
     )
-    spec = _decoded(value, allowed)
+    spec = _decode_json(value, allowed)
     kind = spec.get("type") if isinstance(spec, dict) else None
     match kind:
         case "text":
-            return {"grammar": _FREE}
+            return {"grammar": _NO_GRAMMAR}
         case "json_object" | "json":
-            schema = next(
-                (spec[key] for key in ("schema", "value") if spec.get(key) is not None), _OBJECT
-            )
-            return _schema(name, schema)
+            schemas = (spec[key] for key in ("schema", "value") if spec.get(key) is not None)
+            return _parse_schema(name, next(schemas, _OBJECT_SCHEMA))
         case "json_schema":
             content = spec.get("json_schema")
-            return _schema(name, content.get("schema") if isinstance(content, dict) else None)
+            return _parse_schema(name, content.get("schema") if isinstance(content, dict) else None)
         case "regex":
-            return _regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
+            return _parse_regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
         case "grammar":
-            return _grammar(name, spec.get("grammar"))
+            return _parse_grammar(name, spec.get("grammar"))
     raise ValueError(allowed)
 
 
-def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
-    """Return the grammar of `structured_outputs`: an object with one constraint and options."""
+def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
+    """Parse `structured_outputs`, an object with one constraint and options."""
     allowed = f"an object with one of {', '.join(_CONSTRAINTS)}"
-    members = _decoded(value, allowed)
+    members = _decode_json(value, allowed)
     if not isinstance(members, dict):
         raise ValueError(allowed)
-    enabled = {key: each for key, each in members.items() if each not in (None, False)}
+    enabled = {key: option for key, option in members.items() if option not in (None, False)}
     kinds = [key for key in enabled if key in _CONSTRAINTS]
-    strange = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
-    if len(kinds) != 1 or strange:
+    unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
+    if len(kinds) != 1 or unknown:
         raise ValueError(allowed + f", and of the options {', '.join(_OPTIONS)}")
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
@@ -413,93 +419,94 @@ def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
     if enabled.get("whitespace_pattern"):
-        options |= _text("whitespace_pattern", enabled["whitespace_pattern"])
+        options |= _parse_text("whitespace_pattern", enabled["whitespace_pattern"])
     if options and grammar[0] == "json_schema":
-        grammar = _spaced(grammar[1], options)
+        grammar = _with_options(grammar[1], options)
     return {"grammar": grammar}
 
 
-def _spaced(schema: str, options: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the grammar of a schema with llguidance's options for white space."""
+def _with_options(schema: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the grammar of a JSON schema with options of llguidance for white space."""
     document = json.loads(schema)
     document = document if isinstance(document, dict) else {}
     return "json_schema", json.dumps({**document, "x-guidance": options})
 
 
-def _schema(name: str, value: Any) -> dict[str, Any]:
+def _parse_schema(name: str, value: Any) -> dict[str, Any]:
     allowed = "a JSON schema"
-    schema = _decoded(value, allowed)
+    schema = _decode_json(value, allowed)
     if not isinstance(schema, (dict, bool)):
         raise ValueError(allowed)
     return {"grammar": ("json_schema", json.dumps(schema))}
 
 
-def _any_object(name: str, value: Any) -> dict[str, Any]:
+def _parse_json_object(name: str, value: Any) -> dict[str, Any]:
     if value is not True:
         raise ValueError("true or false for json_object")
-    return _schema(name, _OBJECT)
+    return _parse_schema(name, _OBJECT_SCHEMA)
 
 
-_TEXTS = {
+_TEXT_KINDS = {
     "regex": "a regular expression",
     "grammar": "a grammar in Lark's language or in GBNF",
     "whitespace_pattern": "a regular expression",
 }
 
 
-def _text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
-    """Return the fields of a text parameter, or of the grammar in it.
+def _parse_text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
+    """Parse a string that is a grammar or a pattern for white space.
 
     Args:
         name: The parameter.
         value: The value.
-        kind: The kind of grammar, if the text is a member of another parameter.
+        kind: The kind of the string, if it is a member of another parameter.
     """
     kind = kind or name
     if not isinstance(value, str) or not value:
-        raise ValueError(_TEXTS[kind])
+        raise ValueError(_TEXT_KINDS[kind])
     return {name: value} if kind == "whitespace_pattern" else {"grammar": (kind, value)}
 
 
-_regex, _grammar = partial(_text, kind="regex"), partial(_text, kind="grammar")
+_parse_regex = partial(_parse_text, kind="regex")
+_parse_grammar = partial(_parse_text, kind="grammar")
 
 
-def _choice(name: str, value: Any) -> dict[str, Any]:
+def _parse_choice(name: str, value: Any) -> dict[str, Any]:
     allowed = f"a list of 1 to {_MAX_CHOICES} strings, none of them empty"
-    choices = _decoded(value, allowed)
-    texts = isinstance(choices, list) and all(
+    choices = _decode_json(value, allowed)
+    is_valid = isinstance(choices, list) and all(
         isinstance(choice, str) and choice for choice in choices
     )
-    if not texts or not 0 < len(choices) <= _MAX_CHOICES:
+    if not is_valid or not 0 < len(choices) <= _MAX_CHOICES:
         raise ValueError(allowed)
     quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 
 
 _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
-    "json": _schema,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
-    "json_object": _any_object,
+    "json": _parse_schema,
+    "regex": _parse_regex,
+    "choice": _parse_choice,
+    "grammar": _parse_grammar,
+    "json_object": _parse_json_object,
 }
-# The options of structured_outputs; the fallback is that to another library.
+# The options of structured_outputs. `disable_fallback` is about vLLM's other grammar libraries.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
 _PARSERS = {
-    **dict.fromkeys(_RANGES, _number),
-    **{each.name: _flag for each in fields(GenerationParameters) if each.type == "bool"},
-    "logprobs": _logprobs,
-    "top_logprobs": _top_logprobs,
-    "stop": _stop,
-    "stop_words": _stop_words,
-    "stop_token_ids": _tokens,
-    "logit_bias": _bias,
-    "bad_words": _bad_words,
-    "allowed_token_ids": _tokens,
-    "early_stopping": _early_stopping,
-    "response_format": _response_format,
-    "structured_outputs": _structured_outputs,
-    "json_schema": _schema,
-    "choice": _choice,
-    **dict.fromkeys(_TEXTS, _text),
+    **dict.fromkeys(_RANGES, _parse_number),
+    **{flag.name: _parse_flag for flag in fields(GenerationParameters) if flag.type == "bool"},
+    "logprobs": _parse_logprobs,
+    "top_logprobs": _parse_top_logprobs,
+    "stop": _parse_stop,
+    "stop_words": _parse_stop_words,
+    "stop_token_ids": _parse_tokens,
+    "logit_bias": _parse_bias,
+    "bad_words": _parse_bad_words,
+    "allowed_token_ids": _parse_tokens,
+    "early_stopping": _parse_early_stopping,
+    "response_format": _parse_response_format,
+    "structured_outputs": _parse_structured_outputs,
+    "json_schema": _parse_schema,
+    "choice": _parse_choice,
+    **dict.fromkeys(_TEXT_KINDS, _parse_text),
 }

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shmserve.workers.backends.llm.grammars import resolved, with_patterns
+from shmserve.workers.backends.llm.grammars import resolve_reference, with_patterns
 from shmserve.workers.backends.llm.message_parsers import (
     CLOSING,
     NAME,
@@ -369,7 +369,7 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if "enum" in schema or "const" in schema:
         return {type_name(value) for value in schema.get("enum", [schema.get("const")])}
     if "$ref" in schema:
-        return _schema_types(resolved(str(schema["$ref"]), root), root, depth + 1)
+        return _schema_types(resolve_reference(str(schema["$ref"]), root), root, depth + 1)
     alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
     return set().union(*(_schema_types(schema, root, depth + 1) for schema in alternatives))
 

@@ -1,7 +1,8 @@
 """Tools of a request: their validation, the format of their calls, and grammars that enforce it.
 
-A grammar is written in Lark's language, as llguidance has it. Required calls follow it from the
-first token, or after the reasoning. Calls of strict tools follow it from their opening tag on.
+Grammars are in llguidance's variant of Lark's language. If calls are required, the grammar
+restricts the message from its beginning, or from the end of the reasoning. Otherwise it restricts
+calls of strict tools from their opening tag.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.grammars import MAPS, resolved
+from shmserve.workers.backends.llm.grammars import SCHEMA_MAPS, resolve_reference
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.tool_formats import (
     ALIASES,
@@ -25,13 +26,18 @@ from shmserve.workers.backends.llm.tool_formats import (
     Tool,
 )
 
-_ANY = {"type": "object"}
-_TEXT = "/(?s:.*)/"
+_OBJECT_SCHEMA = {"type": "object"}
+_ANY_TEXT = "/(?s:.*)/"
 
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """The tools of a request; with `required`, the message consists of calls."""
+    """The tools of a request.
+
+    Attributes:
+        required: Whether the message must consist of calls.
+        parallel: Whether the message may have several calls.
+    """
 
     tools: tuple[Tool, ...]
     required: bool = False
@@ -43,44 +49,44 @@ class ToolRequest:
         return self.required or any(tool.strict for tool in self.tools)
 
 
-def take(conversation: dict[str, Any]) -> ToolRequest | None:
-    """Remove the choice of tools from a conversation, and return the request for them.
+def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
+    """Remove the choice of tools from a conversation, and return the tool request.
 
-    With the choice "none", the tools are removed, too. With allowed tools, the others are removed.
-    A named function is called once.
+    With the choice "none", the tools are removed, too. With the choice "allowed_tools", all other
+    tools are removed. A function chosen by its name is called once.
 
     Raises:
         InvalidArgument: The tools or the choice are invalid.
     """
     choice = conversation.pop("tool_choice", None)
     parallel = conversation.pop("parallel_tool_calls", None)
-    _check("parallel_tool_calls", parallel, bool, "true or false")
-    _check("tools", conversation.get("tools"), list, "a list")
-    given = conversation.get("tools") or []
-    tools = [_tool(index, each) for index, each in enumerate(given)]
+    _check_type("parallel_tool_calls", parallel, bool, "true or false")
+    _check_type("tools", conversation.get("tools"), list, "a list")
+    definitions = conversation.get("tools") or []
+    tools = [_parse_tool(index, definition) for index, definition in enumerate(definitions)]
     if choice == "none" or not tools:
         conversation.pop("tools", None)
         if choice not in (None, "none", "auto"):
             raise InvalidArgument(f"tool_choice: {clip(repr(choice))} requires tools")
         return None
-    mode, names = _choice(choice)
+    mode, names = _parse_choice(choice)
     unknown = sorted(names.difference(tool.name for tool in tools))
     if unknown:
         raise InvalidArgument(f"tool_choice: '{clip(unknown[0])}' is not a name of `tools`")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
-        conversation["tools"] = [each for each in given if each["function"]["name"] in names]
-    chosen = tuple(tool for tool in tools if not names or tool.name in names)
+        conversation["tools"] = [tool for tool in definitions if tool["function"]["name"] in names]
+    selected = tuple(tool for tool in tools if not names or tool.name in names)
     is_named = isinstance(choice, dict) and choice["type"] == "function"
-    return ToolRequest(chosen, mode == "required", parallel is not False and not is_named)
+    return ToolRequest(selected, mode == "required", parallel is not False and not is_named)
 
 
-def _check(field: str, value: Any, kind: type[Any], allowed: str) -> None:
-    """Raise InvalidArgument if a value is neither of a kind nor null."""
+def _check_type(field: str, value: Any, kind: type[Any], allowed: str) -> None:
+    """Raise InvalidArgument if a value is neither of a type nor null."""
     if not isinstance(value, kind | None):
         raise InvalidArgument(f"{field}: {clip(repr(value))} is not {allowed}")
 
 
-def _tool(index: int, tool: Any) -> Tool:
+def _parse_tool(index: int, tool: Any) -> Tool:
     field = f"tools[{index}]"
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
@@ -89,12 +95,12 @@ def _tool(index: int, tool: Any) -> Tool:
     name, schema = function.get("name"), function.get("parameters")
     if not (isinstance(name, str) and re.fullmatch(r"[\w.:/-]{1,256}", name)):
         raise InvalidArgument(f"{field}.name: {clip(repr(name))} is not a name")
-    _check(f"{field}.description", function.get("description"), str, "a string")
+    _check_type(f"{field}.description", function.get("description"), str, "a string")
     strict = tool.get("strict") if function.get("strict") is None else function["strict"]
-    _check(f"{field}.strict", strict, bool, "true or false")
-    _check(f"{field}.parameters", schema, dict, "a JSON schema")
-    given = {key: value for key, value in (schema or {}).items() if value is not None}
-    parameters = {**_ANY, **given}
+    _check_type(f"{field}.strict", strict, bool, "true or false")
+    _check_type(f"{field}.parameters", schema, dict, "a JSON schema")
+    keywords = {key: value for key, value in (schema or {}).items() if value is not None}
+    parameters = {**_OBJECT_SCHEMA, **keywords}
     error = _schema_error(parameters)
     if not error and "object" not in parameters["type"]:
         error = f"type: {clip(repr(parameters['type']))} is not 'object'"
@@ -104,18 +110,18 @@ def _tool(index: int, tool: Any) -> Tool:
 
 
 _TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
-_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMA_LIST_KEYS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ARRAY_KEYS = ("items", "additionalItems", "unevaluatedItems", "contains")
 _OBJECT_KEYS = ("additionalProperties", "unevaluatedProperties", "propertyNames")
-_SCHEMAS = {*_ARRAY_KEYS, *_OBJECT_KEYS, "not", "if", "then", "else"}
+_SCHEMA_KEYS = {*_ARRAY_KEYS, *_OBJECT_KEYS, "not", "if", "then", "else"}
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _is_type(value: Any) -> bool:
-    names = value if _are_texts(value) else [value] if isinstance(value, str) else []
+    names = value if _are_strings(value) else [value] if isinstance(value, str) else []
     return bool(names) and _TYPES.issuperset(names)
 
 
@@ -127,28 +133,27 @@ def _is_size(value: Any) -> bool:
     return _is_number(value) and value >= 0 and value % 1 == 0  # infinity % 1 is NaN
 
 
-_NUMBER = (_is_number, "a number")
-_LIMIT = (lambda value: isinstance(value, int | float), "a number")  # draft 4 has booleans
-_SIZE = (_is_size, "an integer from 0")
-_STRING = (lambda value: isinstance(value, str), "a string")
-_SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-# The schema keywords whose values contain no schema: a predicate for valid values, and a
-# description of them.
-_KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+_NUMBER_CHECK = (_is_number, "a number")
+_LIMIT_CHECK = (lambda value: isinstance(value, int | float), "a number")  # draft 4 has booleans
+_SIZE_CHECK = (_is_size, "an integer from 0")
+_STRING_CHECK = (lambda value: isinstance(value, str), "a string")
+_SIZE_KEYS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# A predicate for valid values, and their description, for each keyword whose value is no schema.
+_VALUE_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one or several of {', '.join(sorted(_TYPES))}"),
-    "required": (_are_texts, "a list of strings"),
+    "required": (_are_strings, "a list of strings"),
     "enum": (lambda value: isinstance(value, list), "a list"),
-    **dict.fromkeys(("minimum", "maximum", "multipleOf"), _NUMBER),
-    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT),
-    **dict.fromkeys(_SIZES, _SIZE),
-    **dict.fromkeys(("pattern", "format", "$ref"), _STRING),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), _NUMBER_CHECK),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _LIMIT_CHECK),
+    **dict.fromkeys(_SIZE_KEYS, _SIZE_CHECK),
+    **dict.fromkeys(("pattern", "format", "$ref"), _STRING_CHECK),
 }
 
 
 def _schema_error(root: dict[str, Any]) -> str:
-    """Return the first error of a JSON schema, or "". Unknown keys and nulls are not checked."""
-    pending: list[tuple[str, Any]] = [("", root)]
-    for path, schema in pending:
+    """Return the first error of a JSON schema, or "". Unknown keywords and nulls are ignored."""
+    schemas: list[tuple[str, Any]] = [("", root)]
+    for path, schema in schemas:
         if not isinstance(schema, dict | bool):
             return f"{path[1:]}: {clip(repr(schema))} is not a schema (an object or a boolean)"
         for key, value in ({} if isinstance(schema, bool) else schema).items():
@@ -156,28 +161,29 @@ def _schema_error(root: dict[str, Any]) -> str:
             allowed = ""
             if value is None:
                 continue
-            if key in MAPS:
+            if key in SCHEMA_MAPS:
                 allowed = "" if isinstance(value, dict) else "an object of schemas"
-                pending += (
+                schemas += (
                     [] if allowed else ((f"{position}.{name}", value[name]) for name in value)
                 )
-            elif key in _SCHEMA_LISTS or (key == "items" and isinstance(value, list)):
+            elif key in _SCHEMA_LIST_KEYS or (key == "items" and isinstance(value, list)):
                 allowed = "" if isinstance(value, list) and value else "a list of schemas"
                 parts = enumerate([] if allowed else value)
-                pending += ((f"{position}[{index}]", each) for index, each in parts)
-            elif key in _SCHEMAS:
-                pending.append((position, value))
-            elif key in _KEYS and not _KEYS[key][0](value):
-                allowed = _KEYS[key][1]
-            elif key == "$ref" and value.startswith("#/") and resolved(value, root) is None:
-                allowed = "a reference to a part of the schema"
+                schemas += ((f"{position}[{index}]", subschema) for index, subschema in parts)
+            elif key in _SCHEMA_KEYS:
+                schemas.append((position, value))
+            elif key in _VALUE_CHECKS and not _VALUE_CHECKS[key][0](value):
+                allowed = _VALUE_CHECKS[key][1]
+            elif key == "$ref" and value.startswith("#/"):
+                exists = resolve_reference(value, root) is not None
+                allowed = "" if exists else "a reference to a part of the schema"
             if allowed:
                 return f"{position[1:]}: {clip(repr(value))} is not {allowed}"
     return ""
 
 
-def _choice(choice: Any) -> tuple[str, set[str]]:
-    """Return "auto" or "required", and the names of the allowed tools; no names: all tools."""
+def _parse_choice(choice: Any) -> tuple[str, set[str]]:
+    """Return "auto" or "required", and the names of the allowed tools; empty: all tools."""
     if choice in (None, "auto", "required"):
         return choice or "auto", set()
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -186,7 +192,7 @@ def _choice(choice: Any) -> tuple[str, set[str]]:
         return "required", {name}
     allowed = choice.get("allowed_tools", choice) if kind == "allowed_tools" else None
     if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list):
-        names = {_function_name(each) for each in allowed["tools"]}
+        names = {_function_name(allowed_tool) for allowed_tool in allowed["tools"]}
         mode = allowed.get("mode")
         if mode in ("auto", "required") and names and "" not in names:
             return mode, names
@@ -204,25 +210,34 @@ def _function_name(choice: Any) -> str:
 
 
 class MessageFormats:
-    """The formats of a model's messages, by the names of its parsers and its tokenizer."""
+    """A factory of the formats and grammars of a model's messages.
+
+    Args:
+        tool_parser: The name of the tool parser.
+        reasoning_parser: The name of the reasoning parser.
+        tokenizer: The tokenizer.
+    """
 
     def __init__(self, tool_parser: str, reasoning_parser: str, tokenizer: Tokenizer) -> None:
         self._family = FAMILIES.get(ALIASES.get(tool_parser, tool_parser))
         self._reasoning = REASONING.get(reasoning_parser, ())
-        self._always = reasoning_parser == "deepseek_r1"
+        self._always_reasons = reasoning_parser == "deepseek_r1"
         added = tokenizer.get_added_tokens_decoder().items()
-        self._added = {each.content: token for token, each in added}
-        self._special = {each.content for _, each in added if each.special}
+        self._added_tokens = {text.content: token for token, text in added}
+        self._special = {text.content for _, text in added if text.special}
 
-    def format(
-        self, request: ToolRequest | None, prompt: str, hidden: bool = False
+    def make_format(
+        self, request: ToolRequest | None, prompt: str, hides_reasoning: bool = False
     ) -> MessageFormat | None:
-        """Return the format of a message after a prompt; None if all of its text is content.
+        """Return the format of the message after a prompt; None if all of its text is content.
 
-        With `hidden`, the message lacks its reasoning.
+        Args:
+            request: The tools of the request, if any.
+            prompt: The text of the prompt.
+            hides_reasoning: Whether reasoning is left out of the message.
 
         Raises:
-            InvalidArgument: The format of calls is not known.
+            InvalidArgument: The format of the model's calls is not known.
         """
         if request is None and not self._reasoning:
             return None
@@ -235,35 +250,35 @@ class MessageFormats:
         family = family or FAMILIES["hermes"]
         ending = prompt.rstrip()
         begin, end = self._reasoning or ("", "")
-        opened = bool(begin) and (
-            ending.endswith(begin) or (self._always and not ending.endswith(end))
+        is_opened = bool(begin) and (
+            ending.endswith(begin) or (self._always_reasons and not ending.endswith(end))
         )
         markers = {*family.markers, begin, end} & self._special
         return MessageFormat(
             family,
             {tool.name: tool.parameters for tool in request.tools} if request else {},
             self._reasoning,
-            opened,
+            is_opened,
             request.parallel if request else True,
-            hidden,
-            frozenset(self._added[marker] for marker in markers),
+            hides_reasoning,
+            frozenset(self._added_tokens[marker] for marker in markers),
         )
 
     def grammar(self, request: ToolRequest | None, output_format: MessageFormat, body: bool) -> str:
-        """Return a grammar of the message; "" if the message is free.
+        """Return a grammar of the message; "" if the message is not restricted.
 
         Args:
-            request: The request for tools.
+            request: The tools of the request, if any.
             output_format: The format of the message.
-            body: Whether there is a grammar for the content, which is named `body`.
+            body: Whether the content has a grammar, which the rule `body` refers to.
         """
-        tools = request is not None and (request.constrained or body)
-        if not tools and not (body and output_format.reasoning):
+        has_calls = request is not None and (request.constrained or body)
+        if not has_calls and not (body and output_format.reasoning):
             return ""
         markers = {*output_format.family.markers, *output_format.reasoning}
-        lark = Lark({name: token for name, token in self._added.items() if name in markers})
+        lark = Lark({name: token for name, token in self._added_tokens.items() if name in markers})
         start = "@body"
-        if request is not None and tools:
+        if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
             required = request.required or body
             heads = (
@@ -279,15 +294,15 @@ class MessageFormats:
                 )
         return "\n".join(
             [
-                '%llguidance {"no_forcing": true}',  # the model chooses how texts become tokens
-                f"start: {self._thought(lark, output_format)} ({start})",
+                '%llguidance {"no_forcing": true}',  # the model selects the tokenization
+                f"start: {self._reasoning_rule(lark, output_format)} ({start})",
                 *lark.rules,
-                f"TEXT: {_TEXT}",
+                f"TEXT: {_ANY_TEXT}",
             ]
         )
 
-    def _thought(self, lark: Lark, output_format: MessageFormat) -> str:
-        """Return an expression for the reasoning before a message."""
+    def _reasoning_rule(self, lark: Lark, output_format: MessageFormat) -> str:
+        """Return the expression for the reasoning before the content, or ""."""
         if not output_format.reasoning:
             return ""
         begin, end = output_format.reasoning

@@ -3,7 +3,7 @@
 `model.json` in the version folder has the arguments of the engine. The engine batches requests
 itself, so all requests are executed at once.
 
-engine.py     the engine, and the calls that requests become
+engine.py     the engine, and the conversion of requests to its calls
 answers.py    from the engine's outputs to responses
 """
 
@@ -25,7 +25,7 @@ from shmserve.errors import Cancelled, Internal, InvalidArgument, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, ModelContext, OutputStream, Request, Response
 from shmserve.workers.backends.llm import INPUTS, OUTPUTS, tensor
-from shmserve.workers.backends.llm.prompts import given_inputs, merged_parameters
+from shmserve.workers.backends.llm.prompts import merged_parameters, read_inputs
 from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
@@ -33,11 +33,11 @@ from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its metrics
+_CHECK_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its metrics
 _CANCELLED = Cancelled("request cancelled")
-# The prefix of vLLM's own metrics.
-_METRICS = "vllm:"
-_UNSUPPORTED = ("image", "embedding_request")  # inputs of Triton's vllm_backend
+
+_METRIC_PREFIX = "vllm:"
+_UNSUPPORTED_INPUTS = ("image", "embedding_request")  # inputs of Triton's vllm_backend
 
 # The inputs and outputs of Triton's vllm_backend and those of the OpenAI API.
 _INPUTS = [
@@ -55,32 +55,33 @@ _OUTPUTS = [
 
 
 class VllmBackend(Backend):
-    """An engine of vLLM, and the requests that it executes."""
+    """The backend of a model that vLLM executes."""
 
     _engine: VllmEngine  # set by `load`
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._loop = EventLoopThread()
-        self._families: list[list[Any]] | None = None
-        self._dead = False
-        self._numbers = itertools.count(1)
+        self._changed_metrics: list[list[Any]] | None = None
+        self._has_died = False
+        self._request_numbers = itertools.count(1)
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the missing inputs and outputs, and the maximum length of a sequence."""
-        # The gateway refuses longer prompts.
-        longest = {"max_model_len": {"string_value": str(self._arguments.max_model_len())}}
+        # The gateway rejects longer prompts.
+        max_length = {"max_model_len": {"string_value": str(self._arguments.max_model_len())}}
         completed = {
             **config,
             "model_transaction_policy": {"decoupled": True},
-            "parameters": {**config.get("parameters", {}), **longest},
+            "parameters": {**config.get("parameters", {}), **max_length},
         }
-        parsed = self._arguments.parsed
-        outputs = [each for each in _OUTPUTS if parsed or each["name"] != "message"]
+        parses_messages = self._arguments.parses_messages
+        outputs = [tensor for tensor in _OUTPUTS if parses_messages or tensor["name"] != "message"]
         for field, defaults in (("input", _INPUTS), ("output", outputs)):
             tensors = config.get(field) or []
-            names = {each["name"] for each in tensors}
-            completed[field] = tensors + [each for each in defaults if each["name"] not in names]
+            names = {tensor["name"] for tensor in tensors}
+            missing = [tensor for tensor in defaults if tensor["name"] not in names]
+            completed[field] = tensors + missing
         return completed
 
     def load(self, config: ModelSpec) -> None:
@@ -99,7 +100,7 @@ class VllmBackend(Backend):
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
         self._engine = self._loop.wait(VllmEngine.start(self._arguments))
         self.checks_ready = True
-        self._loop.run(self._watch(), self._died)
+        self._loop.run(self._watch(), self._on_engine_death)
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raise Unsupported: requests are executed as streams."""
@@ -108,14 +109,14 @@ class VllmBackend(Backend):
     def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Pass requests to the engine."""
         for stream in streams:
-            future = self._loop.run(self._serve(stream), partial(self._failed, stream))
+            future = self._loop.run(self._respond(stream), partial(self._fail, stream))
             future.add_done_callback(partial(_end_cancelled, stream))
             stream.on_cancel(future.cancel)
 
     def metrics(self) -> list[list[Any]] | None:
         """Return vLLM's metrics if they have changed."""
-        families, self._families = self._families, None
-        return families
+        metrics, self._changed_metrics = self._changed_metrics, None
+        return metrics
 
     def is_ready(self) -> bool:
         """Return whether the engine is running."""
@@ -133,60 +134,61 @@ class VllmBackend(Backend):
 
     # --- in the event loop
 
-    async def _serve(self, stream: OutputStream) -> None:
-        """Send the responses to a request."""
+    async def _respond(self, stream: OutputStream) -> None:
+        """Generate and send the responses to a request."""
         request = stream.request
-        inputs = given_inputs(request, sys.maxsize)
+        inputs = read_inputs(request, sys.maxsize)
         parameters, echoes = merged_parameters(request, inputs)
         requested = {output.name for output in request.schema.outputs}
         task = parameters.pop("task", None)
         if task is not None:
             outputs = await self._engine.convert(task, inputs, parameters)
-            shown = [each for each in outputs if not requested or each.name in requested]
-            stream.send(Response(shown), final=True)
+            if requested:
+                outputs = [output for output in outputs if output.name in requested]
+            stream.send(Response(outputs), final=True)
             return
-        for name in _UNSUPPORTED:
+        for name in _UNSUPPORTED_INPUTS:
             if name in inputs:
                 raise Unsupported(
                     f"{name}: it is not supported; backend 'vllm' serves requests for text only"
                 )
-        streams = bool(parameters.get("stream"))
-        call = await self._engine.call(inputs, parameters, echoes, openai="usage" in requested)
+        is_stream = bool(parameters.get("stream"))
+        call = await self._engine.make_call(inputs, parameters, echoes, openai="usage" in requested)
         flags = [name for name in FLAGS if inputs.get(f"return_{name}")]
-        answer = VllmAnswer(call, requested, flags, streams)
+        answer = VllmAnswer(call, requested, flags, is_stream)
         credit = asyncio.Event()
         stream.on_credit(partial(asyncio.get_running_loop().call_soon_threadsafe, credit.set))
-        number = f"shmserve-{next(self._numbers)}"
-        async for result in self._engine.generate(call, number, request.work.priority):
+        request_id = f"shmserve-{next(self._request_numbers)}"
+        async for result in self._engine.generate(call, request_id, request.work.priority):
             responses = answer.responses(result)
             for count, outputs in enumerate(responses, 1):
                 if not stream.may_send:
-                    # vLLM merges further outputs of the request until they are read.
+                    # Meanwhile vLLM merges further outputs of the request.
                     await _wait_for_credit(stream, credit)
                 stream.send(Response(outputs), result.finished and count == len(responses))
         stream.send(final=True)  # this has no effect after a final response
 
     async def _watch(self) -> None:
-        """Report metrics, and detect the end of the engine."""
+        """Report changed metrics until the engine ends; raise Internal then."""
         reported: list[list[Any]] = []
         while not self._engine.errored:
-            current = families(REGISTRY.collect(), self.context.version)
+            current = convert_metrics(REGISTRY.collect(), self.context.version)
             if current != reported:
-                self._families = reported = current
+                self._changed_metrics = reported = current
                 self.context.control.wake()  # wakes the main loop, which reports the metrics
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(_CHECK_PERIOD_S)
         raise Internal("vLLM's engine has ended")
 
-    def _failed(self, stream: OutputStream, error: BaseException) -> None:
+    def _fail(self, stream: OutputStream, error: BaseException) -> None:
         if self._engine.errored:
-            self._died(error)
+            self._on_engine_death(error)
         else:
-            stream.fail_raised(self._engine.refusal(error) or error)
+            stream.fail_raised(self._engine.client_error(error) or error)
 
-    def _died(self, error: BaseException) -> None:
+    def _on_engine_death(self, error: BaseException) -> None:
         """End the process, once, by raising the engine's error in the main loop."""
-        if not self._dead:
-            self._dead = True
+        if not self._has_died:
+            self._has_died = True
             name = self.context.model_name
             logger.error("model '%s': vLLM's engine has ended", name, exc_info=error)
             self.context.control.inbox.append(Internal(str(error)))
@@ -210,10 +212,10 @@ def _end_cancelled(stream: OutputStream, future: Future[None]) -> None:
 
 
 def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str, Any]) -> str:
-    """Return the numbers of the GPUs of this instance, or "" for those that vLLM selects.
+    """Return the numbers of the GPUs of this instance; "": vLLM selects them.
 
     Raises:
-        InvalidArgument: An instance on one GPU has an engine on several.
+        InvalidArgument: The instance has one GPU, but its engine requires several.
     """
     if context.kind != "GPU":
         return config.parameters.get("GPU_DEVICE_IDS", "").replace(" ", "")
@@ -223,35 +225,36 @@ def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str,
     return str(context.device_id)
 
 
-def families(collected: Iterable[Any], version: str) -> list[list[Any]]:
-    """Return vLLM's metrics among those of Prometheus in the form of `Backend.metrics`.
+def convert_metrics(metrics: Iterable[Any], version: str) -> list[list[Any]]:
+    """Return vLLM's metrics in a Prometheus registry in the form of `Backend.metrics`.
 
     A label with the version distinguishes the versions of a model. Gauges of several instances are
     added up.
     """
+    types = ("counter", "gauge", "histogram")
     return [
-        _family(metric, metric.type.upper(), version)
-        for metric in collected
-        if metric.name.startswith(_METRICS) and metric.type in ("counter", "gauge", "histogram")
+        _convert_metric(metric, metric.type.upper(), version)
+        for metric in metrics
+        if metric.name.startswith(_METRIC_PREFIX) and metric.type in types
     ]
 
 
-def _family(metric: Any, kind: str, version: str) -> list[Any]:
+def _convert_metric(metric: Any, metric_type: str, version: str) -> list[Any]:
     rows: dict[Any, list[Any]] = {}
     for name, labels, value, *_ in metric.samples:
         if name.endswith("_created"):
             continue
         bound = labels.get("le")
-        named = {**labels, "version": version}
-        named.pop("le", None)
-        key = tuple(sorted(named.items()))
-        _, numbers, bounds = rows.setdefault(key, [key, [0.0] * (kind == "HISTOGRAM"), []])
-        if kind != "HISTOGRAM":
-            numbers += [value] if kind == "COUNTER" else [0, 0, value]
+        label_values = {**labels, "version": version}
+        label_values.pop("le", None)
+        key = tuple(sorted(label_values.items()))
+        _, values, bounds = rows.setdefault(key, [key, [0.0] * (metric_type == "HISTOGRAM"), []])
+        if metric_type != "HISTOGRAM":
+            values += [value] if metric_type == "COUNTER" else [0, 0, value]
         elif name.endswith("_sum"):
-            numbers[0] = value
+            values[0] = value
         elif bound is not None:
-            numbers.append(value - sum(numbers[1:]))  # Prometheus's buckets are cumulative
+            values.append(value - sum(values[1:]))  # Prometheus's buckets are cumulative
             bounds += [] if bound == "+Inf" else [float(bound)]
-    suffix = "_total" if kind == "COUNTER" else ""
-    return [metric.name + suffix, metric.documentation, kind, list(rows.values())]
+    suffix = "_total" if metric_type == "COUNTER" else ""
+    return [metric.name + suffix, metric.documentation, metric_type, list(rows.values())]

@@ -10,8 +10,8 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.publications import (
-    ModelNews,
     ModelOnDemand,
+    ModelPublication,
     ModelPublished,
     ModelWithdrawn,
     ReadinessChanged,
@@ -22,7 +22,7 @@ from shmserve.supervisor.models.instances import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import (
     LifecycleExecutor,
     ModelManager,
-    News,
+    Publication,
     Publications,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
@@ -113,7 +113,7 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
     await until_async(lambda: repository.discarded == repository.planned == 1)
     assert not any(child.alive for child in processes.started)
     await served.load("m")
-    assert [row["state"] for row in await served.index(ready=False)] == ["READY"]
+    assert [row["state"] for row in await served.index(ready_only=False)] == ["READY"]
     await served.stop()
     await processes.end()
     given_up = "failed to load 'm', no version is available"
@@ -213,7 +213,7 @@ class Gateway:
         self.sent: list[Any] = []
         self.number = self.known = 0
 
-    def announce(self, news: News) -> int:
+    def announce(self, news: Publication) -> int:
         self.number += 1
         self.sent.append(news)
         return self.number
@@ -252,7 +252,12 @@ def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
     """Holds for all states of its versions."""
     gateway, publications = Gateway(), Publications()
     asleep = ModelOnDemand("m", 0)
-    sent: list[dict[str, ModelNews]] = [{"": asleep}, {"": asleep, "1": ONE}, {"": asleep}, {}]
+    sent: list[dict[str, ModelPublication]] = [
+        {"": asleep},
+        {"": asleep, "1": ONE},
+        {"": asleep},
+        {},
+    ]
     for published in sent:
         publications.update(gateway, "m", published, [])
     assert gateway.sent == [asleep, ONE, GONE, ModelWithdrawn("m", "", 0)]

@@ -65,7 +65,7 @@ class BusyOffice(RegionOffice):
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         await super().publish(make, *roles)
         if isinstance(self.published[-1], RegionRetired):
-            self.registry.draining.in_use(7, self.published[-1].memory_id, True)
+            self.registry.draining.record_use(7, self.published[-1].memory_id, True)
 
 
 @pytest.mark.parametrize("end", ["unused", "the gateway exits", "the object shrinks"])
@@ -81,12 +81,12 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
     published = replace(office.published[0], acknowledge=0)
     for_a_new_gateway = [published, RegionRetired(memory_id, 0)]
     assert list(office.registry.published()) == for_a_new_gateway
-    draining.in_use(8, memory_id, True)  # a request that arrived during the drain
-    draining.in_use(7, memory_id, False)
+    draining.record_use(8, memory_id, True)  # a request that arrived during the drain
+    draining.record_use(7, memory_id, False)
     await asyncio.sleep(0)
     assert len(office.published) == 2
     if end == "unused":
-        draining.in_use(8, memory_id, False)
+        draining.record_use(8, memory_id, False)
     elif end == "the gateway exits":
         draining.gateway_exited(8)
     else:
@@ -106,7 +106,7 @@ async def test_the_name_of_a_region_in_use_is_free(key: str) -> None:
     memory_id = unpack_range(office.published[0].memory_range).memory.id
     await office.registry.unregister("r", ME)
     await office.registry.register("r", key, 0, 8192, ME)
-    office.registry.draining.in_use(7, memory_id, False)
+    office.registry.draining.record_use(7, memory_id, False)
     await asyncio.sleep(0)
     assert [region.byte_size for region in office.registry.active()] == [8192]
     office.registry.close()

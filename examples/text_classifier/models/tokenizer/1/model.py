@@ -19,9 +19,9 @@ class TritonPythonModel:
 
     def tokens(self, request):
         texts = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
-        found = self.tokenizer.encode_batch([text.decode() for text in texts])
-        ids = np.array([each.ids for each in found], np.int64)
-        mask = np.array([each.attention_mask for each in found], np.int64)
+        encodings = self.tokenizer.encode_batch([text.decode() for text in texts])
+        ids = np.array([encoding.ids for encoding in encodings], np.int64)
+        mask = np.array([encoding.attention_mask for encoding in encodings], np.int64)
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor("ids", ids), pb_utils.Tensor("mask", mask)]
         )

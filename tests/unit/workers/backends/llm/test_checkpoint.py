@@ -17,7 +17,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.model_spec import InstanceGroup, ModelSpec
 from shmserve.workers.backends.llm import LlmBackend, engine_file
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
-from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
+from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
 from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from tests.rigs.worker_rig import rig
@@ -193,8 +193,8 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
 def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
     architecture = Checkpoint.open(folder()).architecture
     with pytest.raises(InvalidArgument, match="max_model_len: 513 is more than the 512"):
-        sized(EngineSettings(max_model_len=513), architecture, "cpu", 1)
-    assert sized(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len == 48
+        with_sizes(EngineSettings(max_model_len=513), architecture, "cpu", 1)
+    assert with_sizes(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len == 48
 
 
 def test_instances_on_one_device_share_its_memory(
@@ -204,13 +204,15 @@ def test_instances_on_one_device_share_its_memory(
     weights = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
     # Tokens * (keys and values) * layers * heads * head size * bytes per element.
     block = 16 * 2 * 2 * 2 * 8 * 4
-    monkeypatch.setattr(engine_file, "_available", lambda device: 3 * weights + 6 * 100 * block)
+    monkeypatch.setattr(
+        engine_file, "_available_bytes", lambda device: 3 * weights + 6 * 100 * block
+    )
     gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
     groups = (InstanceGroup(count=2), InstanceGroup(), gpus)
-    assert most_on_one_device(groups) == 3
-    assert sized(EngineSettings(), architecture, "cpu", 3).kv_cache_blocks == 100
-    assert most_on_one_device(groups[2:]) == 2
-    assert most_on_one_device([]) == 1
+    assert max_instances_per_device(groups) == 3
+    assert with_sizes(EngineSettings(), architecture, "cpu", 3).kv_cache_blocks == 100
+    assert max_instances_per_device(groups[2:]) == 2
+    assert max_instances_per_device([]) == 1
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for where, name in (
         (engine, "allowed_tokens"),
-        (grammars, "_bits"),
+        (grammars, "_bitmask"),
         (grammars.Grammars, "matcher"),
         (sampler, "_mask"),
     ):
@@ -181,7 +181,7 @@ def test_requests_without_a_grammar_pay_nothing(
         scheduler.add(6, input_ids=[5, 6, 7], max_tokens=9, regex="[ab]{4}")
         scheduler.run()
         rows = len(scheduler.tokens(6))
-        assert calls == {"matcher": 1, "allowed_tokens": rows, "_bits": rows, "_mask": rows}
+        assert calls == {"matcher": 1, "allowed_tokens": rows, "_bitmask": rows, "_mask": rows}
 
 
 def test_allowed_tokens_and_bad_words() -> None:

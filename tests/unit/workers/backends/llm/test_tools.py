@@ -68,9 +68,9 @@ def grammar(
     **choice: Any,
 ) -> tuple[Any, Any]:
     """Return the matcher of a request's grammar, and the format of its messages."""
-    request = tools.take({"tools": given, **choice})
+    request = tools.take_tools({"tools": given, **choice})
     formats = tools.MessageFormats(family, reasoning, made)
-    formatted = formats.format(request, prompt)
+    formatted = formats.make_format(request, prompt)
     assert formatted is not None
     text = formats.grammar(request, formatted, body=False)
     ends = [made.token_to_id(END)]
@@ -213,7 +213,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_malformed_allowed_tools(allowed: Any) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     with pytest.raises(InvalidArgument, match="tool_choice: "):
-        tools.take({"tools": GIVEN, "tool_choice": choice})
+        tools.take_tools({"tools": GIVEN, "tool_choice": choice})
 
 
 NO_SCHEMAS: dict[str, tuple[Any, str]] = {
@@ -251,7 +251,7 @@ def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
     schema, message = NO_SCHEMAS[case]
     given = [GIVEN[1], function("f", schema)]
     with pytest.raises(InvalidArgument, match=rf"tools\[1\].function.parameters: .*{message}"):
-        tools.take({"tools": given, "tool_choice": choice})
+        tools.take_tools({"tools": given, "tool_choice": choice})
 
 
 @pytest.mark.parametrize(
@@ -270,21 +270,21 @@ def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
     ],
 )
 def test_parameters_that_are_schemas(schema: Any) -> None:
-    assert tools.take({"tools": [function("f", schema)]}) is not None
+    assert tools.take_tools({"tools": [function("f", schema)]}) is not None
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_errors_name_the_field(case: str) -> None:
     given, message = WRONG[case]
     with pytest.raises(InvalidArgument, match=message):
-        tools.take(given)
+        tools.take_tools(given)
 
 
 def test_choices() -> None:
-    assert tools.take({"tools": GIVEN, "tool_choice": "none"}) is None
-    assert tools.take({"tools": [], "tool_choice": "auto"}) is None
+    assert tools.take_tools({"tools": GIVEN, "tool_choice": "none"}) is None
+    assert tools.take_tools({"tools": [], "tool_choice": "auto"}) is None
     conversation = {"tools": GIVEN, "parallel_tool_calls": False}
-    free = tools.take(conversation)
+    free = tools.take_tools(conversation)
     assert free is not None and not free.constrained and not free.parallel
     assert conversation == {"tools": GIVEN}
     some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
@@ -293,7 +293,7 @@ def test_choices() -> None:
         {"type": "allowed_tools", **some},
     ):
         conversation = {"tools": GIVEN, "tool_choice": choice}
-        taken = tools.take(conversation)
+        taken = tools.take_tools(conversation)
         assert taken is not None and taken.required
         assert [tool.name for tool in taken.tools] == ["now"]
         assert conversation == {"tools": GIVEN[1:]}
@@ -301,7 +301,10 @@ def test_choices() -> None:
 
 def test_calls_in_no_known_format() -> None:
     formats = tools.MessageFormats("none", "none", tokenizer())
-    assert formats.format(None, "") is None
+    assert formats.make_format(None, "") is None
     with pytest.raises(InvalidArgument, match=r"tools: .* set tool_parser"):
-        formats.format(tools.take({"tools": GIVEN}), "")
-    assert formats.format(tools.take({"tools": GIVEN, "tool_choice": "required"}), "") is not None
+        formats.make_format(tools.take_tools({"tools": GIVEN}), "")
+    assert (
+        formats.make_format(tools.take_tools({"tools": GIVEN, "tool_choice": "required"}), "")
+        is not None
+    )
