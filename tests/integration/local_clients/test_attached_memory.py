@@ -124,10 +124,7 @@ async def test_asyncio_attaches(
     assert (numbers(shared_memory.buf, AT) == 2).all()
 
 
-@pytest.mark.parametrize(
-    ("seals", "flags"),
-    [(0, 0), (0, SEALING), (fcntl.F_SEAL_SHRINK, SEALING)],
-)
+@pytest.mark.parametrize(("seals", "flags"), [(0, 0), (0, SEALING), (fcntl.F_SEAL_SHRINK, SEALING)])
 def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) -> None:
     fd = os.memfd_create("frames", flags)
     os.ftruncate(fd, BOTH)
