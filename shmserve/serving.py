@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client import discovery, sync
-from shmserve.client.session import opened
+from shmserve.client.session import open_session
 from shmserve.errors import KINDS, Disconnected, InvalidArgument, ShmserveError, Unavailable
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
@@ -136,7 +136,7 @@ def _ready_client(
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(Disconnected):
             # The server welcomes clients once its models are loaded, and publishes its health.
-            session = session or opened(run_dir, 1 << 30, None, token)
+            session = session or open_session(run_dir, 1 << 30, None, token)
             url = next(iter(discovery.addresses(run_dir)), "")
             http_ready = not url.startswith("http") or session.ready()
             if session.connection().models.ready and http_ready:

@@ -32,7 +32,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         if not os.path.lexists(path):
             raise Disconnected(f"no server is running: there is no run directory {path}")
         if os.path.lexists(path / "lock") and not _is_locked(path):
-            raise _ended(path)
+            raise _server_exited(path)
         return path
     default = endpoints.default_run_directory(os.environ)
     run_dirs = list(_candidates(default))
@@ -48,7 +48,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     if running:
         return running[0]
     if default in run_dirs:
-        raise _ended(default)
+        raise _server_exited(default)
     if os.path.lexists(default):
         raise InvalidArgument(f"{default} belongs to another user; name it explicitly to use it")
     raise Disconnected(
@@ -57,7 +57,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     )
 
 
-def _ended(run_dir: Path) -> Disconnected:
+def _server_exited(run_dir: Path) -> Disconnected:
     return Disconnected(
         f"no server is running: the server of the run directory {run_dir} has exited"
     )

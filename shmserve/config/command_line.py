@@ -131,7 +131,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
 
 
 def _value(flag: Flag, text: str | None, remaining: list[str]) -> Value:
-    return flag.parse(flag.following(remaining) if text is None else text)
+    return flag.parse(flag.take_value(remaining) if text is None else text)
 
 
 def _check_text(word: str) -> None:

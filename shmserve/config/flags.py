@@ -88,7 +88,7 @@ class Flag:
             )
         return number
 
-    def following(self, remaining: list[str]) -> str:
+    def take_value(self, remaining: list[str]) -> str:
         """Return the text of the flag's value, which is removed from the `remaining` words.
 
         Raises:
@@ -401,7 +401,7 @@ _CLASSES = {
 def header_pattern(value: Mapping[str, Any], flag: str) -> str:
     """Return a header-name pattern in Python's syntax; raise InvalidArgument naming the flag."""
     re2: str = value[flag] or ""
-    pattern = _in_python(re2)
+    pattern = _convert_re2(re2)
     try:
         re.compile(pattern)
     except re.error as error:
@@ -409,7 +409,7 @@ def header_pattern(value: Mapping[str, Any], flag: str) -> str:
     return pattern
 
 
-def _in_python(re2: str) -> str:
+def _convert_re2(re2: str) -> str:
     """Return an RE2 pattern in Python's syntax.
 
     An RE2 flag applies up to the end of its group: (?-i)b|c becomes (?-i:b)|(?-i:c). The flag U

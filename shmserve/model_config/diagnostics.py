@@ -48,7 +48,7 @@ class Source:
     problems: tuple[Problem, ...] = ()
     class_source: Source | None = None
 
-    def refusing(self, key: Key, text: str) -> Source:
+    def with_problem(self, key: Key, text: str) -> Source:
         """Return this source with one more value that could not be read.
 
         Args:
@@ -95,7 +95,7 @@ class Source:
         for end in range(len(key), 0, -1):
             if key[:end] in self.positions:
                 return self.positions[key[:end]]
-            if _holds(config, key[:end]):
+            if _has_value(config, key[:end]):
                 return None
         return "" if self.origin else None
 
@@ -151,7 +151,7 @@ def repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]
             yield key, value, earlier
 
 
-def _holds(config: ModelConfig, key: Key) -> bool:
+def _has_value(config: ModelConfig, key: Key) -> bool:
     """Check whether the configuration has a value at `key`, whose list indices must exist."""
     current: Any = config
     for part in key:

@@ -34,9 +34,9 @@ def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig,
             parser stopped.
     """
     try:
-        return _filled(Builder(), parse(text), file_name)
+        return _build(Builder(), parse(text), file_name)
     except Malformed as malformed:
-        raise _refusal(file_name, malformed) from None
+        raise _malformed_error(file_name, malformed) from None
 
 
 def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[ModelConfig, Source]:
@@ -61,9 +61,9 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
     if not isinstance(decoded, dict):
         raise InvalidArgument(f"{origin}: expected a JSON object")
     try:
-        return _filled(Builder(json=True), tree_from_json(decoded, text), origin)
+        return _build(Builder(json=True), tree_from_json(decoded, text), origin)
     except Malformed as malformed:
-        raise _refusal(origin, malformed) from None
+        raise _malformed_error(origin, malformed) from None
 
 
 def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
@@ -85,13 +85,13 @@ def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfi
     return config
 
 
-def _filled(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelConfig, Source]:
+def _build(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelConfig, Source]:
     config = ModelConfig()
     builder.fill(config, tree)
     return config, Source(origin, builder.positions, tuple(builder.problems))
 
 
-def _refusal(origin: str, malformed: Malformed) -> InvalidArgument:
+def _malformed_error(origin: str, malformed: Malformed) -> InvalidArgument:
     return InvalidArgument(f"{located(origin, malformed.at)} {malformed.message}")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
-from shmserve.client.memory.views import MemoryLease, nothing
+from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import datatype_of
 from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
@@ -78,13 +78,13 @@ class Region(Mapping[str, Any]):
             end = start + max(1, template.byte_size)
         byte_size = max(1, end)
         if make is None:
-            self._block = block = memories.allocate(byte_size, alone=True)
+            self._block = block = memories.allocate(byte_size, whole_segment=True)
         else:
             self._block = block = memories.add(make(byte_size))
         assert not block.offset  # the block of a region is a whole segment
         self._start = offset
         self.segment: Any = block.segment
-        self.lease = MemoryLease(partial(memories.part_with, block))
+        self.lease = MemoryLease(partial(memories.withdraw_block, block))
         self.memories = memories
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
@@ -100,7 +100,7 @@ class Region(Mapping[str, Any]):
             return self
         region = self._attached.get(memories)
         if region is None:
-            region = self._attached[memories] = attached(memories, self, pin=self.segment.pin)
+            region = self._attached[memories] = attach_region(memories, self, pin=self.segment.pin)
         return region
 
     def fileno(self) -> int:
@@ -125,7 +125,7 @@ class Region(Mapping[str, Any]):
         from multiprocessing.reduction import DupFd
 
         shared = DupFd(self.fileno())
-        return _received, (shared, self.specs, self._start, self.segment.pin)
+        return _receive_region, (shared, self.specs, self._start, self.segment.pin)
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -136,7 +136,7 @@ class Region(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._templates)
 
-    def remember(self, model: ClientModel, request: Packed) -> None:
+    def store_request(self, model: ClientModel, request: Packed) -> None:
         """Cache the packed request for `model`, and remove those of models that are closed."""
         for model_key in [model_key for model_key in list(self.requests) if model_key.closed]:
             self.requests.pop(model_key, None)
@@ -195,7 +195,7 @@ class Region(Mapping[str, Any]):
         self.lease.released = True
         self.requests.clear()
         # The memory itself is freed with the last array over it and the last request in flight.
-        self.lease = MemoryLease(nothing)
+        self.lease = MemoryLease(noop)
         self.lease.released = True
         self.memories.settle()
         for region in list(self._attached.values()):
@@ -208,7 +208,7 @@ class Region(Mapping[str, Any]):
         self.release()
 
 
-def attached(
+def attach_region(
     memories: Memories,
     source: Any,
     tensors: Specs | None = None,
@@ -258,7 +258,7 @@ def _descriptor(source: Any) -> int:
         ) from None
 
 
-def _received(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
+def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
     """Return a region that another process has sent. Servers use it after it is attached."""
     unshared = Memories(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)

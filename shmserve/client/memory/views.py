@@ -12,7 +12,7 @@ from shmserve.errors import Released
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
 
 
-def nothing() -> None:
+def noop() -> None:
     """Do nothing, as the end of a lease without memory."""
 
 
@@ -21,7 +21,7 @@ class RegisteredMemory:
 
     memory: Memory | None = None
 
-    def shared(self, memory: bytes) -> None:
+    def on_shared(self, memory: bytes) -> None:
         """Store the server's description of the memory."""
         self.memory = unpack_memory(memory)
 

@@ -5,14 +5,14 @@
     Flow    one request: tensors go in, steps to run and responses come out
     Target  the scheduler that serves the model of a step, as the supervisor has published it
 
-A tensor has an origin: the last step before it that gives any number of responses, or `ONCE`. All
-tensors of one origin are numbered by that step's responses. A step runs once for each number at
-which all tensors that it reads are present; tensors with the origin `ONCE` count at every number. A
-response of the ensemble with a number has all outputs of that number.
+The origin of a tensor is the last decoupled step before it, or `ONCE_PER_REQUEST`. Tensors of one
+origin are numbered by the responses of that step. A step runs once for each number at which all
+tensors that it reads are present. Tensors with the origin `ONCE_PER_REQUEST` are present at every
+number. A response of the ensemble has all outputs of one number.
 
-The outputs of a step that is not run are `SKIPPED`, and so are the steps that need one of them. An
-output that a model has not given is `ABSENT`: a step that needs it fails as if its client had
-omitted it. Optional inputs are omitted in both cases.
+The outputs of a step that does not run are `SKIPPED`, and a step that requires such a tensor does
+not run either. An output that is missing in a model's response is `ABSENT`. A step that requires it
+fails as if the client had omitted the input. In both cases, optional inputs are omitted.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Graph:
         return tuple(sorted_steps)
 
     def origins(self, decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
-        """Return the origin of each tensor by name: a step's index, or ONCE.
+        """Return the origin of each tensor by name: a step's index, or ONCE_PER_REQUEST.
 
         Args:
             decoupled: Returns whether the model of a step gives any number of responses.
@@ -141,7 +141,7 @@ class Graph:
 
 
 def origin_of(step: StepNode, origins: Mapping[str, int]) -> int:
-    """Return the origin of a step's inputs, of which a loaded graph has at most one."""
+    """Return the only step among the origins of a step's inputs, or ONCE_PER_REQUEST."""
     return max(origins[tensor] for tensor in step.reads)
 
 
@@ -164,7 +164,8 @@ class TensorReader:
     """A reader of tensors: a step, or the response with the index `RESPONSE`.
 
     Attributes:
-        reads: The tensors that the reader waits for, and whether their origin is `ONCE`.
+        reads: The tensors that the reader waits for, and whether each exists once per
+            request.
         is_once: Whether the reader has all its tensors at most once per request.
         first: The keys of these tensors with the number 0.
     """
@@ -204,11 +205,11 @@ class PlannedStep(TensorReader):
 
 
 class TensorRoute(NamedTuple):
-    """Where the values of a tensor go.
+    """The uses of a tensor's values by steps and by responses.
 
     Attributes:
         uses: How often each value is used; -1: any number of times.
-        once: Whether the origin of the tensor is `ONCE`.
+        once: Whether the tensor exists once per request.
         readers: The steps that wait for the tensor, and the response if it contains the tensor.
         only: The reader, if it is the only one and waits for no other tensor.
     """
@@ -223,7 +224,7 @@ class Plan:
     """The part of the graph that is common to all requests with the same outputs.
 
     Attributes:
-        routes: Where each tensor goes. A tensor that nothing uses has no route.
+        routes: The route of each tensor. A tensor that nothing uses has no route.
         devices: The CUDA device of each tensor that stays in a device's memory.
     """
 
@@ -445,8 +446,8 @@ class Flow:
         self.responses.append(response)
 
 
-# These backends compute on tensors where they are. A Python model's inputs are copied to the host
-# unless its configuration has the parameter.
+# Backends that compute on a device's tensors without a copy to the host. The inputs of a Python
+# model are copied to the host unless its configuration has the parameter.
 _DEVICE_BACKENDS = frozenset({"pytorch", "onnxruntime", "native"})
 _KEEP_ON_DEVICE = "FORCE_CPU_ONLY_INPUT_TENSORS"
 

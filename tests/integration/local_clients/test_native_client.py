@@ -165,7 +165,7 @@ def test_slots_are_used_again(client) -> None:
         x = frames(seed=seed)
         assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
     gc.collect()
-    (prepared,) = client._session.connection().models.resolve("rows", "").prepared._values.values()
+    (prepared,) = client._session.connection().models.resolve("rows", "").templates._values.values()
     assert 1 <= len(prepared._ring) <= 2
 
 
@@ -299,7 +299,7 @@ def test_strided_and_empty_inputs(client) -> None:
 
 def test_a_signal_handler_cannot_use_the_client_while_its_thread_waits(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B)
-    with client._waiting().lock:  # as in a wait
+    with client._get_waiter().lock:  # as in a wait
         for use in (lambda: client.infer("simple", INPUT0=A, INPUT1=B), client.close):
             with pytest.raises(shmserve.client.Unavailable, match="a signal handler cannot use"):
                 use()
@@ -343,7 +343,7 @@ def test_finished_calls_keep_no_memory(client) -> None:
         for _ in range(8):
             assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
         (prepared,) = (
-            client._session.connection().models.resolve("rows", "").prepared._values.values()
+            client._session.connection().models.resolve("rows", "").templates._values.values()
         )
         assert 1 <= len(prepared._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
@@ -442,7 +442,7 @@ def test_a_link_that_the_server_ends(client) -> None:
 
 def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
-    copied, lost = connection.copied, [1]
+    copied, lost = connection.copy_range, [1]
 
     def gone(memory_range: Range) -> bytes:
         if lost[0]:
@@ -450,13 +450,13 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
             raise shmserve.client.Unavailable("the memory of a tensor has been released")
         return bytes(copied(memory_range))
 
-    connection.copied = gone
+    connection.copy_range = gone
     x = np.arange(20000, dtype=np.float32)
     assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
     lost[0] = 2
     future = client.infer_async("identity", INPUT0=x)
     assert isinstance(future.exception(20), shmserve.client.Unavailable)
-    (prepared,) = connection.models.resolve("identity", "").prepared._values.values()
+    (prepared,) = connection.models.resolve("identity", "").templates._values.values()
     assert len({id(slot) for slot in prepared._ring}) == len(prepared._ring) == 1
 
 

@@ -474,10 +474,10 @@ def test_invalid_handles_are_rejected(
     connection = client._session.connection()
 
     class Asking:
-        def sharing(self, number: int) -> Any:
+        def make_share_request(self, number: int) -> Any:
             return ShareDeviceMemory(number, size, handle, device, uuid), ()
 
-        def shared(self, memory: Any) -> None:
+        def on_shared(self, memory: Any) -> None:
             raise AssertionError(memory)
 
     with pytest.raises((InvalidArgument, PermissionDenied), match=text):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Response, make_submit
+from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Response, make_submit
 from shmserve.ipc.scheduler_client import (
     CANNOT_RUN_AGAIN,
     LOST_AFTER_RESPONSE,
@@ -451,7 +451,7 @@ def check(client: Client, request: Request) -> None:
         ({"timeout_us": 5}, None),
         ({"limit_us": 7, "limit": "--x"}, 7),
         ({"timeout_us": 10**30}, None),
-        ({"limit_us": 10**30}, LONGEST_TIMEOUT_US),
+        ({"limit_us": 10**30}, MAX_TIMEOUT_US),
         ({"ends_ns": 1_003_000}, 3),
         ({"ends_ns": 1_003_000, "limit_us": 2, "limit": "--x"}, 2),
         ({"ends_ns": 1_003_000, "limit_us": 4, "limit": "--x"}, 3),
@@ -461,7 +461,7 @@ def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us:
     arrived_ns = 1_000_000
     submit = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
-    timeout_us = min(limits.get("timeout_us", 0), LONGEST_TIMEOUT_US)
+    timeout_us = min(limits.get("timeout_us", 0), MAX_TIMEOUT_US)
     limit = limits.get("limit", "") if deadline_us != 3 else ""
     fields = (7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
     assert submit == m.Submit(*fields, limit=limit)

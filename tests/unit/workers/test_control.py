@@ -9,7 +9,7 @@ import pytest
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import Answered, FindModel, Refused
-from shmserve.ipc.messages.publications import Losses, MemoryDropped, ModelWithdrawn
+from shmserve.ipc.messages.publications import Loss, MemoryDropped, ModelWithdrawn
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.links.supervisor import SupervisorLink
@@ -64,8 +64,8 @@ def test_a_message_that_arrives_with_a_response_wakes_the_loop(
     The waiting loop must still wake up.
     """
     control, router = ends
-    losseses: list[Losses] = []
-    control.follow_models(losseses.append)
+    losses: list[Loss] = []
+    control.follow_models(losses.append)
     news = ModelWithdrawn("other", "1", 0)
     asking = threading.Thread(target=control.ask, args=(question,))
     asking.start()
@@ -75,7 +75,7 @@ def test_a_message_that_arrives_with_a_response_wakes_the_loop(
         router.post(NAME, message)
     router.flush()
     asking.join()
-    assert losseses == [news]
+    assert losses == [news]
     control.wait()
     assert list(control.inbox) == [MemoryDropped(7), m.Stop()]
 
