@@ -57,7 +57,7 @@ def for_local_clients() -> int:
 
 
 def for_regions(max_fds: int) -> int:
-    """Return how many of `most` descriptors may be used for registered memory."""
+    """Return how many of `max_fds` descriptors registered memory may use."""
     return max_fds // 2
 
 
@@ -67,10 +67,10 @@ def for_scrapes() -> int:
 
 
 def for_connections(listeners: int, metrics_listeners: int = 0) -> int:
-    """Return a gateway's descriptors per listener, besides those of `scraped` metrics listeners."""
+    """Return a gateway's descriptors per listener, without those of its metrics listeners."""
     return max(1, (limit() - _RESERVED - metrics_listeners * for_scrapes()) // max(1, listeners))
 
 
 def share_of(max_connections: int) -> int:
-    """Return how many of `most` connections one user or one remote host may have; at least 1."""
+    """Return how many of `max_connections` one user or one remote host may have; at least 1."""
     return max(1, int(max_connections * _MAX_SHARE))

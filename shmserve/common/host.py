@@ -74,7 +74,7 @@ def available_memory() -> int:
 def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:
     """Return the least limit of this process's control groups, None without a limit.
 
-    The limit is in the file `name`, or `older` if the controller has a hierarchy of its own.
+    The limit is in the file `name`, or `v1_name` if the controller's hierarchy is of cgroup v1.
     """
     limits = (_number(group / (v1_name if v1 else name)) for group, v1 in _cgroups(controller))
     return min((number for number in limits if number is not None), default=None)
@@ -118,8 +118,8 @@ class Process:
 def proportional_bytes(supervisor: int) -> tuple[int, int]:
     """Return the number of the server's processes, and their memory as proportional set size.
 
-    A page that several processes share counts in each of them by its share (PSS), so that the sum
-    is what the server uses. Where the kernel does not report it, resident memory is counted.
+    A page shared by N processes counts 1/N in each of them, so that the sum is the server's use.
+    If the kernel does not report this size, resident memory is counted.
     """
     pids = list(processes(supervisor))
     return len(pids), sum(_proportional_bytes(pid) for pid in pids)

@@ -206,7 +206,7 @@ _OLDER_NAMES = {
 FLAGS |= {old: replace(FLAGS[new], prefix=text) for old, (new, text) in _OLDER_NAMES.items()}
 
 
-def named(name: str) -> list[Flag]:
+def find_flags(name: str) -> list[Flag]:
     """Return the flag with this name, or all flags whose names begin with it (getopt_long)."""
     if name in FLAGS:
         return [FLAGS[name]]
@@ -313,7 +313,7 @@ def _resource(text: str) -> tuple[str, int | None, int]:
 
 _METRICS = "--metrics-config"
 _SWITCH = Flag("metrics-config", kind=bool)
-# The prefix that C++ reads as a number; the remainder is ignored.
+# Like C++'s stod, a number is the longest valid prefix; the remainder is ignored.
 _LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 

@@ -15,7 +15,7 @@ from shmserve.ipc.model_spec import (
     STRATEGY_PARAMETER,
     TARGET_PARAMETER,
 )
-from shmserve.model_config.diagnostics import Key, Source, located, member
+from shmserve.model_config.diagnostics import Key, Source, member, position_text
 from shmserve.model_config.syntax import Malformed, MessageValue
 from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
 from shmserve.model_config.syntax.message_builder import Builder
@@ -92,7 +92,7 @@ def _build(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelConf
 
 
 def _malformed_error(origin: str, malformed: Malformed) -> InvalidArgument:
-    return InvalidArgument(f"{located(origin, malformed.at)} {malformed.message}")
+    return InvalidArgument(f"{position_text(origin, malformed.at)} {malformed.message}")
 
 
 # The keys of a configuration that an attribute or method sets, if it is not a key itself.

@@ -143,7 +143,7 @@ AnySegment = Segment | DeviceSegment
 class MemoryBlock:
     """Bytes [offset, offset + size) of a segment.
 
-    A block whose program was interrupted is freed when it is collected.
+    A block that an interrupted call never recycled is freed when it is collected.
     """
 
     __slots__ = ("_memories", "offset", "segment", "size")
@@ -210,7 +210,7 @@ class Memories:
             if block is not None:
                 return block
             used = self._used()
-            # With space for further blocks, within the limit.
+            # A larger segment also serves later requests.
             preferred_size = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
             size = byte_size if whole_segment else max(byte_size, preferred_size)
             self._check_limit(used, size)
@@ -284,7 +284,7 @@ class Memories:
         return MemoryBlock(segment, offset, byte_size, self)
 
     def _notify(self, segment: AnySegment) -> None:
-        # Without the lock, since the thread that reads the response may allocate memory itself.
+        # The lock is not held, because the thread that reads the response may allocate memory.
         try:
             self._share(segment)
         except BaseException:
@@ -345,4 +345,4 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self.recycled = deque(maxlen=0)  # a closed pool accepts no returned blocks
+            self.recycled = deque(maxlen=0)  # blocks recycled after this are ignored

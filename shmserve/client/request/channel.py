@@ -359,7 +359,7 @@ class RequestChannel:
     # --- losses
 
     def _check_server(self) -> None:
-        """Fail over the requests of lost schedulers, or fail all requests if the server exited."""
+        """Resubmit the requests of lost schedulers, or fail all requests if the server exited."""
         server = self.server
         if not server.alive:
             self._fail_all()

@@ -162,7 +162,7 @@ def _value(name: str, value: Any) -> Any:
     )
 
 
-_NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder of arrays that are not in host memory
+_NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder for tensors in device memory
 
 
 class PackedRequest(NamedTuple):
@@ -256,12 +256,12 @@ def _fill_template(
 ) -> PackedRequest:
     parameters = options.parameters
     if not template.uses_slots:
-        packed = template.packed(arrays, None, parameters)
+        packed = template.pack_request(arrays, None, parameters)
         return PackedRequest(model, *packed, options, template, None, as_torch)
     slot = template.slot()
     for target, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(target, array)
-    packed = template.packed(arrays, slot, parameters)
+    packed = template.pack_request(arrays, slot, parameters)
     memory = slot.end, (slot.block.segment,)
     return PackedRequest(model, *packed, options, template, slot, as_torch, *memory)
 
@@ -344,7 +344,7 @@ class _UntemplatedRequest:
         return view.memory_range()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Keep memory of the program alive until the response."""
+        """Keep the memory of a tensor in place alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
 

@@ -115,19 +115,19 @@ class ClientTemplate:
             name: size for name, size in sizes.items() if size is not None and uses_slot
         }
         self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
-        self._schema = self._packed_schema({})
+        self._schema = self._pack_schema({})
         self.uses_slots = uses_slot or not self._inline
         self._ring: deque[Buffer] = deque()
         self._closed = False
         if self.uses_slots:
             memories.register_owner(self)
 
-    def _packed_schema(self, parameters: Mapping[str, Any]) -> bytes:
+    def _pack_schema(self, parameters: Mapping[str, Any]) -> bytes:
         return pack_request_schema(
             self._refs, self._requested_names, self._output_sizes, (), dict(parameters)
         )
 
-    def packed(
+    def pack_request(
         self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
     ) -> Packed:
         """Return a request's schema and data.
@@ -137,7 +137,7 @@ class ClientTemplate:
             slot: The slot that contains the large inputs; None if the template has no slots.
             parameters: The parameters.
         """
-        schema = self._packed_schema(parameters) if parameters else self._schema
+        schema = self._pack_schema(parameters) if parameters else self._schema
         if slot is None:
             return schema, [array.tobytes() for array in arrays]
         inputs = slot.input_data or [array.tobytes() for array in arrays]

@@ -24,7 +24,7 @@ from shmserve.ipc.model_spec import (
     LARGEST_INSTANCE_BOUND,
 )
 from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, find_repeats
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
 from shmserve.model_config.rules.scheduling import dynamic_problems, sequence_problems
@@ -164,7 +164,7 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
         text = f"must specify one or more 'instance group's for {config.name}"
         yield Problem(_GROUP, text)
     names = (((*_GROUP, i, "name"), group.name) for i, group in enumerate(config.instance_group))
-    for key, name, first in repeats(names):
+    for key, name, first in find_repeats(names):
         text = f"instance group {name} of model {config.name} is specified more than once"
         yield Problem(key, text, (first,))
     for index, group in enumerate(config.instance_group):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.signature import shape_text, shapes_match
-from shmserve.model_config.diagnostics import Key, Problem, member, repeats
+from shmserve.model_config.diagnostics import Key, Problem, find_repeats, member
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _STEP: Key = ("ensemble_scheduling", "step")
@@ -60,7 +60,7 @@ def _links(config: ModelConfig) -> Iterator[Problem]:
         for index, step in enumerate(steps)
         for output, tensor in sorted(step.output_map.items())
     }
-    for key, tensor, first in repeats(written_tensors.items()):
+    for key, tensor, first in find_repeats(written_tensors.items()):
         text = (
             f"ensemble tensor '{tensor}' can appear in an output map only once for "
             f"ensemble '{name}' step {key[len(_STEP)]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shmserve.model_config.diagnostics import Key, Problem, repeats
+from shmserve.model_config.diagnostics import Key, Problem, find_repeats
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
@@ -92,7 +92,7 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
         for i, control_input in enumerate(batching.control_input)
         for j, control in enumerate(control_input.control)
     ]
-    for key, kind, first in repeats(((*at, "kind"), control.kind) for at, control in controls):
+    for key, kind, first in find_repeats(((*at, "kind"), control.kind) for at, control in controls):
         title = _Control.Kind.Name(kind)
         text = f"sequence batching specifies multiple {title} tensors for {name}"
         yield Problem(key, text, (first,))
@@ -124,7 +124,7 @@ def _names(config: ModelConfig) -> Iterator[Problem]:
             names.append((key, control_input.name))
         if len({control.kind for control in control_input.control}) > 1:
             yield Problem(key, _two_kinds_text(control_input.name, name))
-    for key, tensor, first in repeats(names):
+    for key, tensor, first in find_repeats(names):
         yield Problem(key, _two_kinds_text(tensor, name), (first,))
 
 

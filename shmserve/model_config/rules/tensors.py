@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from shmserve.model_config.diagnostics import Key, Problem, member, repeats
+from shmserve.model_config.diagnostics import Key, Problem, find_repeats, member
 from shmserve.proto.model_config_pb2 import (
     BatchInput,
     BatchOutput,
@@ -60,7 +60,7 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
             elif source in ranks and output_ranks[name] != ranks[source]:
                 text = f"target output '{name}' must have as many dims as source input '{source}'"
                 yield Problem(key, text, (("output",), ("input",)))
-        for key, name, first in repeats(targets.items()):
+        for key, name, first in find_repeats(targets.items()):
             text = f"target output name '{name}' can only be specified once"
             yield Problem(key, text, (first,))
 
@@ -92,7 +92,7 @@ def _sources(at: Key, names: Sequence[str], subject: str, inputs: set[str]) -> I
 
 def _repeated_names(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> Iterator[Problem]:
     names = (((field, i, "name"), io.name) for i, io in enumerate(tensors) if io.name)
-    for key, name, first in repeats(names):
+    for key, name, first in find_repeats(names):
         yield Problem(key, f"model {field} '{name}' is specified more than once", (first,))
 
 

@@ -503,7 +503,7 @@ def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> No
     tensor = TensorRef("x", "FP32", (1, size), array.tobytes())
     for parameters in (None, {"n": 1}):
         expected = pack_inference(Inference((tensor,), (), parameters or {}))
-        assert prepared.packed([array], None, parameters) == expected
+        assert prepared.pack_request([array], None, parameters) == expected
 
 
 def test_local_clients_cannot_forge_identities_or_memory() -> None:
