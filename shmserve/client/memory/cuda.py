@@ -260,7 +260,7 @@ class DeviceView:
         return f"<{self.datatype} {self.shape} on {self.device}>"
 
 
-def exporting() -> CudaExporter:
+def open_exporter() -> CudaExporter:
     """Return the CUDA driver. Raises Unavailable without cuda-bindings or a GPU."""
     try:
         return Driver()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from shmserve.client.memory.views import nothing
+from shmserve.client.memory.views import noop
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, own_memories, read
 from shmserve.client.server_state import ServerState
@@ -141,7 +141,7 @@ class ClientRequest(InflightRequest):
     def _finish(self, message: Finished) -> None:
         channel = self.channel
         # `read` releases the memory, or keeps it for the arrays that refer to it.
-        end, self.end = self.end, nothing
+        end, self.end = self.end, noop
         outcome: Result | ShmserveError
         try:
             outcome = read(self, message)
@@ -195,7 +195,7 @@ class ClientRequest(InflightRequest):
         self.done(Disconnected(NO_SCHEDULER))
 
     def free(self) -> None:
-        end, self.end = self.end, nothing
+        end, self.end = self.end, noop
         end()
 
     def ready(self) -> bool:
@@ -359,7 +359,7 @@ class RequestChannel:
     # --- losses
 
     def _check_server(self) -> None:
-        """Fail over the requests of lost schedulers, or fail all requests if the server exited."""
+        """Resubmit the requests of lost schedulers, or fail all requests if the server exited."""
         server = self.server
         if not server.alive:
             self._fail_all()

@@ -165,7 +165,7 @@ def test_slots_are_used_again(client) -> None:
         x = frames(seed=seed)
         assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
     gc.collect()
-    (prepared,) = client._session.connection().models.resolve("rows", "").prepared._values.values()
+    (prepared,) = client._session.connection().models.resolve("rows", "").templates._values.values()
     assert 1 <= len(prepared._ring) <= 2
 
 
@@ -343,7 +343,7 @@ def test_finished_calls_keep_no_memory(client) -> None:
         for _ in range(8):
             assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
         (prepared,) = (
-            client._session.connection().models.resolve("rows", "").prepared._values.values()
+            client._session.connection().models.resolve("rows", "").templates._values.values()
         )
         assert 1 <= len(prepared._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
@@ -456,7 +456,7 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     lost[0] = 2
     future = client.infer_async("identity", INPUT0=x)
     assert isinstance(future.exception(20), shmserve.client.Unavailable)
-    (prepared,) = connection.models.resolve("identity", "").prepared._values.values()
+    (prepared,) = connection.models.resolve("identity", "").templates._values.values()
     assert len({id(slot) for slot in prepared._ring}) == len(prepared._ring) == 1
 
 

@@ -145,7 +145,7 @@ def cuda() -> FakeCuda:
 def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
     """Return the driver as the client uses it; the memory that it allocates is host memory."""
     export = cuda.exporting()
-    monkeypatch.setattr("shmserve.client.session.exporting", lambda: export)
+    monkeypatch.setattr("shmserve.client.session.open_exporter", lambda: export)
     monkeypatch.setattr(DeviceView, "__dlpack_device__", lambda view: (1, 0))
     return export
 
@@ -416,7 +416,7 @@ def test_a_program_without_a_device(context: SupervisorContext) -> None:
 def test_a_program_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match=r"\[cuda]"):
-        client_device.exporting()
+        client_device.open_exporter()
 
 
 def test_a_local_client_uses_no_handle_that_it_did_not_share(
