@@ -148,7 +148,7 @@ class WorkerInstance:
         """Execute the commands received from the scheduler."""
         while self.link.commands:
             message, requests = self.link.commands.popleft()
-            self._in_flight = getattr(message, "live", self._in_flight)
+            self._in_flight = getattr(message, "in_flight", self._in_flight)
             reply = self._handlers[type(message)](message, requests)
             if reply is not None:
                 self.send_reply(reply)
@@ -230,7 +230,7 @@ class WorkerInstance:
         """Send an answer; release its output memory if it cannot be sent."""
         with self.link.lock:
             self._metrics.post_changes()
-            if self.link.send(reply):
-                self._output_memory.mark_sent()
-            else:
+            if not self.link.send(reply):
                 self._output_memory.free_unsent()
+            elif self._output_memory.unsent:
+                self._output_memory.mark_sent()

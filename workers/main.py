@@ -146,8 +146,9 @@ class _Worker:
     def _load(self, config: ModelSpec) -> None:
         start = time.monotonic()
         backend = self._make_backend(config)
-        # Called early, because it raises if a data file cannot be read.
-        read_states(config, self._context.model_dir)
+        if config.sequence_batching is not None:
+            # Called early, because it raises if a data file cannot be read.
+            read_states(config, self._context.model_dir)
         backend.load(config)
         self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()

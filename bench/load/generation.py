@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
+from shmserve.ipc.messages.generation import NewSequence, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.tables import GenerationStats
@@ -77,7 +77,7 @@ class SequenceBatch:
         for key in range(self._rows):
             blocks = list(range(key * self._blocks, (key + 1) * self._blocks))
             row = Row(key + 1, 0, PROMPT, 0, blocks)
-            self._step(key + 1, [row], [Begin(key + 1, key, 0)])
+            self._step(key + 1, [row], [NewSequence(key + 1, key, 0)])
         return time.thread_time() - began
 
     def decode(self) -> list[float]:
@@ -93,7 +93,7 @@ class SequenceBatch:
             took_s.append(time.thread_time() - began)
         return took_s
 
-    def _step(self, number: int, rows: list[Row], begin: list[Begin]) -> Stepped:
+    def _step(self, number: int, rows: list[Row], begin: list[NewSequence]) -> Stepped:
         return self._engine.step(Step(number, rows, begin))
 
 

@@ -25,7 +25,7 @@ import os
 from shmserve.client.memory.region import Region
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ResponseStream
-from shmserve.client.session import opened
+from shmserve.client.session import open_session
 from shmserve.client.sync import Server
 from shmserve.errors import (
     AlreadyExists,
@@ -97,4 +97,4 @@ def connect(
         InvalidArgument: Several servers of this user run, and `run_dir` selects none.
         Unavailable: This process has no free file descriptor.
     """
-    return Server(opened(run_dir, memory_limit, timeout, token))
+    return Server(open_session(run_dir, memory_limit, timeout, token))

@@ -30,11 +30,18 @@ from shmserve.client.request.channel import FULL, LATE, ClientRequest, RequestCh
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ClientStream
-from shmserve.client.session import Session, Tensors, call_of, model_path, opened, takes
+from shmserve.client.session import (
+    Session,
+    Tensors,
+    call_of,
+    model_path,
+    open_session,
+    signature_of,
+)
 from shmserve.errors import InvalidArgument, ShmserveError, TimedOut, Unavailable
 
 
-class _Turns:
+class _LoopChannel:
     """A request channel of an event loop, which sends the requests of an iteration together."""
 
     def __init__(self, connection: ServerConnection) -> None:
@@ -42,13 +49,13 @@ class _Turns:
         self.loop = asyncio.get_running_loop()
         self._flushing = False
         self._closed = False
-        self.channel = RequestChannel(connection, self._watch, self._unwatch)
+        self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
-        self.loop.add_reader(fd, self._take, fd)
+        self.loop.add_reader(fd, self._receive, fd)
 
-    def _take(self, fd: int) -> None:
-        self.channel.take((fd,))
+    def _receive(self, fd: int) -> None:
+        self.requests.take((fd,))
 
     def _unwatch(self, fd: int) -> None:
         if not self.loop.is_closed():
@@ -63,17 +70,17 @@ class _Turns:
     def _flush(self) -> None:
         self._flushing = False
         if not self._closed:
-            self.channel.flush()
+            self.requests.flush()
 
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request at the end of this iteration of the loop."""
-        self.channel.cancel(pending)
+        self.requests.cancel(pending)
         self.flush_soon()
 
     def close(self) -> None:
         """Stop watching descriptors and close the channel."""
         self._closed = True
-        self.channel.close()
+        self.requests.close()
 
     def close_soon(self) -> None:
         """Call `close` in the loop; safe in any thread."""
@@ -94,38 +101,38 @@ class ResponseStream:
 
     def __init__(
         self,
-        start: Callable[[Callable[[], None]], Awaitable[tuple[_Turns, ClientStream]]],
+        start: Callable[[Callable[[], None]], Awaitable[tuple[_LoopChannel, ClientStream]]],
     ) -> None:
-        self._start: Callable[..., Awaitable[tuple[_Turns, ClientStream]]] | None = start
-        self._turns: _Turns
+        self._start: Callable[..., Awaitable[tuple[_LoopChannel, ClientStream]]] | None = start
+        self._channel: _LoopChannel
         self._pending: ClientStream | None = None
         self._arrived = asyncio.Event()
 
-    async def _begun(self) -> ClientStream | None:
+    async def _ensure_started(self) -> ClientStream | None:
         if self._start is not None:
             start, self._start = self._start, None
-            self._turns, self._pending = await start(self._arrived.set)
+            self._channel, self._pending = await start(self._arrived.set)
         return self._pending
 
     def __aiter__(self) -> ResponseStream:
         return self
 
     async def __anext__(self) -> Result:
-        pending = self._pending or await self._begun()
+        pending = self._pending or await self._ensure_started()
         if pending is None:
             raise StopAsyncIteration
         responses = pending.read()
         if responses:
-            self._turns.channel.schedulers.credit(pending, responses)
-            self._turns.flush_soon()
+            self._channel.requests.schedulers.credit(pending, responses)
+            self._channel.flush_soon()
         if not pending.items:
-            await self._attend(pending)
+            await self._wait_for_item(pending)
             if not pending.items:
                 raise StopAsyncIteration
         return pending.take()
 
-    async def _attend(self, pending: ClientStream) -> None:
-        deadline_ns = pending.built.options.deadline_ns
+    async def _wait_for_item(self, pending: ClientStream) -> None:
+        deadline_ns = pending.packed.options.deadline_ns
         remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
             async with asyncio.timeout(remaining_s):
@@ -143,7 +150,7 @@ class ResponseStream:
         pending = self._pending
         if pending is not None:
             if not pending.finished and not pending.abandoned:
-                self._turns.cancel(pending)
+                self._channel.cancel(pending)
             pending.abandon()
 
     async def aclose(self) -> None:
@@ -152,7 +159,7 @@ class ResponseStream:
         self._cancel()
 
     async def __aenter__(self) -> ResponseStream:
-        await self._begun()
+        await self._ensure_started()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -163,7 +170,7 @@ class ResponseStream:
         if pending is None or pending.finished or pending.abandoned:
             return
         with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._turns.loop.call_soon_threadsafe(self._turns.cancel, pending)
+            self._channel.loop.call_soon_threadsafe(self._channel.cancel, pending)
 
 
 class Server:
@@ -175,11 +182,11 @@ class Server:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._turns: _Turns | None = None
+        self._channel: _LoopChannel | None = None
         # Channels to a former server that still answers their requests.
-        self._former: list[_Turns] = []
+        self._former: list[_LoopChannel] = []
 
-    @takes(call_of)
+    @signature_of(call_of)
     async def infer(self, /, *args: Any, **kwargs: Any) -> Result:
         """Run a model and return its response.
 
@@ -200,37 +207,37 @@ class Server:
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)
-        turns, built = await self._connected(), None
+        channel, packed = await self._get_channel(), None
         try:
-            await self._loaded(turns, *call)
-            built = self._session.built(turns.connection, call)
-            return await self._infer(turns, built)
+            await self._load_on_demand(channel, *call)
+            packed = self._session.pack(channel.connection, call)
+            return await self._infer(channel, packed)
         except TimedOut:
             raise
         except ShmserveError:
-            attempt = (turns.connection, call[4], built)
-            if not await asyncio.to_thread(self._session.is_repeated, *attempt):
+            attempt = (channel.connection, call[4], packed)
+            if not await asyncio.to_thread(self._session.should_retry, *attempt):
                 raise
-        turns = await self._connected()
-        await self._loaded(turns, *call)
-        return await self._infer(turns, self._session.built(turns.connection, call))
+        channel = await self._get_channel()
+        await self._load_on_demand(channel, *call)
+        return await self._infer(channel, self._session.pack(channel.connection, call))
 
-    async def _loaded(self, turns: _Turns, *call: Any) -> None:
+    async def _load_on_demand(self, channel: _LoopChannel, *call: Any) -> None:
         model, _, _, version, options, _ = call
-        if turns.connection.models.needs_load(model, version):
-            arguments = (turns.connection, model, version, options)
+        if channel.connection.models.needs_load(model, version):
+            arguments = (channel.connection, model, version, options)
             await asyncio.to_thread(self._session.load, *arguments)
 
-    async def _infer(self, turns: _Turns, built: PackedRequest) -> Result:
-        deadline_ns = built.options.deadline_ns
+    async def _infer(self, channel: _LoopChannel, packed: PackedRequest) -> Result:
+        deadline_ns = packed.options.deadline_ns
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_done(_: ClientRequest) -> None:
             if not future.done():
                 future.set_result(None)
 
-        pending = turns.channel.submit(built, on_done)
-        turns.flush_soon()
+        pending = channel.requests.submit(packed, on_done)
+        channel.flush_soon()
         try:
             if deadline_ns:
                 async with asyncio.timeout((deadline_ns - time.monotonic_ns()) / 1e9):
@@ -238,14 +245,14 @@ class Server:
             else:
                 await future
         except TimeoutError:
-            turns.cancel(pending)
+            channel.cancel(pending)
             raise TimedOut(LATE) from None
         except asyncio.CancelledError:
-            turns.cancel(pending)
+            channel.cancel(pending)
             raise
         return pending.result()
 
-    @takes(call_of)
+    @signature_of(call_of)
     def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:
         """Run a model that sends any number of responses, and iterate over them as they arrive.
 
@@ -262,13 +269,13 @@ class Server:
         """
         call = call_of(*args, **kwargs)
 
-        async def begin(on_item: Callable[[], None]) -> tuple[_Turns, ClientStream]:
-            turns = await self._connected()
-            await self._loaded(turns, *call)
-            built = self._session.built(turns.connection, call, stream=True)
-            pending = turns.channel.start(ClientStream(turns.channel, built, on_item))
-            turns.flush_soon()
-            return turns, pending
+        async def begin(on_item: Callable[[], None]) -> tuple[_LoopChannel, ClientStream]:
+            channel = await self._get_channel()
+            await self._load_on_demand(channel, *call)
+            packed = self._session.pack(channel.connection, call, stream=True)
+            pending = channel.requests.start(ClientStream(channel.requests, packed, on_item))
+            channel.flush_soon()
+            return channel, pending
 
         return ResponseStream(begin)
 
@@ -325,7 +332,7 @@ class Server:
         Raises:
             Disconnected: There is no server.
         """
-        return (await self._connected()).connection.models.names()
+        return (await self._get_channel()).connection.models.names()
 
     async def map(
         self,
@@ -360,7 +367,7 @@ class Server:
         Raises:
             ShmserveError: The error of a request, as for `infer`.
         """
-        input_iterator = _each(inputs)
+        input_iterator = _as_async(inputs)
         tasks: deque[asyncio.Task[Result]] = deque()
         try:
             async for tensors in input_iterator:
@@ -468,35 +475,35 @@ class Server:
         """
         return await asyncio.to_thread(self._session.statistics, model, version)
 
-    async def _connected(self) -> _Turns:
-        turns = self._turns
-        if turns is not None and turns.loop is not asyncio.get_running_loop():
+    async def _get_channel(self) -> _LoopChannel:
+        channel = self._channel
+        if channel is not None and channel.loop is not asyncio.get_running_loop():
             raise InvalidArgument("this client belongs to another event loop: connect in this one")
-        if turns is not None and turns.connection.alive and not turns.connection.draining:
-            return turns
+        if channel is not None and channel.connection.alive and not channel.connection.draining:
+            return channel
         connection = await asyncio.to_thread(self._session.connection)
-        if self._turns is turns:
-            if turns is not None:
-                self._former.append(turns)
+        if self._channel is channel:
+            if channel is not None:
+                self._former.append(channel)
             for former in self._former[:]:
                 is_draining = former.connection.draining and former.connection.alive
-                if not (is_draining and former.channel.waiting):
+                if not (is_draining and former.requests.waiting):
                     self._former.remove(former)
                     former.close()
             try:
-                self._turns = _Turns(connection)
+                self._channel = _LoopChannel(connection)
             except OSError as error:
                 raise Unavailable(FULL) from error
-        assert self._turns is not None
-        return self._turns
+        assert self._channel is not None
+        return self._channel
 
     async def close(self) -> None:
         """Disconnect; the server frees all resources of this client. This method is idempotent."""
         if self._session.inherited:
             return  # a forked child; the parent's event loop owns the connection
-        if self._turns is not None:
-            self._turns.close()
-            self._turns = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
         for former in self._former:
             former.close()
         self._former.clear()
@@ -504,11 +511,11 @@ class Server:
 
     def __del__(self) -> None:
         self._session.close_later(self._session.close)
-        if self._turns is not None and not self._session.inherited:
-            self._turns.close_soon()
+        if self._channel is not None and not self._session.inherited:
+            self._channel.close_soon()
 
 
-async def _each(inputs: Iterable[Tensors] | AsyncIterable[Tensors]) -> AsyncIterator[Tensors]:
+async def _as_async(inputs: Iterable[Tensors] | AsyncIterable[Tensors]) -> AsyncIterator[Tensors]:
     if isinstance(inputs, AsyncIterable):
         async for request_inputs in inputs:
             yield request_inputs
@@ -517,7 +524,7 @@ async def _each(inputs: Iterable[Tensors] | AsyncIterable[Tensors]) -> AsyncIter
         yield request_inputs
 
 
-class _Connecting:
+class _PendingServer:
     """The result of `connect`, for `await` or `async with`."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -529,7 +536,7 @@ class _Connecting:
         return await asyncio.to_thread(self._open)
 
     def _open(self) -> Server:
-        return Server(opened(*self._arguments))
+        return Server(open_session(*self._arguments))
 
     def __await__(self) -> Any:
         return self._connect().__await__()
@@ -549,7 +556,7 @@ def connect(
     memory_limit: int = 1 << 30,
     timeout: float | None = None,
     token: str = "",
-) -> _Connecting:
+) -> _PendingServer:
     """Connect to a server on this host.
 
         async with shmserve.client.aio.connect() as server:
@@ -571,4 +578,4 @@ def connect(
         InvalidArgument: Several servers of this user run, and `run_dir` selects none.
         Unavailable: This process has no free file descriptor.
     """
-    return _Connecting(run_dir, memory_limit, timeout, token)
+    return _PendingServer(run_dir, memory_limit, timeout, token)

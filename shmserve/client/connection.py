@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.memory.segments import AnySegment
-from shmserve.client.memory.views import nothing
+from shmserve.client.memory.views import noop
 from shmserve.client.request.channel import RequestChannel
 from shmserve.client.server_state import ServerState
 from shmserve.errors import Disconnected, ShmserveError, from_code
@@ -62,12 +62,12 @@ class ListenerLink:
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[Any]] = {}
+        self._futures: dict[int, Future[Any]] = {}
 
     def connect(self, run_dir: Path, timeout_s: float) -> None:
         """Send Hello to the server at `run_dir`.
 
-        The timeout limits every operation until `settled`. Raises OSError if it expires.
+        The timeout limits every operation until `remove_timeout`. Raises OSError if it expires.
         """
         timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
         path = run_dir if run_dir.is_socket() else endpoints.listener(run_dir)
@@ -75,7 +75,7 @@ class ListenerLink:
         self._socket.settimeout(timeout_s)
         self._socket.send(frames.pack([Hello(frames.VERSION)]))
 
-    def settled(self) -> None:
+    def remove_timeout(self) -> None:
         """Remove the timeout, after the server's welcome was received."""
         self._socket.settimeout(None)
 
@@ -103,7 +103,7 @@ class ListenerLink:
         except OSError as error:
             raise Disconnected(GONE) from error
 
-    def ended(self) -> bool:
+    def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
         poll = select.poll()
         try:
@@ -118,12 +118,12 @@ class ListenerLink:
     def request(self) -> tuple[int, Future[Any]]:
         """Return the number of a new request, and the future of its response's payload."""
         number, future = next(self._numbers), Future[Any]()
-        self._asked[number] = future
+        self._futures[number] = future
         return number, future
 
     def respond(self, number: int, response: Any) -> None:
         """Complete a request with its payload or error."""
-        future = self._asked.pop(number, None)
+        future = self._futures.pop(number, None)
         if future is None:
             return
         if isinstance(response, ShmserveError):
@@ -140,7 +140,7 @@ class ListenerLink:
 
     def close(self) -> None:
         """Close the link; requests in flight fail."""
-        for number in list(self._asked):
+        for number in list(self._futures):
             self.respond(number, Disconnected(GONE))
         self._socket.close()
 
@@ -192,7 +192,7 @@ class ServerConnection(ServerState):
     """A local client's connection: the link to the listener, and the thread that reads it."""
 
     def __init__(
-        self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = nothing
+        self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = noop
     ) -> None:
         """Connect to the server at `run_dir`.
 
@@ -202,23 +202,23 @@ class ServerConnection(ServerState):
         """
         super().__init__()
         self.pid = os.getpid()
-        # Whether the listener's socket outlives the server, as with systemd.
-        self._outlived = run_dir.is_socket()
+        # Whether the listener's socket remains when the server exits, as with systemd.
+        self._socket_persists = run_dir.is_socket()
         self._on_nudge = on_nudge
         self._tasks: deque[Callable[[RequestChannel], None]] = deque()
         self._link = ListenerLink()
         try:
             self._link.connect(run_dir, timeout_s)
-            while not self._informed():
+            while not self._handle_messages():
                 pass
         except (OSError, MalformedMessage) as error:
             self._link.close()
-            raise Disconnected(f"{_why_not(error)} in {run_dir}") from error
-        self._link.settled()
+            raise Disconnected(f"{_describe_failure(error)} in {run_dir}") from error
+        self._link.remove_timeout()
         self._poll = select.epoll()
         self._poll.register(self._link, select.EPOLLIN)
-        self._own = RequestChannel(self, self._watch, self._poll.unregister)
-        self._timeouts = Timeouts(self._own)
+        self._channel = RequestChannel(self, self._watch, self._poll.unregister)
+        self._timeouts = Timeouts(self._channel)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
 
@@ -227,7 +227,7 @@ class ServerConnection(ServerState):
 
     # --- messages of the listener
 
-    def _informed(self) -> bool:
+    def _handle_messages(self) -> bool:
         """Process the server's next messages; return whether the initial state is complete."""
         is_complete = False
         for message in self._link.receive():
@@ -259,26 +259,26 @@ class ServerConnection(ServerState):
 
     def has_successor(self) -> bool:
         """Check whether another server has replaced, or will replace, this one at the same path."""
-        return self.draining or (self._outlived and self.is_closed())
+        return self.draining or (self._socket_persists and self.is_closed())
 
     def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
-        return self._link.ended() or not self.alive
+        return self._link.is_closed() or not self.alive
 
     # --- control requests
 
-    def _ask(self, make_message: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
+    def _request(self, build: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
         """Send a control request and wait for its response.
 
         Args:
-            make_message: Returns the message, and the descriptors to pass, for a request number.
+            build: Returns the message, and the descriptors to pass, for a request number.
         """
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
             number, response = self._link.request()
-        self._link.send_message(*make_message(number))
-        # The caller is a callback of a future, in the connection's thread.
+        self._link.send_message(*build(number))
+        # A future's callback runs in the connection's thread, which must read the response itself.
         if self.is_current_thread():
             self._read_until(response)
         payload: dict[str, Any] = response.result()
@@ -288,19 +288,19 @@ class ServerConnection(ServerState):
         """Load an on-demand model and wait until it is available.
 
         Raises:
-            Unavailable: The load takes longer than `patience_s` seconds (0: unlimited).
+            Unavailable: The load takes longer than `timeout_s` seconds (0: unlimited).
             ShmserveError: The load failed.
         """
-        self._ask(lambda number: (WantModel(number, model, timeout_s), ()))
+        self._request(lambda number: (WantModel(number, model, timeout_s), ()))
 
     def share(self, segment: AnySegment) -> None:
         """Share a segment with the server and wait for its confirmation."""
-        segment.shared(self._ask(segment.sharing)["memory"])
+        segment.on_shared(self._request(segment.make_share_request)["memory"])
 
     def _read_until(self, response: Future[Any]) -> None:
         try:
             while not response.done():
-                self._informed()
+                self._handle_messages()
         except (OSError, MalformedMessage) as error:
             raise Disconnected(GONE) from error
 
@@ -318,7 +318,7 @@ class ServerConnection(ServerState):
             if not self.alive:
                 raise Disconnected(GONE)
             self._tasks.append(task)
-            self._own.wake()
+            self._channel.wake()
 
     def is_current_thread(self) -> bool:
         """Check whether the caller runs in the connection's thread, as a future's callback does."""
@@ -336,24 +336,24 @@ class ServerConnection(ServerState):
         if self.pid == os.getpid():
             with self._lock:
                 if self.alive:
-                    self._own.wake()
+                    self._channel.wake()
 
     # --- the thread
 
     def _run(self) -> None:
-        listener, channel = self._link.fileno(), self._own
+        listener, channel = self._link.fileno(), self._channel
         try:
             while self.alive:
                 timeout_s = self._timeouts.run()
                 channel.flush()
                 events = dict(self._poll.poll(timeout_s))
                 if listener in events:
-                    self._informed()
+                    self._handle_messages()
                 # This resets the wakeup and must come first: a task added meanwhile runs below, and
                 # a task added later wakes the thread again.
                 channel.take(events)
                 while self._tasks:
-                    self._tasks.popleft()(self._own)
+                    self._tasks.popleft()(self._channel)
                 if channel.waker in events:
                     self._on_nudge()
         except (OSError, MalformedMessage):
@@ -366,8 +366,8 @@ class ServerConnection(ServerState):
             self.alive = False
         self.wake_all()
         while self._tasks:
-            self._tasks.popleft()(self._own)
-        self._own.close()
+            self._tasks.popleft()(self._channel)
+        self._channel.close()
         self.models.close()
         self._poll.close()
         self._link.close()
@@ -379,17 +379,17 @@ class ServerConnection(ServerState):
         """
         if self.pid != os.getpid():
             return  # a forked child; the parent owns the connection
-        # Before the rest, because schedulers cut off a client that has disconnected.
+        # `alive` is reset first, because schedulers disconnect the links of a disconnected client.
         self.alive = False
         self._link.shut_down()
-        # The caller is a callback of a future, in the connection's thread.
+        # A future's callback runs in the connection's thread, which cannot join itself.
         if self.is_current_thread():
             self.wake_all()
         else:
             self._thread.join()
 
 
-def _why_not(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "this user may not connect to the server (see its flag --shm-group)"
     if isinstance(error, frames.VersionMismatch):

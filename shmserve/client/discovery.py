@@ -19,12 +19,12 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     """Return the server's run directory.
 
     This is `run_dir`, else $SHMSERVE_RUN_DIR, else that of this user's server. If several servers
-    run, the one found `latest` is preferred. A discovered directory must belong to this user or to
-    root, so that a program never connects to a stranger's server by accident.
+    run, `latest` is preferred. A discovered directory must belong to this user or to root, so that
+    a program does not connect to another user's server by accident.
 
     Raises:
         Disconnected: There is no server.
-        InvalidArgument: The directory is a stranger's, or several servers run.
+        InvalidArgument: The directory belongs to another user, or several servers run.
     """
     requested_dir = run_dir or os.environ.get(VARIABLE)
     if requested_dir:
@@ -32,7 +32,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         if not os.path.lexists(path):
             raise Disconnected(f"no server is running: there is no run directory {path}")
         if os.path.lexists(path / "lock") and not _is_locked(path):
-            raise _ended(path)
+            raise _server_exited(path)
         return path
     default = endpoints.default_run_directory(os.environ)
     run_dirs = list(_candidates(default))
@@ -48,7 +48,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     if running:
         return running[0]
     if default in run_dirs:
-        raise _ended(default)
+        raise _server_exited(default)
     if os.path.lexists(default):
         raise InvalidArgument(f"{default} belongs to another user; name it explicitly to use it")
     raise Disconnected(
@@ -57,7 +57,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     )
 
 
-def _ended(run_dir: Path) -> Disconnected:
+def _server_exited(run_dir: Path) -> Disconnected:
     return Disconnected(
         f"no server is running: the server of the run directory {run_dir} has exited"
     )

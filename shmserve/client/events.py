@@ -31,9 +31,9 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 TOPICS = (HEALTH, MODELS, PROCESSES, REGIONS, COUNTERS)
 
-_ANSWER_WITHIN_MS = 10_000
-_SILENCE_MS = 250  # a silence after which the reader checks for lost events
-_ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_SNAPSHOT_TIMEOUT_MS = 10_000
+_SILENCE_MS = 250  # time without events after which the reader checks for losses
+_END_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class Gaps:
     def __init__(self) -> None:
         self._latest: dict[str, int] = {}
 
-    def before(self, topic: str, sequence: int) -> int:
+    def count_before(self, topic: str, sequence: int) -> int:
         """Return the number of events lost between this event and its predecessor."""
         latest = self._latest.get(topic, sequence - 1)
         self._latest[topic] = sequence
         return max(sequence - latest - 1, 0)
 
-    def reached(self, topic: str, sequence: int) -> int:
-        """Return the number of events lost, if all events up to `sequence` have been sent."""
+    def count_up_to(self, topic: str, sequence: int) -> int:
+        """Return the number of events lost, given that the latest event sent is `sequence`."""
         latest = self._latest.get(topic, sequence)
         self._latest[topic] = max(latest, sequence)
         return max(sequence - latest, 0)
@@ -94,7 +94,7 @@ class EventReader:
         try:
             self._socket = self._context.socket(zmq.SUB)
             self._socket.set(zmq.LINGER, 0)
-            self._monitor = self._socket.get_monitor_socket(_ENDINGS)
+            self._monitor = self._socket.get_monitor_socket(_END_EVENTS)
             self._socket.connect(endpoint)
             for topic in self._topics:
                 self._socket.subscribe(topic)
@@ -108,13 +108,13 @@ class EventReader:
         self._socket.subscribe(snapshot_topic)
         try:
             while True:
-                publication = self._next(_ANSWER_WITHIN_MS)
+                publication = self._next(_SNAPSHOT_TIMEOUT_MS)
                 if publication is None:
                     raise Disconnected("the server did not send its state in time")
                 topic, header, events = publication
                 if topic == snapshot_topic:
                     return [ReceivedEvent(topic, event, header.time_ns, 0) for event in events]
-                self._gaps.before(topic, header.sequence)
+                self._gaps.count_before(topic, header.sequence)
         finally:
             self._socket.unsubscribe(snapshot_topic)
 
@@ -134,19 +134,19 @@ class EventReader:
             topic, header, events = publication
             if topic.startswith(SEQUENCES):
                 self._socket.unsubscribe(topic)
-                yield from self._missing(header, events)
+                yield from self._report_losses(header, events)
                 continue
             is_silent = False
-            lost = self._gaps.before(topic, header.sequence)
+            lost = self._gaps.count_before(topic, header.sequence)
             for event in events:
                 yield ReceivedEvent(topic, event, header.time_ns, lost)
                 lost = 0
 
-    def _missing(
+    def _report_losses(
         self, header: EventHeader, events: list[SequenceReached]
     ) -> Iterator[ReceivedEvent]:
         for reached in events:
-            lost = self._gaps.reached(reached.topic, reached.sequence)
+            lost = self._gaps.count_up_to(reached.topic, reached.sequence)
             if lost and reached.topic in self._topics:
                 yield ReceivedEvent(reached.topic, None, header.time_ns, lost)
 

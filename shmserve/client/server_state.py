@@ -25,11 +25,11 @@ class ClientModel:
     """One version of a model: its scheduler and its signature.
 
     Attributes:
-        prepared: Templates of the client's requests.
+        templates: Templates of the client's requests.
         responses: The schemas of received responses.
         source: The models that this model belongs to.
         decoupled: Whether the model sends any number of responses to a request.
-        may_lack: Whether a response may lack requested outputs.
+        may_omit_outputs: Whether a response may lack requested outputs.
         closed: Whether the version was withdrawn or has another scheduler.
     """
 
@@ -40,8 +40,8 @@ class ClientModel:
         self.endpoint = published.endpoint
         self.signature = Signature(published.config, published.version)
         self.decoupled = published.config.decoupled
-        self.may_lack = published.config.ensemble_scheduling is not None
-        self.prepared: BoundedCache[Any, ClientTemplate] = BoundedCache(
+        self.may_omit_outputs = published.config.ensemble_scheduling is not None
+        self.templates: BoundedCache[Any, ClientTemplate] = BoundedCache(
             _MAX_PREPARED, ClientTemplate.close
         )
         self.responses = Schemas(ResponseSchema, _MAX_RESPONSES)
@@ -52,17 +52,17 @@ class ClientModel:
         """Return name and version."""
         return self.name, self.version
 
-    def remember(self, key: Any, prepared: ClientTemplate) -> ClientTemplate:
+    def store_template(self, key: Any, template: ClientTemplate) -> ClientTemplate:
         """Store a template; return the one to use, which another thread may have stored before."""
-        used = self.prepared.store_if_absent(key, prepared)
+        stored = self.templates.store_if_absent(key, template)
         if self.closed:
             self.close()
-        return used
+        return stored
 
     def close(self) -> None:
         """Remove the templates and free their memory."""
         self.closed = True
-        self.prepared.clear()
+        self.templates.clear()
 
 
 class ClientModels:
@@ -120,9 +120,9 @@ class ClientModels:
             Unavailable: The model may still be loading.
             InvalidArgument: The version is not a string.
         """
-        return self._models.get((name, version)) or self._absent(name, version)
+        return self._models.get((name, version)) or self._raise_not_found(name, version)
 
-    def _absent(self, name: str, version: str) -> Never:
+    def _raise_not_found(self, name: str, version: str) -> Never:
         if not isinstance(version, str):
             raise InvalidArgument(f"version must be a string, got {version!r:.80}")
         unknown = f"Request for unknown model: '{name}'"
@@ -193,7 +193,7 @@ class ServerState(ABC):
         self.losses += 1
         self.wake_all()
 
-    def copied(self, memory_range: Range) -> bytearray:
+    def copy_range(self, memory_range: Range) -> bytearray:
         """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
         return bytearray(self.mappings.view(memory_range))
 
@@ -203,14 +203,14 @@ class ServerState(ABC):
         """Return a number that identifies a link of this connection."""
         return next(self._names)
 
-    def join(self, channel: Wakeable) -> None:
+    def add_channel(self, channel: Wakeable) -> None:
         """Register a channel to be woken after losses."""
         with self._lock:
             self._channels.add(channel)
             if not self.alive:
                 channel.wake()
 
-    def part(self, channel: Wakeable) -> None:
+    def remove_channel(self, channel: Wakeable) -> None:
         """Remove a closed channel; the last one frees the mappings of a closed connection."""
         with self._lock:
             self._channels.discard(channel)

@@ -17,8 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
-from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
-from shmserve.client.memory.region import Region, Specs, attached
+from shmserve.client.memory.cuda import DeviceSegment, device_number, open_exporter
+from shmserve.client.memory.region import Region, Specs, attach_region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.channel import DECOUPLED, FULL
 from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
@@ -84,10 +84,10 @@ def call_of(
     return model, inputs, outputs, version, options, tensors
 
 
-def takes(
+def signature_of(
     source: Callable[P, Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """Return a decorator that gives a method the signature of `described`, for tools and help()."""
+    """Return a decorator that gives a method the signature of `source`, for tools and help()."""
 
     def decorate(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -123,7 +123,7 @@ def model_path(model: str, version: str = "", *subpath: str) -> str:
     return "/v2/models/" + "/".join(quote(part, safe="") for part in parts)
 
 
-def opened(
+def open_session(
     run_dir: str | os.PathLike[str] | None,
     memory_limit: int,
     timeout_s: float | None,
@@ -168,7 +168,7 @@ class Session:
         """
         self._run_dir = run_dir
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._found: Path | None = None
+        self._server_dir: Path | None = None
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._closed = False
@@ -177,9 +177,9 @@ class Session:
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:
-        self._found = discovery.find(self._run_dir, self._found)
+        self._server_dir = discovery.find(self._run_dir, self._server_dir)
         try:
-            return ServerConnection(self._found, self._timeout_s, self.memories.settle_if_free)
+            return ServerConnection(self._server_dir, self._timeout_s, self.memories.settle_if_free)
         except Disconnected:
             raise
         except OSError as error:
@@ -197,8 +197,8 @@ class Session:
             return connection
         return self._reconnect(connection)
 
-    def is_repeated(
-        self, connection: ServerConnection, options: Options, built: PackedRequest | None
+    def should_retry(
+        self, connection: ServerConnection, options: Options, packed: PackedRequest | None
     ) -> bool:
         """Return whether to retry a request that failed on `connection`.
 
@@ -206,8 +206,8 @@ class Session:
         connects. It is also retried if the on-demand model was unloaded before the request reached
         it. Raises Disconnected.
         """
-        once = options.sequence or (built is not None and runs_once(built.schema, built.data))
-        if not once and built is not None and connection.models.needs_load(*built.model.key):
+        once = options.sequence or (packed is not None and runs_once(packed.schema, packed.data))
+        if not once and packed is not None and connection.models.needs_load(*packed.model.key):
             return True
         if once or not connection.has_successor():
             return False
@@ -230,7 +230,7 @@ class Session:
             except BaseException:
                 connection.close()
                 raise
-            # Published only now, when the server knows this client's memory. The old connection
+            # Stored only now, when this client's memory is registered. The old connection
             # ends by itself; waiting for it could deadlock with a future's callback in its thread.
             self._connection = connection
             return connection
@@ -244,7 +244,7 @@ class Session:
     def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)
 
-    def built(
+    def pack(
         self, connection: ServerConnection, call: Call, *, stream: bool = False
     ) -> PackedRequest:
         """Return a packed request for `connection`, after loading its model if necessary.
@@ -308,11 +308,11 @@ class Session:
         from urllib.parse import urlsplit
 
         self.connection()
-        assert self._found is not None
-        urls = [urlsplit(url) for url in discovery.addresses(self._found)]
+        assert self._server_dir is not None
+        urls = [urlsplit(url) for url in discovery.addresses(self._server_dir)]
         url = next((url for url in urls if url.scheme in ("http", "https") and url.hostname), None)
         if url is None:
-            raise Unavailable(f"the server of {self._found} does not listen for HTTP")
+            raise Unavailable(f"the server of {self._server_dir} does not listen for HTTP")
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(url.hostname), url.port)
         try:
@@ -369,7 +369,7 @@ class Session:
             raise InvalidArgument("only host memory can be pinned or use huge pages")
         with self._lock:
             if self._cuda is None:
-                self._cuda = exporting()
+                self._cuda = open_exporter()
             cuda = self._cuda
         return Region(self.memories, tensors, partial(DeviceSegment, cuda, number))
 
@@ -378,7 +378,7 @@ class Session:
     ) -> Region:
         """Return a region over memory that exists; see `sync.Server.attach`."""
         self.connection()
-        return attached(self.memories, source, tensors, offset=offset, pin=pin)
+        return attach_region(self.memories, source, tensors, offset=offset, pin=pin)
 
     def close_later(self, close: Callable[[], None]) -> None:
         """Close a collected client in the connection's thread, and warn that it was not closed.
@@ -395,7 +395,7 @@ class Session:
 
     @property
     def inherited(self) -> bool:
-        """Check whether this is a forked child, in which the parent owns the connection."""
+        """Return whether this process was forked, so that its parent owns the connection."""
         return self._connection.pid != os.getpid()
 
     def close(self) -> None:

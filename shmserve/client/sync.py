@@ -12,8 +12,8 @@ from typing import Any
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
-from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiting
-from shmserve.client.session import Session, Tensors, call_of, model_path, takes
+from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiter
+from shmserve.client.session import Session, Tensors, call_of, model_path, signature_of
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MAX_LINKS
 
@@ -35,7 +35,7 @@ class Server:
         self._former: list[ThreadChannel] = []
         self._lock = threading.Lock()
 
-    @takes(call_of)
+    @signature_of(call_of)
     def infer(self, /, *args: Any, **kwargs: Any) -> Result:
         """Run a model and wait for its response.
 
@@ -80,17 +80,17 @@ class Server:
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)
-        waiter, built = self._waiting(), None
+        waiter, packed = self._get_waiter(), None
         try:
-            built = self._session.built(waiter.connection, call)
-            return waiter.wait(waiter.submit(built))
+            packed = self._session.pack(waiter.connection, call)
+            return waiter.wait(waiter.submit(packed))
         except TimedOut:
             raise
         except ShmserveError:
-            if not self._session.is_repeated(waiter.connection, call[4], built):
+            if not self._session.should_retry(waiter.connection, call[4], packed):
                 raise
-        waiter = self._waiting()
-        return waiter.wait(waiter.submit(self._session.built(waiter.connection, call)))
+        waiter = self._get_waiter()
+        return waiter.wait(waiter.submit(self._session.pack(waiter.connection, call)))
 
     def map(
         self,
@@ -126,7 +126,7 @@ class Server:
             ShmserveError: The error of a request, as for `infer`.
         """
         waiting: deque[Any] = deque()
-        waiter = self._waiting()
+        waiter = self._get_waiter()
         # Collect several responses per message, so that the server always has work.
         min_messages = max(1, in_flight // 4)
         try:
@@ -134,8 +134,8 @@ class Server:
                 call = call_of(
                     model, request_inputs, outputs=outputs, version=version, timeout=timeout
                 )
-                built = self._session.built(waiter.connection, call)
-                waiting.append(waiter.submit(built))
+                packed = self._session.pack(waiter.connection, call)
+                waiting.append(waiter.submit(packed))
                 waiter.send(min_messages=min_messages)
                 if len(waiting) >= in_flight:
                     yield waiter.wait(waiting.popleft())
@@ -144,7 +144,7 @@ class Server:
         finally:
             waiter.cancel(waiting)
 
-    @takes(call_of)
+    @signature_of(call_of)
     def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:
         """Run a model that sends any number of responses, and iterate over them as they arrive.
 
@@ -165,11 +165,11 @@ class Server:
                 the iterator.
         """
         call = call_of(*args, **kwargs)
-        waiter = self._waiting()
-        built = self._session.built(waiter.connection, call, stream=True)
-        return ResponseStream(waiter, waiter.open(built), self)
+        waiter = self._get_waiter()
+        packed = self._session.pack(waiter.connection, call, stream=True)
+        return ResponseStream(waiter, waiter.open(packed), self)
 
-    @takes(call_of)
+    @signature_of(call_of)
     def infer_async(self, /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Run a model in the background.
 
@@ -188,9 +188,9 @@ class Server:
                 the future.
         """
         call, connection = call_of(*args, **kwargs), self._session.connection()
-        future = SharedChannel(connection).submit(self._session.built(connection, call))
+        future = SharedChannel(connection).submit(self._session.pack(connection, call))
         # The client must not be collected, and thus closed, before the future completes.
-        future.add_done_callback(partial(_keep, self))
+        future.add_done_callback(partial(_keep_client, self))
         return future
 
     def allocate(
@@ -363,7 +363,7 @@ class Server:
         """
         return self._session.statistics(model, version)
 
-    def _waiting(self) -> Waiting:
+    def _get_waiter(self) -> Waiter:
         connection = self._session.connection()
         thread = threading.current_thread()
         waiter = self._channels.get(thread)
@@ -373,7 +373,7 @@ class Server:
             return self._new_channel(thread, connection)
         return waiter
 
-    def _new_channel(self, thread: threading.Thread, connection: ServerConnection) -> Waiting:
+    def _new_channel(self, thread: threading.Thread, connection: ServerConnection) -> Waiter:
         with self._lock:
             for owner, waiter in list(self._channels.items()):
                 is_obsolete = waiter.connection is not connection and not owner.is_alive()
@@ -387,11 +387,11 @@ class Server:
                     self._channels[thread] = self._channels.pop(owner)
                     return waiter
             if len(self._channels) >= _MAX_CHANNELS:
-                return _shared(connection)
+                return _shared_channel(connection)
             try:
                 waiter = self._channels[thread] = ThreadChannel(connection)
             except OSError:  # no free descriptor for another channel
-                return _shared(connection)
+                return _shared_channel(connection)
             return waiter
 
     def close(self) -> None:
@@ -432,11 +432,11 @@ class Server:
         self._session.close_later(self.close)
 
 
-def _keep(server: Server, future: Future[Result]) -> None:
+def _keep_client(server: Server, future: Future[Result]) -> None:
     """Do nothing: the callback keeps a reference to the client until the future completes."""
 
 
-def _shared(connection: ServerConnection) -> SharedChannel:
+def _shared_channel(connection: ServerConnection) -> SharedChannel:
     """Return the channel for threads without one of their own; raise Unavailable."""
     channel = SharedChannel(connection)
     channel.check_may_wait()

@@ -186,16 +186,16 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
 
 def head(name: str, description: str, kind: str) -> tuple[str, str]:
     """Return the HELP and TYPE lines above the samples of a family of a Prometheus `kind`."""
-    return f"# HELP {name} {_escaped(description)}", f"# TYPE {name} {kind}"
+    return f"# HELP {name} {_escape(description)}", f"# TYPE {name} {kind}"
 
 
 def sample(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
     """Return the line of a sample, with labels in the given order; integers have no point."""
-    pairs = ",".join(f'{label}="{_escaped(text, quote=True)}"' for label, text in labels)
+    pairs = ",".join(f'{label}="{_escape(text, quote=True)}"' for label, text in labels)
     return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
 
 
-def _escaped(text: str, quote: bool = False) -> str:
+def _escape(text: str, quote: bool = False) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if quote else text
 

@@ -91,7 +91,7 @@ class TraceSettings:
         """Return whether the tensors of requests are traced, never for OpenTelemetry."""
         return TENSORS in self.trace_level and self.trace_mode == TRITON
 
-    def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
+    def with_changes(self, changes: Mapping[str, Any]) -> TraceSettings:
         """Return these settings with the changes returned by `read_changes`."""
         set_values = {key: value for key, value in changes.items() if value is not None}
         return replace(self, **set_values) if set_values else self
@@ -180,7 +180,7 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     changes = {"trace_level": [OFF] if OFF in levels else levels}
     changes |= {_NAMES[name]: value for name, value in latest.items() if _NAMES[name] in _RANGES}
     try:
-        settings = TraceSettings().changed(read_changes(changes))
+        settings = TraceSettings().with_changes(read_changes(changes))
     except (InvalidArgument, Unsupported) as error:
         raise InvalidArgument(f"{_FLAG}: {error.message}") from None
     exporter = tuple(

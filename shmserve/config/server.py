@@ -89,7 +89,8 @@ class ServerConfig:
     repository_poll_s: int
     auto_complete: bool
     model_config_name: str
-    backend_config: tuple[tuple[str, str, str], ...]  # tuples of backend, setting and value
+    # Tuples of backend, setting and value; the backend "" means all backends.
+    backend_config: tuple[tuple[str, str, str], ...]
     model_defaults: ModelDefaults
     max_queue_size: int
     request_timeout_us: int
@@ -136,14 +137,6 @@ class ServerConfig:
     without_effect: tuple[str, ...]
     flags: Mapping[str, Any]
 
-    def backend_settings(self, backend: str) -> dict[str, str]:
-        """Return the --backend-config settings for a backend, including those for all backends."""
-        return {key: value for name, key, value in self.backend_config if name in ("", backend)}
-
-    def worker_threads(self, instances: int) -> int:
-        """Return the number of compute threads per worker if a model has `instances` workers."""
-        return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
-
     @property
     def guarded(self) -> bool:
         """Return whether the server may listen on addresses that other hosts reach."""
@@ -158,7 +151,7 @@ class ServerConfig:
 
 
 # Flags whose fields have the same name and value.
-_AS_GIVEN = (
+_SAME_NAMED = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     "request-timeout-is-deadline",
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
@@ -195,7 +188,7 @@ def _from_flags(
         return tuple(collected(parse, text) for text in repeated[flag])
 
     return ServerConfig(
-        **_as_given(value, *_AS_GIVEN),
+        **_pick(value, *_SAME_NAMED),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
         class_settings=collected(_class_settings, repeated["set"], files),
@@ -207,7 +200,7 @@ def _from_flags(
         model_config_name=collected(_config_name, value["model-config-name"] or ""),
         backend_config=parse_all(_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
-            **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
+            **_pick(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         execution_timeout_s=value["execution-timeout-secs"],
         load_timeout_s=value["load-timeout-secs"],
@@ -237,7 +230,7 @@ def _from_flags(
         workspace_byte_sizes=collected(workspace_byte_sizes, repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         log=LogSettings(
-            **_as_given(value, "log-info", "log-warning", "log-error", "log-format"),
+            **_pick(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
@@ -255,7 +248,7 @@ def _from_flags(
     )
 
 
-def _as_given(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
+def _pick(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
     return {flag.replace("-", "_"): value[flag] for flag in flags}
 
 

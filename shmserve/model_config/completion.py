@@ -299,7 +299,7 @@ def merge_autocomplete(
             merged.parameters[name].CopyFrom(model.parameters[name])
     has_default_groups = not any(key[0] == "instance_group" for key in source.positions)
     if config.backend == "native" and has_default_groups and model.instance_group:
-        # The instance groups in `config` are defaults, not the author's.
+        # The instance groups in `config` are defaults, which the class overrides.
         merged.ClearField("instance_group")
         merged.instance_group.extend(model.instance_group)
     if not merged.batch_input:

@@ -17,7 +17,7 @@ from typing import Any
 import posix_ipc
 
 from shmserve.client import discovery
-from shmserve.client.memory.cuda import exporting
+from shmserve.client.memory.cuda import open_exporter
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
@@ -275,7 +275,7 @@ class CudaMemory:
 
     def __init__(self, name: str, byte_size: int) -> None:
         """Allocate the memory. Raises Unavailable without a device or without enough memory."""
-        self._memory: DeviceAllocation | None = DeviceAllocation(exporting(), 0, byte_size)
+        self._memory: DeviceAllocation | None = DeviceAllocation(open_exporter(), 0, byte_size)
         self._pointer, self._cuda = self._memory.pointer, self._memory.cuda
         raw = self._memory.handle.raw
         self.fields: dict[str, Any] = {"raw_handle": raw, "device_id": 0, "byte_size": byte_size}

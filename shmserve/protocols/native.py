@@ -192,7 +192,7 @@ class NativeLane:
     def send(self, request: Call) -> None:
         """Queue a request."""
         door = self._door
-        built_request = door.session.built(door.connection, request, stream=door.streams)
+        built_request = door.session.pack(door.connection, request, stream=door.streams)
         if door.streams:
             pending = ClientStream(door.channel, built_request)
             pending.on_item = partial(self._on_responses, pending)

@@ -18,7 +18,7 @@ import numpy as np
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema
 
@@ -130,6 +130,11 @@ class Input:
                     array.flags.writeable = False
             self.array = array
         return self.array
+
+    def is_text(self) -> bool:
+        """Return whether a BYTES tensor has one element, whose length is right, without a copy."""
+        prefix = max(len(self.raw) - 4, 0).to_bytes(4, "little")
+        return element_count(self.shape) == 1 and self.raw[:4] == prefix
 
     def torch(self) -> torch.Tensor:
         """Return the tensor as a torch tensor, a view if possible; not for BYTES.
@@ -321,8 +326,16 @@ class Unpacker:
         self,
         work: Work,
         is_cancelled: Callable[[], bool] = never_cancelled,
+        *,
+        copies_text: bool = True,
     ) -> Request:
         """Return one request of a batch.
+
+        Args:
+            work: The request.
+            is_cancelled: Returns whether the request was cancelled.
+            copies_text: Whether a BYTES input of one element is copied to check it. Otherwise its
+                client may still change its length, and `numpy` raises the error.
 
         Raises:
             MalformedMessage: The message does not contain a request.
@@ -358,7 +371,10 @@ class Unpacker:
                 shared += [memory_range]
             byte_size += size
         if properties.string_inputs:
-            _check_elements(inputs, properties.string_inputs, work.request_id)
+            names = properties.string_inputs
+            if not copies_text:
+                names = [name for name in names if not inputs[name].is_text()]
+            _check_elements(inputs, names, work.request_id)
         memory_ranges, aliased = _NO_RANGES, False
         if properties.placed_outputs:
             outputs = map(unpack_range, data[properties.input_count :])

@@ -48,13 +48,15 @@ class OutputMemory:
     free. One client that releases nothing holds half of the arena, and n clients hold n/(n + 1). A
     client without a block may allocate an output of any size. See "dynamic thresholds", Choudhury
     and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.
+
+    Attributes:
+        unsent: The blocks of responses that were not sent yet, by offset.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._readers: Readers[int] = Readers()
-        # Blocks of responses that were not sent yet, by offset.
-        self._unsent: dict[int, _Output] = {}
+        self.unsent: dict[int, _Output] = {}
         self._lent_bytes: dict[int, int] = {}  # by reader, including blocks that were not sent yet
         self._reserved: dict[int, _Output] = {}  # blocks that a model computes in, by address
         self._exited_readers: set[int] = set()  # readers whose exit the scheduler has not confirmed
@@ -65,7 +67,7 @@ class OutputMemory:
         return self._arena.memory.id
 
     def __len__(self) -> int:
-        return len(self._readers) + len(self._unsent)
+        return len(self._readers) + len(self.unsent)
 
     def allocate(self, reader: int, byte_size: int) -> tuple[Range, memoryview]:
         """Allocate a block for a process.
@@ -78,7 +80,7 @@ class OutputMemory:
         if lent_bytes and reader >= FIRST_LOCAL_CLIENT:
             self._check_share(lent_bytes, byte_size)
         memory_range = self._arena.allocate(byte_size)
-        self._unsent[memory_range.offset] = _Output(self, memory_range, reader)
+        self.unsent[memory_range.offset] = _Output(self, memory_range, reader)
         self._lent_bytes[reader] = lent_bytes + byte_size
         return memory_range, self._arena.view(memory_range)
 
@@ -91,7 +93,7 @@ class OutputMemory:
             ShmserveError: As `allocate`.
         """
         memory_range, view = self.allocate(reader, byte_size)
-        self._reserved[address_of(view)] = self._unsent[memory_range.offset]
+        self._reserved[address_of(view)] = self.unsent[memory_range.offset]
         return view
 
     def claim(self, reader: int, address: int, byte_size: int) -> Range | None:
@@ -99,7 +101,7 @@ class OutputMemory:
         output = self._reserved.get(address)
         if output is None or output.memory_range.byte_size != byte_size or output.reader != reader:
             return None
-        if self._unsent.get(output.memory_range.offset) is not output:
+        if self.unsent.get(output.memory_range.offset) is not output:
             return None
         return self._reserved.pop(address).memory_range
 
@@ -134,13 +136,13 @@ class OutputMemory:
         self._exited_readers.discard(reader)
         self._readers.release_all(reader)
         self.free_unused(
-            [offset for offset, output in self._unsent.items() if output.reader == reader]
+            [offset for offset, output in self.unsent.items() if output.reader == reader]
         )
 
     def free_unused(self, offsets: Iterable[int]) -> None:
         """Free blocks that were allocated for responses and are not used for them."""
         for offset in offsets:
-            output = self._unsent.pop(offset, None)
+            output = self.unsent.pop(offset, None)
             if output is not None:
                 output.release()
 
@@ -154,31 +156,20 @@ class OutputMemory:
             del self._lent_bytes[reader]
         self._arena.free(memory_range.offset)
 
-    @property
-    def has_unsent(self) -> bool:
-        """Return whether a block is allocated for a response that was not sent yet."""
-        return bool(self._unsent)
-
-    def mark_sent(self) -> int:
-        """Lend the blocks of the responses that were sent to their readers; return their bytes."""
-        if not self._unsent:
-            return 0
+    def mark_sent(self) -> None:
+        """Lend the blocks of the responses that were sent to their readers."""
         for output in self._reserved.values():
-            if self._unsent.get(output.memory_range.offset) is output:
+            if self.unsent.get(output.memory_range.offset) is output:
                 self.free_unused((output.memory_range.offset,))
         self._reserved.clear()
-        byte_size = 0
-        for offset, output in self._unsent.items():
-            byte_size += output.memory_range.byte_size
+        for offset, output in self.unsent.items():
             self._readers.lend(output.reader, offset, output)
-        self._unsent.clear()
-        return byte_size
+        self.unsent.clear()
 
-    def free_unsent(self) -> int:
-        """Free the blocks of responses that could not be sent; return 0, the bytes lent."""
+    def free_unsent(self) -> None:
+        """Free the blocks of responses that could not be sent."""
         self._reserved.clear()
-        self.free_unused(list(self._unsent))
-        return 0
+        self.free_unused(list(self.unsent))
 
 
 def address_of(view: memoryview) -> int:

@@ -60,32 +60,32 @@ class _ManagedTensor(ctypes.Structure):
 
 # Capsules in use: the address of a structure -> the structure, its shape, and the owner of its
 # memory.
-_held: dict[int, tuple[Any, ...]] = {}
+_exported: dict[int, tuple[Any, ...]] = {}
 
-_python = ctypes.pythonapi
-_new = _python.PyCapsule_New
+_c_api = ctypes.pythonapi
+_new = _c_api.PyCapsule_New
 _new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_is_valid = _python.PyCapsule_IsValid
+_is_valid = _c_api.PyCapsule_IsValid
 _is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)
-_pointer = _python.PyCapsule_GetPointer
+_pointer = _c_api.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
 
 
 def _delete(address: int) -> None:
-    _held.pop(address, None)
+    _exported.pop(address, None)
 
 
-def _capsule_ended(capsule: int) -> None:
+def _destroy_capsule(capsule: int) -> None:
     # A consumer renames the capsule and calls the deleter itself.
     if _is_valid(capsule, _NAME):
-        _held.pop(_pointer(capsule, _NAME), None)
+        _exported.pop(_pointer(capsule, _NAME), None)
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_callbacks = _CALLBACK(_delete), _CALLBACK(_capsule_ended)
+_callbacks = _CALLBACK(_delete), _CALLBACK(_destroy_capsule)
 _DELETER, _DESTRUCTOR = (ctypes.cast(function, ctypes.c_void_p) for function in _callbacks)
 # Kept alive, because tensors may outlive this module at interpreter exit.
-_python.Py_IncRef(ctypes.py_object(_callbacks))
+_c_api.Py_IncRef(ctypes.py_object(_callbacks))
 
 
 def capsule(
@@ -110,7 +110,7 @@ def capsule(
     tensor.shape = dims
     managed.deleter = _DELETER
     address = ctypes.addressof(managed)
-    _held[address] = (managed, dims, owner)
+    _exported[address] = (managed, dims, owner)
     return _new(address, _NAME, _DESTRUCTOR)
 
 
@@ -143,7 +143,7 @@ class DeviceSegment(RegisteredMemory):
         self.address = allocation.pointer
         self.free = FreeList(self.size)
 
-    def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
+    def make_share_request(self, number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
         handle = self._handle
         return m.ShareDeviceMemory(number, self.size, handle.raw, handle.device, handle.uuid), ()
@@ -260,7 +260,7 @@ class DeviceView:
         return f"<{self.datatype} {self.shape} on {self.device}>"
 
 
-def exporting() -> CudaExporter:
+def open_exporter() -> CudaExporter:
     """Return the CUDA driver. Raises Unavailable without cuda-bindings or a GPU."""
     try:
         return Driver()

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, nothing
+from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, noop
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FIXED_SIZE_SEALS, FreeList
@@ -82,7 +82,7 @@ class Segment(RegisteredMemory):
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free = FreeList(aligned(self.size))
 
-    def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
+    def make_share_request(self, number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
         return m.ShareMemory(number, self.size, self.pin), (self.fd,)
 
@@ -143,7 +143,7 @@ AnySegment = Segment | DeviceSegment
 class MemoryBlock:
     """Bytes [offset, offset + size) of a segment.
 
-    A block whose program was interrupted is freed when it is collected.
+    A block that an interrupted call never recycled is freed when it is collected.
     """
 
     __slots__ = ("_memories", "offset", "segment", "size")
@@ -161,7 +161,7 @@ class MemoryBlock:
         """
         memories, self._memories = self._memories, None
         if memories is not None:
-            memories.returned.append((self.segment, self.offset))
+            memories.recycled.append((self.segment, self.offset))
 
     def __del__(self) -> None:
         self.recycle()
@@ -170,7 +170,7 @@ class MemoryBlock:
 class BlockOwner(Protocol):
     """An owner of idle blocks that can be freed when memory is short."""
 
-    def give_up(self) -> None:
+    def free_idle(self) -> None:
         """Free the idle blocks."""
 
 
@@ -188,38 +188,38 @@ class Memories:
     _limit: int
     _share: Callable[[AnySegment], None]
     _withdraw: Callable[[AnySegment], None]
-    _nudge: Callable[[], None] = nothing
+    _nudge: Callable[[], None] = noop
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     _segments: list[AnySegment] = field(init=False, default_factory=list)
-    returned: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
-    _keepers: weakref.WeakKeyDictionary[BlockOwner, None] = field(
+    recycled: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
+    _block_owners: weakref.WeakKeyDictionary[BlockOwner, None] = field(
         init=False, default_factory=weakref.WeakKeyDictionary
     )
 
-    def allocate(self, byte_size: int, *, alone: bool = False) -> MemoryBlock:
-        """Return a block, in a segment of its own if `alone`.
+    def allocate(self, byte_size: int, *, whole_segment: bool = False) -> MemoryBlock:
+        """Return a block, in a segment of its own if `whole_segment`.
 
         Raises:
             Unavailable: The client's limit would be exceeded, or the machine has not enough memory.
         """
         with self._lock:
             self.settle()
-            block = None if alone else self._found(byte_size)
-            if block is None and self._free_idle(byte_size) and not alone:
-                block = self._found(byte_size)
+            block = None if whole_segment else self._allocate_shared(byte_size)
+            if block is None and self._free_idle(byte_size) and not whole_segment:
+                block = self._allocate_shared(byte_size)
             if block is not None:
                 return block
             used = self._used()
-            # With space for further blocks, within the limit.
+            # A larger segment also serves later requests.
             preferred_size = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
-            size = byte_size if alone else max(byte_size, preferred_size)
+            size = byte_size if whole_segment else max(byte_size, preferred_size)
             self._check_limit(used, size)
             segment = Segment(size)
-            block = self._first_block(segment, segment.size if alone else byte_size)
+            block = self._first_block(segment, segment.size if whole_segment else byte_size)
         self._notify(block.segment)
         return block
 
-    def _found(self, byte_size: int) -> MemoryBlock | None:
+    def _allocate_shared(self, byte_size: int) -> MemoryBlock | None:
         for segment in self._segments:
             if segment.memory is None:
                 continue  # the segment is not shared with the server yet
@@ -236,17 +236,17 @@ class Memories:
         """
         if self._used() + byte_size <= self._limit:
             return False
-        for reference in self._keepers.keyrefs():
+        for reference in self._block_owners.keyrefs():
             owner = reference()
             if owner is not None:
-                owner.give_up()
+                owner.free_idle()
         self.settle()
         return True
 
-    def serve(self, owner: BlockOwner) -> None:
+    def register_owner(self, owner: BlockOwner) -> None:
         """Register an owner of idle blocks, which frees the blocks when memory is short."""
         with self._lock:
-            self._keepers[owner] = None
+            self._block_owners[owner] = None
 
     def add(self, segment: AnySegment) -> MemoryBlock:
         """Register a segment that was created elsewhere; return it as one block.
@@ -284,7 +284,7 @@ class Memories:
         return MemoryBlock(segment, offset, byte_size, self)
 
     def _notify(self, segment: AnySegment) -> None:
-        # Without the lock, since the thread that reads the response may allocate memory itself.
+        # The lock is not held, because the thread that reads the response may allocate memory.
         try:
             self._share(segment)
         except BaseException:
@@ -295,7 +295,7 @@ class Memories:
             raise
         self.settle()
 
-    def part_with(self, block: MemoryBlock) -> None:
+    def withdraw_block(self, block: MemoryBlock) -> None:
         """Free a block that is a whole segment, and withdraw the segment from the server."""
         block.recycle()
         self._nudge()
@@ -311,8 +311,8 @@ class Memories:
     def settle(self) -> None:
         """Free the blocks that were recycled."""
         with self._lock:
-            while self.returned:
-                segment, offset = self.returned.popleft()
+            while self.recycled:
+                segment, offset = self.recycled.popleft()
                 segment.free.free(offset)
                 if not segment.free.used and segment in self._segments:
                     self._segments.remove(segment)
@@ -345,4 +345,4 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self.returned = deque(maxlen=0)  # a closed pool accepts no returned blocks
+            self.recycled = deque(maxlen=0)  # blocks recycled after this are ignored

@@ -38,7 +38,7 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str]:
+def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str]:
     """Return a C-contiguous array and its datatype, without a copy if possible.
 
     Args:
@@ -51,7 +51,7 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
     """
     expected = spec.datatype if spec is not None else ""
     if type(value) is not np.ndarray:
-        value, datatype = _converted(value, expected, name)
+        value, datatype = _convert(value, expected, name)
         if datatype:
             return value, datatype
     array: Array = value
@@ -62,15 +62,15 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
         raise InvalidArgument(
             f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
         )
-    return _contiguous(array), array_datatype
+    return _as_contiguous(array), array_datatype
 
 
-def _contiguous(array: Array) -> Array:
+def _as_contiguous(array: Array) -> Array:
     # numpy.ascontiguousarray turns a scalar into a vector.
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def _converted(value: Any, expected: str, name: str) -> tuple[Any, str]:
+def _convert(value: Any, expected: str, name: str) -> tuple[Any, str]:
     if is_torch(value):
         if value.device.type != "cpu":
             raise InvalidArgument(

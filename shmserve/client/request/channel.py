@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from shmserve.client.memory.views import nothing
+from shmserve.client.memory.views import noop
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, own_memories, read
 from shmserve.client.server_state import ServerState
@@ -58,31 +58,31 @@ class ClientRequest(InflightRequest):
 
     Attributes:
         abandoned: Whether the caller has stopped waiting for the request.
-        again: Whether the request has been resubmitted because its response was lost.
-        built: The packed request.
         channel: The channel that submitted the request.
         end: Releases the memory of the request.
+        is_retry: Whether the request has been resubmitted because its response was lost.
         on_done: Called with the request when `outcome` is set.
         outcome: The result or the error; None until the request has completed.
+        packed: The packed request.
     """
 
-    __slots__ = ("abandoned", "again", "built", "channel", "end", "on_done", "outcome")
+    __slots__ = ("abandoned", "channel", "end", "is_retry", "on_done", "outcome", "packed")
 
     def __init__(
         self,
         channel: RequestChannel,
-        built: PackedRequest,
+        packed: PackedRequest,
         on_done: Callable[[ClientRequest], None] | None,
     ) -> None:
         self.endpoint = ""
         self.responses = 0
         self.channel = channel
-        self.built = built
-        self.end = built.end
+        self.packed = packed
+        self.end = packed.end
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
         self.abandoned = False
-        self.again = False
+        self.is_retry = False
 
     def result(self) -> Result:
         """Return the result of a completed request.
@@ -96,7 +96,7 @@ class ClientRequest(InflightRequest):
         assert outcome is not None
         self.outcome = None
         try:
-            raise self.traced(outcome)
+            raise self.with_trace(outcome)
         finally:
             del outcome  # a cycle of the error and its traceback would keep the request's memory
 
@@ -110,7 +110,7 @@ class ClientRequest(InflightRequest):
             self.done(self.error(message.code, message.message, message.retry_after_s))
         elif type(message) is Responded:  # the model was reloaded and is now decoupled
             self.discard(message)
-            self.done(Unsupported(DECOUPLED % self.built.model.name))
+            self.done(Unsupported(DECOUPLED % self.packed.model.name))
             self.channel.cancel(self)
 
     def error(self, code: str, text: str, retry_after_s: int = 0) -> ShmserveError:
@@ -121,11 +121,11 @@ class ClientRequest(InflightRequest):
         """
         if retry_after_s > 0:
             return QueueFull(text, retry_after_s)
-        if code == "UNAVAILABLE" and 0 < self.built.options.deadline_ns <= time.monotonic_ns():
+        if code == "UNAVAILABLE" and 0 < self.packed.options.deadline_ns <= time.monotonic_ns():
             return TimedOut(text)
         return from_code(code, text)
 
-    def traced(self, error: ShmserveError) -> ShmserveError:
+    def with_trace(self, error: ShmserveError) -> ShmserveError:
         """Set the `traceparent` of the error that this request failed with, and return the error.
 
         The `traceparent` is empty if the request has no trace.
@@ -141,18 +141,19 @@ class ClientRequest(InflightRequest):
     def _finish(self, message: Finished) -> None:
         channel = self.channel
         # `read` releases the memory, or keeps it for the arrays that refer to it.
-        end, self.end = self.end, nothing
+        end, self.end = self.end, noop
         outcome: Result | ShmserveError
         try:
             outcome = read(self, message)
-            if message.spans and self.explained:
+            if message.spans and self.is_explained:
                 self.explain(outcome, message.spans)
         except ShmserveError as error:
             self.end = end
-            final = self.again or self.abandoned or runs_once(self.submit.schema, self.submit.data)
+            submit = self.submit
+            final = self.is_retry or self.abandoned or runs_once(submit.schema, submit.data)
             if isinstance(error, Unavailable) and not final:
-                self.again = True  # the worker exited before the response was read
-                channel.schedulers.submit(self, self.endpoint, message_size(self.submit))
+                self.is_retry = True  # the worker exited before the response was read
+                channel.schedulers.submit(self, self.endpoint, message_size(submit))
                 return
             outcome = error
         except MalformedMessage:
@@ -174,27 +175,27 @@ class ClientRequest(InflightRequest):
         result.parameters["explanation"] = explanation
 
     @property
-    def explained(self) -> bool:
+    def is_explained(self) -> bool:
         """Return whether the request asks for a latency breakdown in its result."""
-        return (self.built.options.parameters or {}).get("explain") is True
+        return (self.packed.options.parameters or {}).get("explain") is True
 
-    def copied(self, memory_range: Range) -> bytearray:
+    def copy_range(self, memory_range: Range) -> bytearray:
         """Return a copy of a range of a worker's memory."""
-        return self.channel.server.copied(memory_range)
+        return self.channel.server.copy_range(memory_range)
 
     def release(self, messages: Sequence[Release]) -> None:
         """Send the `Release` messages for outputs that have been read."""
         self.channel.schedulers.release(self.endpoint, messages)
 
     def own_memories(self) -> set[int]:
-        return own_memories(self.built)
+        return own_memories(self.packed)
 
     def fail_stranded(self) -> None:
         self.free()
         self.done(Disconnected(NO_SCHEDULER))
 
     def free(self) -> None:
-        end, self.end = self.end, nothing
+        end, self.end = self.end, noop
         end()
 
     def ready(self) -> bool:
@@ -244,17 +245,17 @@ class RequestChannel:
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         watch(self.waker)
-        server.join(self)
+        server.add_channel(self)
 
     # --- sending
 
     def submit(
-        self, built: PackedRequest, on_done: Callable[[ClientRequest], None] | None = None
+        self, packed: PackedRequest, on_done: Callable[[ClientRequest], None] | None = None
     ) -> ClientRequest:
         """Queue a request for the next `flush`.
 
         Args:
-            built: The packed request.
+            packed: The packed request.
             on_done: Called with the request when it has completed.
 
         Returns:
@@ -265,7 +266,7 @@ class RequestChannel:
                 exited or been replaced.
             InvalidArgument: The request is too large.
         """
-        return self.start(ClientRequest(self, built, on_done))
+        return self.start(ClientRequest(self, packed, on_done))
 
     def start(self, pending: P) -> P:
         """Queue an existing request object for the next `flush`.
@@ -274,25 +275,25 @@ class RequestChannel:
             Disconnected: As for `submit`.
             InvalidArgument: As for `submit`.
         """
-        server, built = self.server, pending.built
-        is_other_server = built.model.source is not server.models
+        server, packed = self.server, pending.packed
+        is_other_server = packed.model.source is not server.models
         if self._closed or not server.alive or is_other_server:
-            built.end()
+            packed.end()
             raise Disconnected(
                 "this client is closed" if self._closed and not is_other_server else CLOSED_EARLY
             )
-        options = built.options
-        size = len(built.schema) + inline_size_of(built.data) + len(options.request_id)
+        options = packed.options
+        size = len(packed.schema) + inline_size_of(packed.data) + len(options.request_id)
         if size > MAX_REQUEST_BYTES:
-            built.end()
+            packed.end()
             raise InvalidArgument(
                 f"the request has {size} bytes besides its tensors, the maximum is "
                 f"{MAX_REQUEST_BYTES}"
             )
         pending.submit = make_submit(
             next(self._numbers),
-            built.schema,
-            built.data,
+            packed.schema,
+            packed.data,
             time.monotonic_ns(),
             request_id=options.request_id,
             priority=options.priority,
@@ -302,7 +303,7 @@ class RequestChannel:
             correlation_id=options.sequence,
             trace=options.trace,
         )
-        self.schedulers.submit(pending, built.model.endpoint, size)
+        self.schedulers.submit(pending, packed.model.endpoint, size)
         return pending
 
     def cancel(self, pending: ClientRequest) -> None:
@@ -336,38 +337,38 @@ class RequestChannel:
     def take(self, readable: Collection[int]) -> None:
         """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
-            self._slept()  # reset before `_look_around`, so that a later `wake` is not lost
+            self._reset_waker()  # reset before `_check_server`, so that a later `wake` is not lost
         if self._losses != self.server.losses or not self.server.alive:
-            self._look_around()
+            self._check_server()
         for fd in readable:
             link = self._links.by_fd(fd)
             if link is not None:
                 for message in link.receive():
                     self.schedulers.handle(link.endpoint, message)
                 if not link.connected:
-                    self._cut_off(link)
+                    self._replace_link(link)
         if self._links.unsent:
             self.flush()
 
     def _find(self, pending: ClientRequest, _: Failed | None) -> str:
         """Return the endpoint that currently serves the model of a request; "" if there is none."""
-        model, models = pending.built.model, self.server.models
+        model, models = pending.packed.model, self.server.models
         current = models.find(model.name, model.version) or models.find(model.name, "")
         return "" if current is None else current.endpoint
 
     # --- losses
 
-    def _look_around(self) -> None:
-        """Fail over the requests of lost schedulers, or fail all requests if the server exited."""
+    def _check_server(self) -> None:
+        """Resubmit the requests of lost schedulers, or fail all requests if the server exited."""
         server = self.server
         if not server.alive:
-            self._drop_all()
+            self._fail_all()
             return
         self._losses = server.losses
         for endpoint in [link.endpoint for link in self._links if link.endpoint in server.lost]:
             self.schedulers.handle_loss(endpoint)
 
-    def _cut_off(self, link: Dealer) -> None:
+    def _replace_link(self, link: Dealer) -> None:
         """Replace a link that the scheduler has disconnected.
 
         If the scheduler still runs, it closed only this link. Its requests are then resubmitted
@@ -385,20 +386,20 @@ class RequestChannel:
             return
         self._links.remove(link)
         withdrawn = self.schedulers.withdraw(link.endpoint)
-        if all(pending.again for pending in withdrawn):
+        if all(pending.is_retry for pending in withdrawn):
             new_link.close()
         else:
             self._links.add(new_link)
         for pending in withdrawn:
-            if pending.again:
+            if pending.is_retry:
                 pending.free()
                 is_closed = self.server.is_closed()
                 pending.done(Disconnected(CLOSED_EARLY) if is_closed else Unavailable(_TWICE))
             else:
-                pending.again = True
+                pending.is_retry = True
                 self.schedulers.submit(pending, link.endpoint, message_size(pending.submit))
 
-    def _drop_all(self) -> None:
+    def _fail_all(self) -> None:
         self._links.close_all()
         for pending in self.schedulers.withdraw_all():
             pending.free()
@@ -409,7 +410,7 @@ class RequestChannel:
         if not self._closed:
             os.eventfd_write(self.waker, 1)
 
-    def _slept(self) -> None:
+    def _reset_waker(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.waker)
 
@@ -417,7 +418,7 @@ class RequestChannel:
         """Close every link and fail the pending requests."""
         if not self._closed:
             self._closed = True
-            self._drop_all()
+            self._fail_all()
             self._unwatch(self.waker)
-            self.server.part(self)
+            self.server.remove_channel(self)
             os.close(self.waker)

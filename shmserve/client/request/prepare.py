@@ -15,8 +15,8 @@ import numpy as np
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
-from shmserve.client.memory.views import View, lease_of, nothing
-from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
+from shmserve.client.memory.views import View, lease_of, noop
+from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
 from shmserve.client.request.prepared import Buffer, ClientTemplate, TensorTemplate, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
@@ -162,7 +162,7 @@ def _value(name: str, value: Any) -> Any:
     )
 
 
-_ELSEWHERE = np.empty(0, np.uint8)  # placeholder of arrays that are not in host memory
+_NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder for tensors in device memory
 
 
 class PackedRequest(NamedTuple):
@@ -172,10 +172,10 @@ class PackedRequest(NamedTuple):
     schema: bytes
     data: list[Any]
     options: Options
-    prepared: ClientTemplate | None = None
+    template: ClientTemplate | None = None
     slot: Buffer | None = None
     as_torch: bool = False
-    end: Callable[[], None] = nothing
+    end: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
     holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive
 
@@ -201,7 +201,7 @@ def prepare(
         Unavailable: There is not enough memory.
     """
     if type(inputs) is Region and outputs is None:
-        return _in_place(memories, model, inputs, options)
+        return _prepare_region(memories, model, inputs, options)
     if type(inputs) is not dict and not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
     arrays: list[Array] = []
@@ -216,26 +216,26 @@ def prepare(
         if type(value) is np.ndarray and value.flags.c_contiguous:
             array, datatype = value, ""
         elif type(value) is DeviceView:
-            array, datatype, can_use_template = _ELSEWHERE, value.datatype, False
+            array, datatype, can_use_template = _NOT_ON_HOST, value.datatype, False
         else:
             as_torch = as_torch or is_torch(value)
-            array, datatype = from_program(value, specs.get(name), name)
+            array, datatype = as_array(value, specs.get(name), name)
         arrays.append(array)
         byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
     # A large array may be in a region, which only its address shows.
     if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
-        prepared = model.prepared.find(tuple(key))
-        if prepared is not None:
-            return _filled(model, prepared, arrays, options, as_torch)
+        template = model.templates.find(tuple(key))
+        if template is not None:
+            return _fill_template(model, template, arrays, options, as_torch)
     else:
         can_use_template = False
-    request = _Loose(memories, model, inputs, arrays, options, as_torch)
-    if not can_use_template or not request.plain:
+    request = _UntemplatedRequest(memories, model, inputs, arrays, options, as_torch)
+    if not can_use_template or not request.is_templatable:
         return request.prepare(outputs)
-    prepared = request.prepared(tuple(key), tuple(outputs or ()))
-    return _filled(model, prepared, arrays, options, as_torch)
+    template = request.make_template(tuple(key), tuple(outputs or ()))
+    return _fill_template(model, template, arrays, options, as_torch)
 
 
 def _names(outputs: Any) -> tuple[str, ...]:
@@ -247,26 +247,26 @@ def _names(outputs: Any) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def _filled(
+def _fill_template(
     model: ClientModel,
-    prepared: ClientTemplate,
+    template: ClientTemplate,
     arrays: Sequence[Array],
     options: Options,
     as_torch: bool,
 ) -> PackedRequest:
     parameters = options.parameters
-    if not prepared.slotted:
-        packed = prepared.packed(arrays, None, parameters)
-        return PackedRequest(model, *packed, options, prepared, None, as_torch)
-    slot = prepared.slot()
+    if not template.uses_slots:
+        packed = template.pack_request(arrays, None, parameters)
+        return PackedRequest(model, *packed, options, template, None, as_torch)
+    slot = template.slot()
     for target, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(target, array)
-    packed = prepared.packed(arrays, slot, parameters)
+    packed = template.pack_request(arrays, slot, parameters)
     memory = slot.end, (slot.block.segment,)
-    return PackedRequest(model, *packed, options, prepared, slot, as_torch, *memory)
+    return PackedRequest(model, *packed, options, template, slot, as_torch, *memory)
 
 
-def _in_place(
+def _prepare_region(
     memories: Memories, model: ClientModel, region: Region, options: Options
 ) -> PackedRequest:
     if region.memories is not memories:
@@ -289,12 +289,12 @@ def _in_place(
         signature.check(options.request_id, refs, outputs)
         packed = pack(refs, outputs, options.parameters)
         if not options.parameters:
-            region.remember(model, packed)
+            region.store_request(model, packed)
     lease, segment = region.lease, region.segment
     return PackedRequest(model, *packed, options, segments=(segment,), holders=(lease,))
 
 
-def _encoded(array: Array, name: str) -> bytes:
+def _encode(array: Array, name: str) -> bytes:
     try:
         return encode_bytes(array)
     except UnicodeEncodeError as error:
@@ -303,7 +303,7 @@ def _encoded(array: Array, name: str) -> bytes:
         ) from None
 
 
-class _Loose:
+class _UntemplatedRequest:
     """A request that is packed without a template."""
 
     def __init__(
@@ -330,25 +330,25 @@ class _Loose:
                 self._templates.append(
                     TensorTemplate(name, value.datatype, value.shape, value.nbytes)
                 )
-                self._memory_ranges.append(self._on_device(value))
+                self._memory_ranges.append(self._device_range(value))
                 continue
-            array, datatype = from_program(value, specs.get(name), name)
+            array, datatype = as_array(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
-                array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
+                array = arrays[index] = np.frombuffer(_encode(array, name), np.uint8)
             self._templates.append(TensorTemplate(name, datatype, shape, array.nbytes))
-            self._memory_ranges.append(self._found(value, array))
+            self._memory_ranges.append(self._find_range(value, array))
 
-    def _on_device(self, view: DeviceView) -> Range:
+    def _device_range(self, view: DeviceView) -> Range:
         self._hold(view.segment, view.lease)
         return view.memory_range()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Keep memory of the program alive until the response."""
+        """Keep the memory of a tensor in place alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
 
-    def _found(self, value: Any, array: Array) -> Range | None:
+    def _find_range(self, value: Any, array: Array) -> Range | None:
         """Return the memory range of an array in the client's memory, or None for another array."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
@@ -360,24 +360,24 @@ class _Loose:
         return segment.memory_range(offset, array.nbytes)
 
     @property
-    def plain(self) -> bool:
+    def is_templatable(self) -> bool:
         """Check whether a template can be made: all inputs are numbers that are copied."""
         has_strings = any(template.datatype == "BYTES" for template in self._templates)
         return not has_strings and not any(self._memory_ranges)
 
-    def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
+    def make_template(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
         """Create a template for requests with the datatypes and shapes of this request."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled
-        prepared = ClientTemplate(
+        template = ClientTemplate(
             model.signature,
             tuple(self._templates),
             outputs,
             self._memories,
             with_outputs=with_outputs,
         )
-        return self._model.remember(key, prepared)
+        return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
         """Return the packed request."""
@@ -402,7 +402,7 @@ class _Loose:
                 data = segment.memory_range(offset, array.nbytes)
                 offset += aligned(array.nbytes)
             refs.append(template.ref(data))
-        end = nothing if block is None else block.recycle
+        end = noop if block is None else block.recycle
         try:
             signature.check(self._options.request_id, refs, asked)
         except InvalidArgument:
@@ -432,7 +432,7 @@ class _Loose:
         spec = self._model.signature.outputs.get(name)
         if type(target) is DeviceView:
             check_datatype(name, target.datatype, self._model.signature)
-            memory_range = self._on_device(target)
+            memory_range = self._device_range(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
             plain = target.plain() if isinstance(target, View) else target
             datatype = datatype_of(plain, spec.datatype if spec is not None else "")

@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 
-_NOWHERE = Memory(0, 0, 0, 0, MAX_INT64, True)
+_NO_MEMORY = Memory(0, 0, 0, 0, MAX_INT64, True)
 
 
 class TensorTemplate(NamedTuple):
@@ -61,14 +61,14 @@ class Buffer:
     """Memory for one request at a time.
 
     Attributes:
-        prepared: The template that the slot belongs to.
+        template: The template that the slot belongs to.
         block: The memory.
         inputs: Arrays to write the inputs to; empty if the inputs are sent in the message.
         input_data: The packed ranges of `inputs`.
         output_data: The packed ranges of the outputs with space in the slot.
     """
 
-    prepared: ClientTemplate
+    template: ClientTemplate
     block: MemoryBlock
     inputs: list[Array]
     input_data: list[Any]
@@ -76,7 +76,7 @@ class Buffer:
 
     def end(self) -> None:
         """Return the slot for the next request."""
-        self.prepared.take_back(self)
+        self.template.return_slot(self)
 
 
 class ClientTemplate:
@@ -105,7 +105,7 @@ class ClientTemplate:
         """
         self._templates = templates
         self._memories = memories
-        refs = [template.ref(Range(_NOWHERE, 0, template.byte_size)) for template in templates]
+        refs = [template.ref(Range(_NO_MEMORY, 0, template.byte_size)) for template in templates]
         fit = signature.check("", refs, [RequestedOutput(name) for name in outputs])
         self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         requested = outputs or tuple(signature.outputs)
@@ -114,20 +114,20 @@ class ClientTemplate:
         self._output_sizes = {
             name: size for name, size in sizes.items() if size is not None and uses_slot
         }
-        self._refs, self._asked = refs, tuple(sizes if uses_slot else outputs)
-        self._schema = self._packed_schema({})
-        self.slotted = uses_slot or not self._inline
+        self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
+        self._schema = self._pack_schema({})
+        self.uses_slots = uses_slot or not self._inline
         self._ring: deque[Buffer] = deque()
         self._closed = False
-        if self.slotted:
-            memories.serve(self)
+        if self.uses_slots:
+            memories.register_owner(self)
 
-    def _packed_schema(self, parameters: Mapping[str, Any]) -> bytes:
+    def _pack_schema(self, parameters: Mapping[str, Any]) -> bytes:
         return pack_request_schema(
-            self._refs, self._asked, self._output_sizes, (), dict(parameters)
+            self._refs, self._requested_names, self._output_sizes, (), dict(parameters)
         )
 
-    def packed(
+    def pack_request(
         self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
     ) -> Packed:
         """Return a request's schema and data.
@@ -137,7 +137,7 @@ class ClientTemplate:
             slot: The slot that contains the large inputs; None if the template has no slots.
             parameters: The parameters.
         """
-        schema = self._packed_schema(parameters) if parameters else self._schema
+        schema = self._pack_schema(parameters) if parameters else self._schema
         if slot is None:
             return schema, [array.tobytes() for array in arrays]
         inputs = slot.input_data or [array.tobytes() for array in arrays]
@@ -175,7 +175,7 @@ class ClientTemplate:
             offset += aligned(size)
         return Buffer(self, block, arrays, inputs, outputs)
 
-    def take_back(self, slot: Buffer) -> None:
+    def return_slot(self, slot: Buffer) -> None:
         """Return a slot to the ring; safe in any thread and at any time."""
         self._ring.append(slot)
         if self._closed:
@@ -184,9 +184,9 @@ class ClientTemplate:
     def close(self) -> None:
         """Free the slots; slots in use are freed when their requests end."""
         self._closed = True
-        self.give_up()
+        self.free_idle()
 
-    def give_up(self) -> None:
+    def free_idle(self) -> None:
         """Free the unused slots; safe in any thread and at any time."""
         with contextlib.suppress(IndexError):  # another thread may have taken the last slot
             while True:

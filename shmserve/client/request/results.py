@@ -9,7 +9,7 @@ import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.segments import AnySegment
-from shmserve.client.memory.views import MemoryLease, nothing
+from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Internal, Released, Unavailable, Unsupported
@@ -89,9 +89,9 @@ class _Released(dict[str, Any]):
 class Reader(Protocol):
     """A request whose response is read."""
 
-    built: PackedRequest
+    packed: PackedRequest
 
-    def copied(self, memory_range: Range) -> bytearray:
+    def copy_range(self, memory_range: Range) -> bytearray:
         """Return a copy of a range in a worker's memory."""
 
     def release(self, messages: Sequence[Release]) -> None:
@@ -109,24 +109,24 @@ def read(reader: Reader, message: Finished) -> Result:
         Unsupported: Only the server's own user may read the memory.
         Internal: The response lacks a requested output.
     """
-    built = reader.built
-    lease = None if built.slot is None else MemoryLease(nothing)
+    packed = reader.packed
+    lease = None if packed.slot is None else MemoryLease(noop)
     result, in_shared_memory = _read(reader, message, lease)
-    if len(result) < len(built.model.signature.outputs) and not built.model.may_lack:
-        _check_whole(built, result)
+    if len(result) < len(packed.model.signature.outputs) and not packed.model.may_omit_outputs:
+        _check_complete(packed, result)
     if lease is None or not in_shared_memory:
-        built.end()
+        packed.end()
     else:
-        lease.on_end = built.end  # the lease ends with the last array
+        lease.on_end = packed.end  # the lease ends with the last array
     return result
 
 
-def _check_whole(built: PackedRequest, result: Result) -> None:
-    requested = [output.name for output in RequestSchema(built.schema).outputs]
-    missing = [name for name in requested or built.model.signature.outputs if name not in result]
+def _check_complete(packed: PackedRequest, result: Result) -> None:
+    requested = [output.name for output in RequestSchema(packed.schema).outputs]
+    missing = [name for name in requested or packed.model.signature.outputs if name not in result]
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)
-        raise Internal(f"model '{built.model.name}' did not return the requested outputs {names}")
+        raise Internal(f"model '{packed.model.name}' did not return the requested outputs {names}")
 
 
 def read_one_of_many(reader: Reader, message: Responded) -> Result:
@@ -141,8 +141,8 @@ def _read(
     reader: Reader, message: Finished | Responded, lease: MemoryLease | None
 ) -> tuple[Result, bool]:
     """Return the result, and whether its outputs may be in shared memory."""
-    built = reader.built
-    responses = built.model.responses
+    packed = reader.packed
+    responses = packed.model.responses
     schema = responses.find(message.schema) or responses.learn(message.schema)
     datas = message.data
     if len(datas) != len(schema.outputs):
@@ -152,16 +152,16 @@ def _read(
         if type(data) is not bytes:
             outputs = _tensors_of(reader, schema.outputs, datas, lease)
             return Result(outputs, dict(schema.parameters), lease), True
-        outputs[tensor.name] = _inline(built, tensor, data)
+        outputs[tensor.name] = _decode(packed, tensor, data)
     return Result(outputs, dict(schema.parameters), None), False
 
 
-def _inline(built: PackedRequest, ref: TensorSchema, data: bytes | bytearray) -> Any:
+def _decode(packed: PackedRequest, ref: TensorSchema, data: bytes | bytearray) -> Any:
     if ref.datatype == "BYTES":
-        return decode_bytes(data, ref.shape, ref.name, built.model.name)
+        return decode_bytes(data, ref.shape, ref.name, packed.model.name)
     writable = data if type(data) is bytearray else bytearray(data)
     array = np.ndarray(ref.shape, dtype_of(ref.datatype), writable)
-    return to_torch(array, ref.datatype) if built.as_torch else array
+    return to_torch(array, ref.datatype) if packed.as_torch else array
 
 
 def _tensors_of(
@@ -173,49 +173,49 @@ def _tensors_of(
     contents = [data if type(data) is bytes else unpack_range(data) for data in datas]
     try:
         return {
-            ref.name: _in_memory(reader, lease, ref, data)
+            ref.name: _map_output(reader, lease, ref, data)
             if isinstance(data, Range)
-            else _inline(reader.built, ref, data)
+            else _decode(reader.packed, ref, data)
             for ref, data in zip(outputs, contents, strict=True)
         }
     finally:
-        reader.release(release_messages(unpack_ranges(datas), own_memories(reader.built)))
+        reader.release(release_messages(unpack_ranges(datas), own_memories(reader.packed)))
 
 
-def own_memories(built: PackedRequest) -> set[int]:
+def own_memories(packed: PackedRequest) -> set[int]:
     """Return the ids of the memory that belongs to a request."""
-    return {segment.memory.id for segment in built.segments if segment.memory is not None}
+    return {segment.memory.id for segment in packed.segments if segment.memory is not None}
 
 
-def _in_memory(
+def _map_output(
     reader: Reader, lease: MemoryLease | None, ref: TensorSchema, memory_range: Range
 ) -> Any:
     """Return an output in shared memory."""
-    built = reader.built
-    segment = _segment(built, memory_range.memory)
+    packed = reader.packed
+    segment = _segment(packed, memory_range.memory)
     if segment is None or ref.datatype == "BYTES":
-        return _inline(built, ref, _copied(reader, memory_range, segment))
-    lease = lease or _region_lease(built, segment)
+        return _decode(packed, ref, _copy_output(reader, memory_range, segment))
+    lease = lease or _region_lease(packed, segment)
     array = segment.view(memory_range.offset, ref.shape, ref.datatype, lease)
-    return to_torch(array, ref.datatype) if built.as_torch else array
+    return to_torch(array, ref.datatype) if packed.as_torch else array
 
 
-def _segment(built: PackedRequest, memory: Memory) -> Any:
-    for segment in built.segments:
+def _segment(packed: PackedRequest, memory: Memory) -> Any:
+    for segment in packed.segments:
         if segment.memory is not None and segment.memory.id == memory.id:
             return segment
     return None
 
 
-def _region_lease(built: PackedRequest, segment: AnySegment) -> MemoryLease:
+def _region_lease(packed: PackedRequest, segment: AnySegment) -> MemoryLease:
     # Outputs follow inputs, so the search runs backwards.
-    for other, holder in zip(built.segments[::-1], built.holders[::-1], strict=True):
+    for other, holder in zip(packed.segments[::-1], packed.holders[::-1], strict=True):
         if other is segment and isinstance(holder, MemoryLease):
             return holder
-    return MemoryLease(nothing)
+    return MemoryLease(noop)
 
 
-def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytearray:
+def _copy_output(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytearray:
     if segment is not None:
         if isinstance(segment, DeviceSegment):
             raise Unsupported(
@@ -226,7 +226,7 @@ def _copied(reader: Reader, memory_range: Range, segment: AnySegment | None) -> 
             segment.bytes[memory_range.offset : memory_range.offset + memory_range.byte_size]
         )
     try:
-        return reader.copied(memory_range)
+        return reader.copy_range(memory_range)
     except Unavailable as error:
         if not isinstance(error.__cause__, PermissionError):
             raise

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from shmserve.client.connection import ServerConnection
-from shmserve.client.memory.views import nothing
+from shmserve.client.memory.views import noop
 from shmserve.client.request.channel import LATE, ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
@@ -34,14 +34,14 @@ class ClientStream(ClientRequest):
     """
 
     def __init__(
-        self, channel: RequestChannel, built: PackedRequest, on_item: Callable[[], None] = nothing
+        self, channel: RequestChannel, packed: PackedRequest, on_item: Callable[[], None] = noop
     ) -> None:
-        super().__init__(channel, built, None)
+        super().__init__(channel, packed, None)
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.finished = False
-        self._taken = -1  # byte size of the response that the reader has taken; -1: none
-        self._window = ReadWindow(placed=_is_placed(built))
+        self._read_size = -1  # byte size of the response that the program reads; -1: none
+        self._window = ReadWindow(placed=_is_placed(packed))
 
     def ready(self) -> bool:
         return bool(self.items) or self.finished or self.abandoned
@@ -56,10 +56,10 @@ class ClientStream(ClientRequest):
                 self.items.append((self.error(message.code, message.message), 0))
             elif message.schema:
                 self._read(message)
-            elif message.spans and self.explained:
+            elif message.spans and self.is_explained:
                 # This result contains only the explanation.
                 self.items.append((Result({}, {}, None), 0))
-            if message.spans and self.explained and isinstance(self.items[-1][0], Result):
+            if message.spans and self.is_explained and isinstance(self.items[-1][0], Result):
                 self.explain(self.items[-1][0], message.spans)
             self.finished = self.finished or message.final
             self.on_item()
@@ -84,15 +84,15 @@ class ClientStream(ClientRequest):
             self.on_item()
 
     def read(self) -> int:
-        """Record that the reader has finished the response that it took last, if any.
+        """Record that the program has read the response of the previous `take`, if any.
 
         Returns:
-            The number of responses to credit now.
+            The number of responses to grant credit for.
         """
-        if self._taken < 0:
+        if self._read_size < 0:
             return 0
-        credit = self._window.read(self._taken)
-        self._taken = -1
+        credit = self._window.read(self._read_size)
+        self._read_size = -1
         return 0 if self.finished else credit
 
     def take(self) -> Result:
@@ -101,11 +101,11 @@ class ClientStream(ClientRequest):
         Raises:
             ShmserveError: The response is this error.
         """
-        item, self._taken = self.items.popleft()
+        item, self._read_size = self.items.popleft()
         if isinstance(item, Result):
             return item
         try:
-            raise self.traced(item)
+            raise self.with_trace(item)
         finally:
             del item  # otherwise the item and its traceback would form a reference cycle
 
@@ -115,10 +115,10 @@ class ClientStream(ClientRequest):
         self.items.clear()
 
 
-class Attending(Protocol):
-    """A thread's method of waiting for requests in flight."""
+class StreamWaiter(Protocol):
+    """The interface by which a `ResponseStream` waits for, credits and cancels its request."""
 
-    def attend(self, pending: Any) -> None:
+    def wait_until_ready(self, pending: Any) -> None:
         """Wait until `pending` is ready.
 
         Raises:
@@ -143,7 +143,7 @@ class ResponseStream:
     by `close`, at the end of a `with` block, and when the object is collected.
     """
 
-    def __init__(self, waiter: Attending, pending: ClientStream, owner: object) -> None:
+    def __init__(self, waiter: StreamWaiter, pending: ClientStream, owner: object) -> None:
         self._waiter = waiter
         self._pending = pending
         self._owner = owner  # the reference keeps the client from being collected and closed
@@ -157,7 +157,7 @@ class ResponseStream:
         if responses:
             self._waiter.credit(pending, responses)
         if not pending.items:
-            self._waiter.attend(pending)
+            self._waiter.wait_until_ready(pending)
             if not pending.items:
                 raise StopIteration
         return pending.take()
@@ -179,19 +179,19 @@ class ResponseStream:
         self.close()
 
 
-def _is_placed(built: PackedRequest) -> bool:
+def _is_placed(packed: PackedRequest) -> bool:
     """Return whether every response is written to the same ranges of the client's memory."""
-    if not built.segments:
+    if not packed.segments:
         return False
-    return any(output.placed for output in RequestSchema(built.schema).outputs)
+    return any(output.placed for output in RequestSchema(packed.schema).outputs)
 
 
-class Waiting(Attending, Protocol):
-    """A thread's method of submitting requests and waiting for their responses."""
+class Waiter(StreamWaiter, Protocol):
+    """The interface by which a thread submits requests and waits for their responses."""
 
     connection: ServerConnection
 
-    def submit(self, built: PackedRequest) -> Any:
+    def submit(self, packed: PackedRequest) -> Any:
         """Queue a request and return the object to `wait` for."""
 
     def send(self, min_messages: int) -> None:
@@ -205,11 +205,11 @@ class Waiting(Attending, Protocol):
             ShmserveError: The request has failed with this error.
         """
 
-    def open(self, built: PackedRequest) -> ClientStream:
+    def open(self, packed: PackedRequest) -> ClientStream:
         """Send a request that may have any number of responses."""
 
 
-class ThreadChannel(Waiting):
+class ThreadChannel(Waiter):
     """A request channel of one thread, which waits for its sockets itself."""
 
     def __init__(self, connection: ServerConnection) -> None:
@@ -222,18 +222,18 @@ class ThreadChannel(Waiting):
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
 
-    def submit(self, built: PackedRequest) -> ClientRequest:
+    def submit(self, packed: PackedRequest) -> ClientRequest:
         with self.lock:
-            return self.channel.submit(built)
+            return self.channel.submit(packed)
 
     def send(self, min_messages: int) -> None:
         if self.channel.unsent >= min_messages:
             with self.lock:
                 self.channel.flush()
 
-    def open(self, built: PackedRequest) -> ClientStream:
+    def open(self, packed: PackedRequest) -> ClientStream:
         with self.lock:
-            pending = self.channel.start(ClientStream(self.channel, built))
+            pending = self.channel.start(ClientStream(self.channel, packed))
             self.channel.flush()
             return pending
 
@@ -243,13 +243,13 @@ class ThreadChannel(Waiting):
             self.channel.flush()
 
     def wait(self, pending: ClientRequest) -> Result:
-        self.attend(pending)
+        self.wait_until_ready(pending)
         return pending.result()
 
-    def attend(self, pending: ClientRequest) -> None:
+    def wait_until_ready(self, pending: ClientRequest) -> None:
         with self.lock:
             try:
-                self.until(pending)
+                self.poll_until_ready(pending)
             except BaseException:
                 self.channel.cancel(pending)
                 self.channel.flush()
@@ -260,18 +260,18 @@ class ThreadChannel(Waiting):
         # A stream may be collected while its thread, or another thread, waits with the lock held.
         if self.lock.acquire(blocking=False):
             try:
-                self._cancel_left()
+                self._cancel_queued()
             finally:
                 self.lock.release()
         else:
             self.connection.wake(self.channel)
 
-    def _cancel_left(self) -> None:
+    def _cancel_queued(self) -> None:
         while self._to_cancel:
             self.channel.cancel(self._to_cancel.popleft())
         self.channel.flush()
 
-    def until(self, pending: ClientRequest) -> None:
+    def poll_until_ready(self, pending: ClientRequest) -> None:
         """Wait until `pending` is ready. Must be called with the lock held.
 
         Raises:
@@ -281,7 +281,7 @@ class ThreadChannel(Waiting):
         if pending.ready():
             return
         channel.flush()
-        deadline_ns = pending.built.options.deadline_ns
+        deadline_ns = pending.packed.options.deadline_ns
         while not pending.ready():
             timeout_s: float | None = None
             if deadline_ns:
@@ -290,7 +290,7 @@ class ThreadChannel(Waiting):
                     raise TimedOut(LATE)
             channel.take([fd for fd, _ in self._poll.poll(timeout_s)])
             if self._to_cancel:
-                self._cancel_left()
+                self._cancel_queued()
 
     def close(self) -> None:
         """Close the channel and the epoll descriptor."""
@@ -299,7 +299,7 @@ class ThreadChannel(Waiting):
             self._poll.close()
 
 
-class SharedChannel(Waiting):
+class SharedChannel(Waiter):
     """The connection's own channel, for a thread that could not get a channel of its own.
 
     The connection's thread sends and receives on behalf of this thread.
@@ -321,11 +321,11 @@ class SharedChannel(Waiting):
                 "use infer_async in the callback"
             )
 
-    def submit(self, built: PackedRequest) -> Future[Result]:
+    def submit(self, packed: PackedRequest) -> Future[Result]:
         future: Future[Result] = Future()
-        future.add_done_callback(_notified)
+        future.add_done_callback(_notify_cancelled)
         connection = self.connection
-        connection.call(partial(_submit, connection, built=built, future=future))
+        connection.call(partial(_submit, connection, packed=packed, future=future))
         return future
 
     def send(self, min_messages: int) -> None:
@@ -338,20 +338,20 @@ class SharedChannel(Waiting):
             future.cancel()
             del future  # it would be in a cycle with the traceback of its error
 
-    def open(self, built: PackedRequest) -> ClientStream:
+    def open(self, packed: PackedRequest) -> ClientStream:
         future: Future[ClientStream] = Future()
 
         def start(channel: RequestChannel) -> None:
             try:
-                future.set_result(channel.start(ClientStream(channel, built, self._arrived.set)))
+                future.set_result(channel.start(ClientStream(channel, packed, self._arrived.set)))
             except ShmserveError as error:
                 future.set_exception(error)
 
         self.connection.call(start)
         return future.result()
 
-    def attend(self, pending: ClientStream) -> None:
-        deadline_ns = pending.built.options.deadline_ns
+    def wait_until_ready(self, pending: ClientStream) -> None:
+        deadline_ns = pending.packed.options.deadline_ns
         while not pending.ready():
             self.check_may_wait()
             timeout_s: float | None = None
@@ -376,7 +376,7 @@ class SharedChannel(Waiting):
                     self.connection.call(partial(RequestChannel.cancel, pending=pending))
 
 
-def _notified(future: Future[Result]) -> None:
+def _notify_cancelled(future: Future[Result]) -> None:
     """Notify the threads in `concurrent.futures.wait` that a future has been cancelled."""
     if future.cancelled():
         future.set_running_or_notify_cancel()
@@ -385,20 +385,20 @@ def _notified(future: Future[Result]) -> None:
 def _submit(
     connection: ServerConnection,
     channel: RequestChannel,
-    built: PackedRequest,
+    packed: PackedRequest,
     future: Future[Result],
 ) -> None:
     if future.cancelled():
-        built.end()
+        packed.end()
         return
     try:
-        pending = channel.submit(built, partial(_resolve, future))
+        pending = channel.submit(packed, partial(_set_outcome, future))
     except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
         return
 
-    deadline_ns = built.options.deadline_ns
+    deadline_ns = packed.options.deadline_ns
     if deadline_ns:
         connection.expire_at(deadline_ns, pending.submit.id)
 
@@ -410,7 +410,7 @@ def _submit(
     future.add_done_callback(on_done)
 
 
-def _resolve(future: Future[Result], pending: ClientRequest) -> None:
+def _set_outcome(future: Future[Result], pending: ClientRequest) -> None:
     with contextlib.suppress(InvalidStateError):  # the future may have been cancelled
         if isinstance(pending.outcome, Result):
             future.set_result(pending.outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shmserve.model_config.diagnostics import Key, Problem, repeats
+from shmserve.model_config.diagnostics import Key, Problem, find_repeats
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
@@ -17,7 +17,7 @@ _DYNAMIC: Key = ("dynamic_batching",)
 _Control = ModelSequenceBatching.Control
 _SEQUENCE: Key = ("sequence_batching",)
 _FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
-_ONE_OF_THEM = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
+_CHOICES = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
 _CORRELATION_TYPES = (
     DataType.TYPE_UINT64,
     DataType.TYPE_INT64,
@@ -92,7 +92,7 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
         for i, control_input in enumerate(batching.control_input)
         for j, control in enumerate(control_input.control)
     ]
-    for key, kind, first in repeats(((*at, "kind"), control.kind) for at, control in controls):
+    for key, kind, first in find_repeats(((*at, "kind"), control.kind) for at, control in controls):
         title = _Control.Kind.Name(kind)
         text = f"sequence batching specifies multiple {title} tensors for {name}"
         yield Problem(key, text, (first,))
@@ -123,12 +123,12 @@ def _names(config: ModelConfig) -> Iterator[Problem]:
         else:
             names.append((key, control_input.name))
         if len({control.kind for control in control_input.control}) > 1:
-            yield Problem(key, _two_kinds(control_input.name, name))
-    for key, tensor, first in repeats(names):
-        yield Problem(key, _two_kinds(tensor, name), (first,))
+            yield Problem(key, _two_kinds_text(control_input.name, name))
+    for key, tensor, first in find_repeats(names):
+        yield Problem(key, _two_kinds_text(tensor, name), (first,))
 
 
-def _two_kinds(tensor: str, name: str) -> str:
+def _two_kinds_text(tensor: str, name: str) -> str:
     return (
         f"sequence batching control tensor '{tensor}' is specified for multiple control kinds "
         f"for {name}"
@@ -147,19 +147,19 @@ def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iter
             )
             yield Problem((*at, "data_type"), text, related_keys)
         if set_fields:
-            choices = _ONE_OF_THEM.format("or")
+            choices = _CHOICES.format("or")
             text = f"sequence batching must not specify either {choices} for {kind} for {name}"
             yield Problem((*at, set_fields[0]), text, related_keys)
         return
     if not set_fields:
-        choices = _ONE_OF_THEM.format("or")
+        choices = _CHOICES.format("or")
         yield Problem(
             at,
             f"sequence batching must specify either {choices} for {kind} for {name}",
             related_keys,
         )
     if len(set_fields) > 1:
-        choices = _ONE_OF_THEM.format("and")
+        choices = _CHOICES.format("and")
         text = f"sequence batching specifies more than one from {choices} for {kind} for {name}"
         yield Problem((*at, set_fields[1]), text, related_keys)
     for field in set_fields:
@@ -192,10 +192,10 @@ def _state(at: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[P
         )
         yield Problem((*at, "initial_state"), text)
     for index, initial in enumerate(state.initial_state):
-        yield from _initial(at, (*at, "initial_state", index), state, initial)
+        yield from _initial_state(at, (*at, "initial_state", index), state, initial)
 
 
-def _initial(
+def _initial_state(
     state_at: Key,
     at: Key,
     state: ModelSequenceBatching.State,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from shmserve.model_config.diagnostics import Key, Problem, member, repeats
+from shmserve.model_config.diagnostics import Key, Problem, find_repeats, member
 from shmserve.proto.model_config_pb2 import (
     BatchInput,
     BatchOutput,
@@ -29,8 +29,8 @@ def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]
             yield Problem((*at, "format"), "model input NHWC/NCHW require 3 dims", (dims,))
     for index, out in enumerate(config.output):
         yield from _tensor(("output", index), out, "model output ", config.max_batch_size, complete)
-    yield from _repeated("input", config.input)
-    yield from _repeated("output", config.output)
+    yield from _repeated_names("input", config.input)
+    yield from _repeated_names("output", config.output)
 
 
 def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -60,7 +60,7 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
             elif source in ranks and output_ranks[name] != ranks[source]:
                 text = f"target output '{name}' must have as many dims as source input '{source}'"
                 yield Problem(key, text, (("output",), ("input",)))
-        for key, name, first in repeats(targets.items()):
+        for key, name, first in find_repeats(targets.items()):
             text = f"target output name '{name}' can only be specified once"
             yield Problem(key, text, (first,))
 
@@ -90,9 +90,9 @@ def _sources(at: Key, names: Sequence[str], subject: str, inputs: set[str]) -> I
             yield Problem((*key, index), f"unknown source input name '{name}'", (("input",),))
 
 
-def _repeated(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> Iterator[Problem]:
+def _repeated_names(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> Iterator[Problem]:
     names = (((field, i, "name"), io.name) for i, io in enumerate(tensors) if io.name)
-    for key, name, first in repeats(names):
+    for key, name, first in find_repeats(names):
         yield Problem(key, f"model {field} '{name}' is specified more than once", (first,))
 
 
@@ -108,7 +108,7 @@ def _tensor(
         yield Problem((*at, "data_type"), f"{subject}must specify 'data_type'")
     if complete and not io.dims:
         yield Problem(dims, f"{subject}must specify 'dims'")
-    for index in _no_dims(io.dims):
+    for index in _invalid_dims(io.dims):
         yield Problem(
             (*dims, index),
             f"{subject}dimension must be integer >= 1, or -1 to indicate a variable-size dimension",
@@ -134,12 +134,12 @@ def _reshape(
             "cannot have empty reshape for non-batching model as scalar tensors are not supported",
             (_MAX_BATCH_SIZE,),
         )
-    for index in _no_dims(shape):
+    for index in _invalid_dims(shape):
         yield Problem(
             (*key, index),
             "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension",
         )
-    if _no_dims(shape) or _no_dims(dims):
+    if _invalid_dims(shape) or _invalid_dims(dims):
         return
     if (-1 in dims) != (-1 in shape):
         yield Problem(key, "has different size for dims and reshape", related_keys)
@@ -154,7 +154,7 @@ def _reshape(
         yield Problem(key, "has different size for dims and reshape", related_keys)
 
 
-def _no_dims(dims: Sequence[int]) -> list[int]:
+def _invalid_dims(dims: Sequence[int]) -> list[int]:
     """Return the indices of invalid dimensions: neither a positive size nor -1."""
     return [index for index, dim in enumerate(dims) if dim < 1 and dim != -1]
 

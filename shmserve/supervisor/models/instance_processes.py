@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -219,7 +220,7 @@ class Instances:
 
     async def _spawn(self, instance: Instance, config: ModelSpec, count: int) -> None:
         spec, server = self._spec, self._context.config
-        bounds = bounds_of(self.config)
+        bounds, processors = bounds_of(self.config), len(os.sched_getaffinity(0))
         title = f"worker {spec.name}.{instance.index} {instance.device}"
         start = WorkerStart(
             number=self._scheduler.number,
@@ -233,9 +234,13 @@ class Instances:
             kind=instance.kind,
             device_id=instance.device_id,
             instance_name=instance.name,
-            backend_config=server.backend_settings(config.backend),
+            backend_config={
+                key: value
+                for backend, key, value in server.backend_config
+                if backend in ("", config.backend)
+            },
             arena_byte_size=server.arena_byte_size,
-            threads=server.worker_threads(bounds.maximum if bounds is not None else count),
+            threads=max(1, processors // max(1, bounds.maximum if bounds is not None else count)),
             log=self._context.log,
             environment=config.environment,
         )

@@ -358,7 +358,7 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
     async def talk() -> np.ndarray:
         server = await aio.connect(gated.run_dir)
         for moment in range(5):  # the connection is made in a thread, and may come too late
-            task = asyncio.ensure_future(server._connected())
+            task = asyncio.ensure_future(server._get_channel())
             late = asyncio.ensure_future(aio.connect(gated.run_dir)._connect())
             for _ in range(moment):
                 await asyncio.sleep(0)
@@ -393,7 +393,7 @@ def test_memory_is_taken_back_though_the_connection_is_interrupted(
     region = client.allocate({"INPUT0": ((ROW,), "FP32")})
     with client._session.connection()._lock:
         del region
-        until("it is taken back", lambda: not memories.returned and not memories._segments)
+        until("it is taken back", lambda: not memories.recycled and not memories._segments)
 
 
 def test_a_callback_may_close_the_client(gated: Server) -> None:
@@ -617,7 +617,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
         region["INPUT0"][:] = 3
         kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
         assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
-        late = client._session.built(
+        late = client._session.pack(
             client._session.connection(), ("rows", region, None, "", PLAIN, {})
         )
         folder = first.folder
@@ -641,7 +641,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
             assert (kept == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
-                client._waiting().submit(late)  # it was made for the server before
+                client._get_waiter().submit(late)  # it was made for the server before
             future = client.infer_async("rows", region)
             assert future.result(20)["OUTPUT0"][0, 0] == 4
             region.release()

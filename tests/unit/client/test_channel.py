@@ -97,7 +97,7 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
         def look_around() -> None:
             channel.wake()  # another thread, as soon as it has looked
 
-        monkeypatch.setattr(channel, "_look_around", look_around)
+        monkeypatch.setattr(channel, "_check_server", look_around)
         channel.take([channel.waker])
         assert readable(channel.waker)
         monkeypatch.undo()
@@ -110,7 +110,7 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
 def test_a_task_that_arrives_while_answers_are_read_is_run(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = connection._own
+    own = connection._channel
     take, ran = own.take, threading.Event()
 
     def beset(events: Any) -> None:
@@ -234,7 +234,7 @@ def test_answers_are_copied_by_several_at_a_time(
     copies: list[bytearray] = []
 
     def copy() -> None:
-        copies.append(connection.copied(place))
+        copies.append(connection.copy_range(place))
 
     def meanwhile(mappings: Mappings, memory: Memory) -> Any:
         monkeypatch.setattr(Mappings, "_open", mapped)
@@ -263,9 +263,9 @@ def test_answers_are_copied_by_several_at_a_time(
 def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
     copy = bytearray(np.arange(4, dtype=np.float32).tobytes())
     built = SimpleNamespace(segments=(), as_torch=False)
-    reader: Any = SimpleNamespace(built=built, copied=lambda _: copy)
+    reader: Any = SimpleNamespace(packed=built, copy_range=lambda _: copy)
     place = Range(Memory(1, 1, 3, 7, 4096, sealed=True), 0, 16)
-    array = results._in_memory(reader, None, TensorSchema("Y", "FP32", (4,), 16), place)
+    array = results._map_output(reader, None, TensorSchema("Y", "FP32", (4,), 16), place)
     assert array.tolist() == [0, 1, 2, 3] and array.flags.writeable
     assert np.shares_memory(array, np.frombuffer(copy, np.float32))
 

@@ -17,7 +17,7 @@ import torch
 from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
-from shmserve.client.request.arrays import from_program
+from shmserve.client.request.arrays import as_array
 from shmserve.client.request.prepare import PLAIN, options_of, prepare
 from shmserve.client.request.prepared import ClientTemplate, TensorTemplate
 from shmserve.client.request.results import read
@@ -71,11 +71,11 @@ def published(name: str = "m", version: str = "1", latest: bool = True) -> m.Mod
 def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memories) -> None:
     blocks = [memories.allocate(1 << 20) for _ in range(3)]
     assert len({block.segment for block in blocks}) == 1
-    alone = memories.allocate(100, alone=True)
-    assert alone.segment not in {block.segment for block in blocks}
+    whole_segment = memories.allocate(100, whole_segment=True)
+    assert whole_segment.segment not in {block.segment for block in blocks}
     with pytest.raises(Unavailable, match="may use 67108864 bytes"):
         memories.allocate(100 << 20)
-    for block in [*blocks, alone]:
+    for block in [*blocks, whole_segment]:
         block.recycle()
     memories.settle()
     assert memories.find(blocks[0].segment.address, 1) is None
@@ -85,7 +85,7 @@ def test_all_that_a_client_may_use_can_be_used() -> None:
     """A segment has room for more than was asked for, but not at the cost of what still fits."""
 
     def share(segment: AnySegment) -> None:
-        segment.shared(Memory(1, 0, 0, 0, segment.size, True).packed)
+        segment.on_shared(Memory(1, 0, 0, 0, segment.size, True).packed)
 
     memories = Memories(6 << 20, share, lambda segment: None)
     blocks = [memories.allocate(1 << 20) for _ in range(6)]
@@ -110,9 +110,9 @@ def test_unused_slots_are_evicted_for_new_ones(memories: Memories) -> None:
         request.end()
     in_use = prepare(memories, model, {"x": x}, None, PLAIN)
     with pytest.raises(Unavailable, match="may use 67108864 bytes"):
-        memories.allocate(60 << 20, alone=True)
+        memories.allocate(60 << 20, whole_segment=True)
     in_use.end()
-    assert memories.allocate(60 << 20, alone=True)
+    assert memories.allocate(60 << 20, whole_segment=True)
 
 
 def test_memory_returned_after_close_is_freed(memories: Memories) -> None:
@@ -255,7 +255,7 @@ def test_options_of_one_call_are_not_in_the_template(memories: Memories, large: 
             assert built.options is value
             works.append((built.schema, built.data))
             built.end()
-    assert works == works[:1] * 6 and len(model.prepared) == 1
+    assert works == works[:1] * 6 and len(model.templates) == 1
 
 
 def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> None:
@@ -271,7 +271,7 @@ def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> No
         (output,) = inference.outputs
         assert output.memory_range is not None and output.memory_range.byte_size == 4 * 8192
         built.end()
-    assert len(model.prepared) == 1 and len(schemas) == 1
+    assert len(model.templates) == 1 and len(schemas) == 1
 
 
 def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
@@ -304,7 +304,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
     for inputs, text in wrong_cases:
         with pytest.raises(InvalidArgument, match=text):
             prepare(memories, model, inputs, None, PLAIN)
-    assert not model.prepared
+    assert not model.templates
 
 
 def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> None:
@@ -312,14 +312,14 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
     first = prepare(memories, model, x, None, PLAIN)
-    (key,) = model.prepared._values
+    (key,) = model.templates._values
     prepared = ClientTemplate(
         model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
     )
-    assert model.remember(key, prepared) is first.prepared
+    assert model.store_template(key, prepared) is first.template
     model.close()
     late = prepare(memories, model, x, None, PLAIN)
-    assert not model.prepared
+    assert not model.templates
     first.end()
     late.end()
     memories.settle()
@@ -379,7 +379,7 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(
-        built=built, copied=lambda place: b"\4\0\0\0", release=lambda release: None
+        packed=built, copy_range=lambda place: b"\4\0\0\0", release=lambda release: None
     )
 
     def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
@@ -403,17 +403,17 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
 
 
 def test_accepted_input_types() -> None:
-    array, datatype = from_program(torch.ones(3, dtype=torch.bfloat16), None, "x")
+    array, datatype = as_array(torch.ones(3, dtype=torch.bfloat16), None, "x")
     assert datatype == "BF16" and array.dtype == np.uint16
-    assert from_program(np.array(["a"]), None, "x")[1] == "BYTES"
-    assert from_program(np.array(["a"], np.dtypes.StringDType()), None, "x")[1] == "BYTES"
+    assert as_array(np.array(["a"]), None, "x")[1] == "BYTES"
+    assert as_array(np.array(["a"], np.dtypes.StringDType()), None, "x")[1] == "BYTES"
     with pytest.raises(InvalidArgument, match="'x' is a masked array"):
-        from_program(np.ma.masked_equal([1, 2], 2), None, "x")
-    assert from_program(True, None, "x")[1] == "BOOL"
+        as_array(np.ma.masked_equal([1, 2], 2), None, "x")
+    assert as_array(True, None, "x")[1] == "BOOL"
     with pytest.raises(InvalidArgument, match="takes host memory"):
-        from_program(torch.empty(1, device="meta"), None, "x")
-    assert from_program(torch._neg_view(torch.ones(2)), None, "x")[0].tolist() == [-1, -1]
-    scalar, datatype = from_program(torch.tensor(1.0, dtype=torch.bfloat16), None, "x")
+        as_array(torch.empty(1, device="meta"), None, "x")
+    assert as_array(torch._neg_view(torch.ones(2)), None, "x")[0].tolist() == [-1, -1]
+    scalar, datatype = as_array(torch.tensor(1.0, dtype=torch.bfloat16), None, "x")
     assert scalar.shape == () and datatype == "BF16"
 
 
@@ -424,12 +424,12 @@ def test_accepted_input_types() -> None:
 )
 def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
     with pytest.raises(InvalidArgument, match="input 'x' cannot be read from torch"):
-        from_program(tensor, None, "x")
+        as_array(tensor, None, "x")
 
 
 def test_lists_keep_their_numbers() -> None:
     def taken(value: object, datatype: str) -> list[object]:
-        array, called = from_program(value, TensorSpec("x", datatype, (-1,)), "x")
+        array, called = as_array(value, TensorSpec("x", datatype, (-1,)), "x")
         assert called == datatype
         return list(array.tolist())
 
@@ -456,7 +456,7 @@ def test_lists_keep_their_numbers() -> None:
 )
 def test_lists_with_values_outside_the_datatype_are_rejected(value: object, datatype: str) -> None:
     with pytest.raises(InvalidArgument, match=f"input 'x' cannot be converted to {datatype}"):
-        from_program(value, TensorSpec("x", datatype, (-1,)), "x")
+        as_array(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
 def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
@@ -490,7 +490,7 @@ def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
     prepared = ClientTemplate(
         ClientModel(published()).signature, [TensorTemplate("x", "FP32", (1, 0), 0)], (), memories
     )
-    assert prepared.slotted
+    assert prepared.uses_slots
 
 
 @pytest.mark.parametrize("size", [1, 2, 200])
@@ -499,11 +499,11 @@ def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> No
     form = TensorTemplate("x", "FP32", (1, size), 4 * size)
     prepared = ClientTemplate(Signature(ModelSpec.of(config), "1"), [form], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
-    assert not prepared.slotted
+    assert not prepared.uses_slots
     tensor = TensorRef("x", "FP32", (1, size), array.tobytes())
     for parameters in (None, {"n": 1}):
         expected = pack_inference(Inference((tensor,), (), parameters or {}))
-        assert prepared.packed([array], None, parameters) == expected
+        assert prepared.pack_request([array], None, parameters) == expected
 
 
 def test_local_clients_cannot_forge_identities_or_memory() -> None:

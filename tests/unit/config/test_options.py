@@ -219,11 +219,10 @@ def test_repeatable_flags_and_flags_of_which_the_last_counts() -> None:
     )
     assert options.load_models == ("a", "b")
     assert options.http.port == 2
-    assert options.backend_settings("python") == {
-        "shm-default-byte-size": "1=2",
-        "auto-complete-config": "false",
-    }
-    assert options.backend_settings("pytorch") == {"auto-complete-config": "false"}
+    assert options.backend_config == (
+        ("python", "shm-default-byte-size", "1=2"),
+        ("", "auto-complete-config", "false"),
+    )
 
 
 def test_models_are_folders_and_classes(tmp_path: Path) -> None:

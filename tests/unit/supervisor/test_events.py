@@ -116,14 +116,14 @@ async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptu
 @given(st.sets(st.integers(1, 60), min_size=1))
 def test_missing_events_are_counted(arrived: set[int]) -> None:
     gaps = Gaps()
-    lost = [gaps.before("models", number) for number in sorted(arrived)]
+    lost = [gaps.count_before("models", number) for number in sorted(arrived)]
     assert lost[0] == 0  # events before the first received one are not counted as lost
     assert sum(lost) == max(arrived) - min(arrived) + 1 - len(arrived)
-    assert gaps.before("health", 50) == 0
-    assert gaps.reached("health", 50) == 0
-    assert gaps.reached("health", 53) == 3
-    assert gaps.before("health", 54) == 0
-    assert gaps.reached("new", 7) == 0
+    assert gaps.count_before("health", 50) == 0
+    assert gaps.count_up_to("health", 50) == 0
+    assert gaps.count_up_to("health", 53) == 3
+    assert gaps.count_before("health", 54) == 0
+    assert gaps.count_up_to("new", 7) == 0
 
 
 def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:

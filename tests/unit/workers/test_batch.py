@@ -528,6 +528,29 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
     assert not worker.finished.executed
 
 
+@pytest.mark.parametrize(
+    ("data", "count", "copied"),
+    [(b"\1\0\0\0a", 1, False), (b"\0\0\0\0", 1, False), (b"\1\0\0\0a" * 2, 2, True)],
+)
+def test_one_text_is_checked_without_a_copy_on_request(
+    data: bytes, count: int, copied: bool
+) -> None:
+    unpacker, *_ = gatherer(one_tensor("STRING", (-1,)), Mappings())
+    work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
+    assert unpacker.request(work).inputs["X"].array is not None
+    found = unpacker.request(work, copies_text=False).inputs["X"]
+    assert (found.array is not None) == copied
+    assert found.numpy().tolist() == [data[4:5]] * count
+
+
+@pytest.mark.parametrize("data", [b"", b"\1\0\0", b"\2\0\0\0a", b"\0\0\0\0a"])
+def test_a_text_of_the_wrong_length_is_refused_without_a_copy_too(data: bytes) -> None:
+    unpacker, *_ = gatherer(one_tensor("STRING", (1,)), Mappings())
+    work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (1,), data))))
+    with pytest.raises(InvalidArgument, match="for inference input 'X' for model 'm'"):
+        unpacker.request(work, copies_text=False)
+
+
 def test_all_inputs_are_named_whose_strings_do_not_add_up(worker: Rig) -> None:
     names = ("A", "B", "C")
     inputs = [tensor_config(name, "STRING", [2]) for name in names]

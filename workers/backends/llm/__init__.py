@@ -146,7 +146,7 @@ class LlmBackend(Backend):
             except Exception as error:
                 texts.fail_requests(engine.request_keys(message), error)
                 return Stepped(
-                    message.step, [], 0, 0, 0, lost=[row.sequence for row in message.rows]
+                    message.step, [], 0, 0, 0, skipped=[row.sequence for row in message.rows]
                 )
 
         def choose(message: Choose, _: list[WorkerRequest]) -> None:
@@ -236,7 +236,7 @@ def _prepare(
     """Read the inputs of a request from shared memory, and pass it to the text thread."""
     try:
         with writer.link.lock:
-            request = unpacker.request(open_request.work)
+            request = unpacker.request(open_request.work, copies_text=False)
             inputs = read_inputs(request, texts.reader.most_bytes)
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))

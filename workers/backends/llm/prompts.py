@@ -1,4 +1,4 @@
-"""Prompts: a request's validated inputs and parameters, converted to the tokens to continue."""
+"""Prompts: the validated inputs and parameters of requests, converted to tokens."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from shmserve.workers.backends.llm.tools import MessageFormats, take_tools
 UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
 LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
-# The beginnings of a long text that are tokenized first, in characters for each token allowed.
-_BEGINNINGS = (1, 3, 6)
-_ENDING = 12  # number of characters for each of a text's last tokens
+# The lengths of the prefixes of a long text that are tokenized first, per allowed token.
+_PREFIX_CHARACTERS = (1, 3, 6)
+_SUFFIX_CHARACTERS = 12  # length of the suffix of a truncated text, per remaining token
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
 _MAX_CUT_TOKENS = 64  # number of tokens that may differ where a text is cut
-_BYTES_A_CHARACTER, _BYTES_A_TOKEN = 4, 64
+_MAX_CHARACTER_BYTES, _MAX_TOKEN_BYTES = 4, 64
 _NICE = 10
-_LEAST_LIMIT = 1 << 20  # minimum of `most_bytes`, and of the tokens that /tokenize returns
+_MIN_LIMIT = 1 << 20  # minimum of `most_bytes`, and of the tokens that /tokenize returns
 _SLICE = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
 
 
@@ -69,7 +69,7 @@ class LongText:
         """
         return self.ending(len(self))[0]
 
-    def ending(self, most: int) -> tuple[str, int]:
+    def ending(self, max_characters: int) -> tuple[str, int]:
         """Return at most `most` of the last characters, and the number of all characters.
 
         Raises:
@@ -84,12 +84,12 @@ class LongText:
                 pieces.append(decoder.decode(data, final=begin + _SLICE >= len(self._raw)))
                 count += len(pieces[-1])
                 # Every slice has at least a quarter as many characters as bytes.
-                del pieces[: -(4 * most // _SLICE + 2)]
+                del pieces[: -(4 * max_characters // _SLICE + 2)]
                 time.sleep(0)  # releases the GIL
         except UnicodeDecodeError:
             shown = repr(bytes(self._raw[:_SLICE]))
             raise InvalidArgument(f"{self._name}: {clip(shown)} is not UTF-8") from None
-        return "".join(pieces)[-most:], count
+        return "".join(pieces)[-max_characters:], count
 
 
 def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
@@ -112,9 +112,7 @@ def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
         raw = memoryview(tensor.raw)
         size = raw.nbytes
         is_long = name in _INPUTS and size > most_bytes
-        # A tensor of one text has its length in 4 bytes.
-        is_text = name == "text_input" and raw[:4] == (size - 4).to_bytes(4, "little")
-        if is_long and truncates and is_text:
+        if is_long and truncates and name == "text_input" and tensor.is_text():
             inputs[name] = LongText(name, raw[4:])
             continue
         if is_long and not truncates:
@@ -141,15 +139,19 @@ def prompt_input(inputs: Mapping[str, Any]) -> str:
     Raises:
         InvalidArgument: The request has several prompts, or none.
     """
-    named = [name for name in _INPUTS if name in inputs]
-    if len(named) != 1:
-        shown = " and ".join(named) or "none"
-        raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {shown}")
-    return named[0]
+    names = [name for name in _INPUTS if name in inputs]
+    if len(names) != 1:
+        found = " and ".join(names) or "none"
+        raise InvalidArgument(f"exactly one of {', '.join(_INPUTS)} is required, got {found}")
+    return names[0]
 
 
 class PromptText(NamedTuple):
-    """The tokens of a prompt, its text if responses repeat it, and each token's index in it."""
+    """The tokens of a prompt, and its text if responses repeat it.
+
+    Attributes:
+        offsets: The index in the text at which each token begins, if it is required.
+    """
 
     tokens: list[int]
     text: str = ""
@@ -168,22 +170,22 @@ class PromptReader:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
         self._texts = texts
-        self._longest = settings.max_model_len
+        self._max_length = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
         self._vocabulary = checkpoint.architecture.vocabulary
         added = self._tokenizer.get_added_tokens_decoder().items()
-        self._special = {each.content: token for token, each in added if each.special}
+        self._special = {text.content: token for token, text in added if text.special}
         pieces = self._tokenizer.get_vocab()
         # Tokenizers may have more tokens than the model.
-        largest = max(self._vocabulary, 1 + max(pieces.values(), default=0))
+        vocabulary = max(self._vocabulary, 1 + max(pieces.values(), default=0))
         Thread(target=self._start_threads).start()
-        self._grammars = Grammars(texts, largest, checkpoint.end_tokens)
+        self._grammars = Grammars(texts, vocabulary, checkpoint.end_tokens)
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
-        widest = max(map(len, pieces), default=1)
+        longest_piece = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
-        widest_bytes = min(_BYTES_A_CHARACTER * widest, _BYTES_A_TOKEN)
-        self.most_bytes = max(widest_bytes * self._longest, _LEAST_LIMIT)
+        widest_bytes = min(_MAX_CHARACTER_BYTES * longest_piece, _MAX_TOKEN_BYTES)
+        self.most_bytes = max(widest_bytes * self._max_length, _MIN_LIMIT)
 
     def _start_threads(self) -> None:
         """Start the tokenizer's threads, which inherit the low priority of this thread."""
@@ -193,7 +195,7 @@ class PromptReader:
     def read(
         self, request: Request, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> tuple[Prompt, str]:
-        """Return the prompt of a request, and the text that its response repeats.
+        """Return the prompt of a request, and the text with which its response begins.
 
         The grammar of the prompt, if any, is not compiled; see `compile`.
 
@@ -202,41 +204,43 @@ class PromptReader:
         """
         settings, echoes = merged_parameters(request, inputs)
         parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
-        scores = echoes and parameters.logprobs >= 0 and "messages" not in inputs
-        message, message_grammar = None, ""
+        scores_prompt = echoes and parameters.logprobs >= 0 and "messages" not in inputs
+        message_format, message_grammar = None, ""
         if "messages" in inputs:
             chat = conversation(inputs["messages"])
-            tools, hidden = take_tools(chat), chat.pop("include_reasoning", None) is False
+            tools, hides_reasoning = take_tools(chat), chat.pop("include_reasoning", None) is False
             inputs = {**inputs, "messages": self._chat.render(chat)}
-            message = self._formats.make_format(tools, inputs["messages"], hidden)
-            if message is not None:
-                message_grammar = self._formats.grammar(tools, message, bool(parameters.grammar[0]))
-        tokens, text, offsets = self._prompt_text(inputs, parameters, scores)
-        most = parameters.max_tokens
-        if most == UNLIMITED:
-            most = self._checkpoint.defaults.get("max_new_tokens") or most
-        most = min(most, self._longest - len(tokens))
+            message_format = self._formats.make_format(tools, inputs["messages"], hides_reasoning)
+            if message_format is not None:
+                has_body = bool(parameters.grammar[0])
+                message_grammar = self._formats.grammar(tools, message_format, has_body)
+        tokens, text, offsets = self._prompt_text(inputs, parameters, scores_prompt)
+        max_tokens = parameters.max_tokens
+        if max_tokens == UNLIMITED:
+            max_tokens = self._checkpoint.defaults.get("max_new_tokens") or max_tokens
+        max_tokens = min(max_tokens, self._max_length - len(tokens))
         words = parameters.bad_words
         parameters = replace(
             parameters,
-            max_tokens=most,
+            max_tokens=max_tokens,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
             forbidden=BadWords(words, self._texts).forbidden_after if words else None,
-            # The best samples are found by their probabilities.
+            # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
-        # A grammar ends with an end token.
+        # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         end_tokens = () if ignores else self._checkpoint.end_tokens
-        before = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
+        earlier = {each.sample: np.frombuffer(each.tokens, np.int32).tolist() for each in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
-        prompt.message_format, prompt.message_grammar = message, message_grammar
+        prompt.message_format, prompt.message_grammar = message_format, message_grammar
         prompt.eos = -1 if ignores else self._checkpoint.eos
-        prompt.top_logprobs = max(parameters.prompt_logprobs, parameters.logprobs if scores else -1)
+        echo_logprobs = parameters.logprobs if scores_prompt else -1
+        prompt.top_logprobs = max(parameters.prompt_logprobs, echo_logprobs)
         if max(prompt.top_logprobs, parameters.logprobs) >= 0:
-            prompt.replayed_tokens = before
+            prompt.replayed_tokens = earlier
         else:
-            prompt.resumed_tokens = before
+            prompt.resumed_tokens = earlier
         prompt.offsets = offsets
         return prompt, text
 
@@ -261,11 +265,11 @@ class PromptReader:
             tokens = inputs["input_ids"]
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
             if wrong.size:
-                most = self._vocabulary - 1
-                raise InvalidArgument(f"tokens: {wrong[0]} is not a token; allowed are 0 to {most}")
+                last = self._vocabulary - 1
+                raise InvalidArgument(f"tokens: {wrong[0]} is not a token; allowed are 0 to {last}")
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
-            outputs["text_output"] = "BYTES", [each.encode() for each in texts]
+            outputs["text_output"] = "BYTES", [piece.encode() for piece in texts]
         elif task == "tokenize" and {"text_input", "messages"} & inputs.keys():
             settings, _ = merged_parameters(request, inputs)
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
@@ -278,11 +282,11 @@ class PromptReader:
                 take_tools(chat)
                 chat.pop("include_reasoning", None)
                 text = self._chat.render(chat)
-            self._check_beginnings("prompt", text, max(self._longest, _LEAST_LIMIT))
+            self._check_length("prompt", text, max(self._max_length, _MIN_LIMIT))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             outputs["token_ids"] = "INT32", encoding.ids
             if "text_output" in requested:
-                pieces = [self._tokenizer.id_to_token(each) or "" for each in encoding.ids]
+                pieces = [self._tokenizer.id_to_token(piece) or "" for piece in encoding.ids]
                 parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
                 encoded = b",".join(orjson.dumps(part)[1:-1] for part in parts)
                 outputs["text_output"] = "BYTES", [b"[%b]" % encoded]
@@ -306,127 +310,126 @@ class PromptReader:
         prompt.grammar = self._grammars.matcher(*grammar)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
-        """Return the tokens of stop strings that are special tokens, which texts lack."""
+        """Return the tokens of stop strings that are special tokens, which are not in texts."""
         tokens = [self._special[stop] for stop in stops if stop in self._special]
         return [token for token in tokens if token < self._vocabulary]
 
     def _prompt_text(
-        self, inputs: Mapping[str, Any], parameters: GenerationParameters, scores: bool
+        self, inputs: Mapping[str, Any], parameters: GenerationParameters, has_offsets: bool
     ) -> PromptText:
-        """Return the prompt; with `scores`, include the offsets of its tokens."""
+        """Return the prompt, with the offsets of its tokens if `has_offsets`."""
         name = prompt_input(inputs)
         if name == "input_ids":
-            count = self._count(name, len(inputs[name]), parameters)
+            count = self._count_tokens(name, len(inputs[name]), parameters)
             tokens: list[int] = inputs[name][-count:].tolist()
-            self._check(name, tokens)
-            return self._decoded(tokens, parameters, scores)
-        chat = name == "messages"
+            self._check_tokens(name, tokens)
+            return self._decode(tokens, parameters, has_offsets)
+        is_chat = name == "messages"
         text = inputs[name]
         special = parameters.add_special_tokens
         if not parameters.truncate_prompt_tokens:
             text = text.whole() if isinstance(text, LongText) else text
-            self._check_beginnings(name, text, self._longest)
-            encoding = self._encoded(text, special, scores)
+            self._check_length(name, text, self._max_length)
+            encoding = self._encode(text, special, has_offsets)
         else:
-            encoding = self._encoded_ending(text, special, scores, parameters)
-        count = self._count(name, len(encoding), parameters)
+            encoding = self._encode_suffix(text, has_offsets, parameters)
+        count = self._count_tokens(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         if is_cut:
             encoding.truncate(count, direction="left")
         tokens = encoding.ids
-        self._check(name, tokens)
-        if chat or not parameters.echo:
+        self._check_tokens(name, tokens)
+        if is_chat or not parameters.echo:
             return PromptText(tokens)
         if is_cut:
-            return self._decoded(tokens, parameters, scores)
+            return self._decode(tokens, parameters, has_offsets)
         text = text.whole() if isinstance(text, LongText) else text
-        starts = (begin for begin, _ in encoding.offsets) if scores else ()
+        starts = (begin for begin, _ in encoding.offsets) if has_offsets else ()
         return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
 
-    def _check_beginnings(self, name: str, text: str, most: int) -> None:
-        """Raise InvalidArgument if the beginning of a text has more than `most` tokens.
+    def _check_length(self, name: str, text: str, max_tokens: int) -> None:
+        """Raise InvalidArgument if a prefix of a text has more than `max_tokens` tokens.
 
-        The tokens of the whole text would be read, and released, with the GIL held.
+        Tokens of the whole text would be converted, and released, with the GIL held.
         """
-        if len(text) <= _BEGINNINGS[-1] * most:
+        if len(text) <= _PREFIX_CHARACTERS[-1] * max_tokens:
             return
-        for characters in _BEGINNINGS:
-            count = len(self._encoded(text[: characters * most], False, False))
-            if count > most + _MAX_CUT_TOKENS:
-                raise InvalidArgument(f"{name}: {_too_long(count, most)}")
+        for characters in _PREFIX_CHARACTERS:
+            count = len(self._encode(text[: characters * max_tokens], False, False))
+            if count > max_tokens + _MAX_CUT_TOKENS:
+                raise InvalidArgument(f"{name}: {_too_long(count, max_tokens)}")
 
-    def _encoded_ending(
-        self, text: str | LongText, special: bool, scores: bool, parameters: GenerationParameters
+    def _encode_suffix(
+        self, text: str | LongText, has_offsets: bool, parameters: GenerationParameters
     ) -> Encoding:
-        """Return the tokens of a text, or of an ending that has all tokens that are not truncated.
+        """Return the tokens of a text, or of a suffix with all tokens that are not truncated.
 
-        The ending begins between two words, where tokenizers divide a text.
+        The suffix begins between two words, where tokenizers divide a text.
         """
-        most = parameters.truncate_prompt_tokens
-        most = self._longest if most < 0 else min(most, self._longest)
-        size = _ENDING * most + LONG
+        max_tokens, special = parameters.truncate_prompt_tokens, parameters.add_special_tokens
+        max_tokens = self._max_length if max_tokens < 0 else min(max_tokens, self._max_length)
+        size = _SUFFIX_CHARACTERS * max_tokens + LONG
         if isinstance(text, LongText):
-            end, count = text.ending(size + 1)
+            suffix, count = text.ending(size + 1)
         else:
-            end, count = text[-size - 1 :], len(text)
-        between = _BETWEEN_WORDS.search(end, 1, 1 + LONG) if count - size > LONG else None
+            suffix, count = text[-size - 1 :], len(text)
+        between = _BETWEEN_WORDS.search(suffix, 1, 1 + LONG) if count - size > LONG else None
         if between is not None:
-            ending = self._encoded(end[between.start() :], special, scores)
-            if len(ending) > most + _MAX_CUT_TOKENS:
+            ending = self._encode(suffix[between.start() :], special, has_offsets)
+            if len(ending) > max_tokens + _MAX_CUT_TOKENS:
                 return ending
         whole = text.whole() if isinstance(text, LongText) else text
-        return self._encoded(whole, special, scores)
+        return self._encode(whole, special, has_offsets)
 
-    def _encoded(self, text: str, special: bool, scores: bool) -> Encoding:
-        """Return the tokens of a text, with offsets if `scores`; the GIL is released if it is long.
+    def _encode(self, text: str, special: bool, has_offsets: bool) -> Encoding:
+        """Return the tokens of a text, and their offsets if `has_offsets`.
 
-        `encode_batch` and its threads would only delay a short text.
+        The GIL is released for long texts; `encode_batch` and its threads would delay short texts.
         """
         if len(text) <= LONG:
             return self._tokenizer.encode(text, add_special_tokens=special)
-        encode = self._tokenizer.encode_batch if scores else self._tokenizer.encode_batch_fast
+        encode = self._tokenizer.encode_batch if has_offsets else self._tokenizer.encode_batch_fast
         (encoding,) = encode([text], add_special_tokens=special)
         return encoding
 
-    def _decoded(
-        self, tokens: list[int], parameters: GenerationParameters, scores: bool
+    def _decode(
+        self, tokens: list[int], parameters: GenerationParameters, has_offsets: bool
     ) -> PromptText:
         """Return a prompt whose text is the decoding of its tokens."""
         if not parameters.echo:
             return PromptText(tokens)
         skip = parameters.skip_special_tokens
         text = self._texts.decode(tokens[: self._texts.count_complete(tokens)], skip)
-        return PromptText(tokens, text, self._texts.offsets(tokens, text, skip) if scores else ())
+        offsets = self._texts.offsets(tokens, text, skip) if has_offsets else ()
+        return PromptText(tokens, text, offsets)
 
-    def _count(self, name: str, count: int, parameters: GenerationParameters) -> int:
+    def _count_tokens(self, name: str, count: int, parameters: GenerationParameters) -> int:
         """Return the number of last tokens of a prompt to use."""
-        most = parameters.truncate_prompt_tokens
-        if most:
-            count = min(count, most if most > 0 else max(self._longest - 1, 1))
+        limit = parameters.truncate_prompt_tokens
+        if limit:
+            count = min(count, limit if limit > 0 else max(self._max_length - 1, 1))
         if not count:
             raise InvalidArgument(f"{name}: the prompt is empty; at least one token is required")
-        if count + min(parameters.max_tokens, 1) > self._longest:
-            raise InvalidArgument(f"{name}: {_too_long(count, self._longest)}")
+        if count + min(parameters.max_tokens, 1) > self._max_length:
+            raise InvalidArgument(f"{name}: {_too_long(count, self._max_length)}")
         return count
 
-    def _check(self, name: str, tokens: list[int]) -> None:
-        most = self._vocabulary - 1
-        wrong = next((token for token in tokens if not 0 <= token <= most), None)
+    def _check_tokens(self, name: str, tokens: list[int]) -> None:
+        largest = self._vocabulary - 1
+        wrong = next((token for token in tokens if not 0 <= token <= largest), None)
         if wrong is None:
             return
         if name == "input_ids":
-            raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {most}")
+            raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {largest}")
         token = clip(repr(self._tokenizer.id_to_token(wrong)))
         raise InvalidArgument(
             f"{name}: the token {token} has the id {wrong}, but the model's largest token is "
-            f"{most} (config.json: vocab_size)"
+            f"{largest} (config.json: vocab_size)"
         )
 
 
-def _too_long(count: int, longest: int) -> str:
-    return (
-        f"{PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the limit of {longest}"
-    )
+def _too_long(count: int, limit: int) -> str:
+    return f"{PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the limit of {limit}"
 
 
 def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

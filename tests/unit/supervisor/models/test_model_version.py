@@ -1,6 +1,7 @@
 """The processes of a model version in every order of events, and the steps of an ensemble."""
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import instance_processes
 from shmserve.supervisor.models.instances import InstanceState, Lifetime, VersionSpec
 from shmserve.supervisor.models.model_version import EnsembleInstances, ModelVersion
+from shmserve.supervisor.processes.children import Child
 from tests.rigs.process_rig import Made, Processes, plan, turns
 
 
@@ -42,6 +44,26 @@ async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
     states = model.instances.states()
     await processes.end()
     assert states == [InstanceState.READY]
+
+
+async def test_a_worker_has_the_settings_of_its_backend_and_of_all_backends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = ("python,a=1", "b=2", "pytorch,c=3")
+    processes = Processes(*(f"--backend-config={flag}" for flag in flags))
+    records: list[bytes] = []
+    spawn = processes.spawn
+
+    async def record(title: str, entry: str, start: bytes) -> Child:
+        records.append(start)
+        return await spawn(title, entry, start)
+
+    monkeypatch.setattr(processes, "spawn", record)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(7))
+    await processes.version(plan()).start()
+    start = m.decode_start(m.WorkerStart, records[0])
+    await processes.end()
+    assert (start.backend_config, start.threads) == ({"a": "1", "b": "2"}, 7)
 
 
 async def test_only_the_process_is_killed_that_its_scheduler_means(

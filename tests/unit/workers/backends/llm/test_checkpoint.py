@@ -204,7 +204,9 @@ def test_instances_on_one_device_share_its_memory(
     weights = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
     # Tokens * (keys and values) * layers * heads * head size * bytes per element.
     block = 16 * 2 * 2 * 2 * 8 * 4
-    monkeypatch.setattr(engine_file, "_available_bytes", lambda device: 3 * weights + 6 * 100 * block)
+    monkeypatch.setattr(
+        engine_file, "_available_bytes", lambda device: 3 * weights + 6 * 100 * block
+    )
     gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
     groups = (InstanceGroup(count=2), InstanceGroup(), gpus)
     assert max_instances_per_device(groups) == 3
