@@ -23,15 +23,7 @@ from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
 from tests.support.messages import inferred_of
 from tests.support.waiting import DEADLINE_S
 
-ALL = (
-    "text_output",
-    "index",
-    "token_ids",
-    "finish_reason",
-    "stop_reason",
-    "logprobs",
-    "usage",
-)
+ALL = ("text_output", "index", "token_ids", "finish_reason", "stop_reason", "logprobs", "usage")
 
 
 def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:

@@ -283,10 +283,7 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
     """
     fresh, begun, once, left, early, answered = (
         Request(
-            client,
-            number=number,
-            request_id="me",
-            work=in_place_work() if number == 3 else REQUEST,
+            client, number=number, request_id="me", work=in_place_work() if number == 3 else REQUEST
         )
         for number in range(1, 7)
     )
@@ -389,9 +386,7 @@ EVENTS = (
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=30))
-def test_each_request_is_ended_once_and_its_memory_freed_once(
-    story: list[tuple[str, int]],
-) -> None:
+def test_each_request_is_ended_once_and_its_memory_freed_once(story: list[tuple[str, int]]) -> None:
     """Holds for any messages of a scheduler in any order."""
     client = Client()
     requests = {number: Request(client, number=number) for number in (1, 2, 3)}
