@@ -138,14 +138,8 @@ EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
     LoadCommand | CheckMemory | CheckReady | MemoryDropped | Loss | SetLogging | Answer | Stop
 )
-WorkerToSupervisor = (
-    LoadReport
-    | MemoryChecked
-    | ReadyChecked
-    | AskReady
-    | FindModel
-    | LoadRequest
-    | WorkspaceRequest
+WorkerToSupervisor = (LoadReport | MemoryChecked | ReadyChecked) | (
+    AskReady | FindModel | LoadRequest | WorkspaceRequest
 )
 WorkspaceToSupervisor = WorkspaceAllocated
 SupervisorToLocalClient = (Welcome | ModelPublication | ModelWithdrawn | SchedulerLost) | (

@@ -134,20 +134,18 @@ class Lifecycle:
         is_requested: bool = True,
         caused_by_step: bool = False,
     ) -> Order:
-        return self._add_order_once(
-            Order(model, OrderKind.LOAD, source, is_requested, caused_by_step)
-        )
+        return self._add_once(Order(model, OrderKind.LOAD, source, is_requested, caused_by_step))
 
-    def _add_order_once(self, order: Order) -> Order:
+    def _add_once(self, order: Order) -> Order:
         """Add an order, or return the model's last order if that has the same effect."""
         last_order = order.model.orders[-1] if order.model.orders else None
         if last_order is None or not last_order.repeats(order):
-            return self._add_order(order)
+            return self._add(order)
         last_order.is_requested |= order.is_requested
         last_order.caused_by_step |= order.caused_by_step
         return last_order
 
-    def _add_order(self, order: Order) -> Order:
+    def _add(self, order: Order) -> Order:
         order.model.orders.append(order)
         self._open_orders.append(order)
         return order
@@ -182,7 +180,7 @@ class Lifecycle:
             caused_by_step=caused_by_step,
             prerequisites=unloads,
         )
-        unloads_by_model[model] = self._add_order(order)
+        unloads_by_model[model] = self._add(order)
         return order
 
     def _group(self, name: str) -> Group:
@@ -192,7 +190,7 @@ class Lifecycle:
         """Order the schedulers of a group to move to one process, which they share from now on."""
         for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
-                self._add_order_once(Order(self._registry.models[name], OrderKind.MOVE))
+                self._add_once(Order(self._registry.models[name], OrderKind.MOVE))
 
     # --- events
 
@@ -510,9 +508,8 @@ class Lifecycle:
             return
         steps, order.prerequisites = order.prerequisites, []
         for step in steps:
-            if not (
-                step.is_requested or any(step in user.prerequisites for user in self._open_orders)
-            ):
+            is_needed = any(step in user.prerequisites for user in self._open_orders)
+            if not (step.is_requested or is_needed):
                 self._cancel(step)
         if order.is_planning:
             if phase is OrderPhase.WAITING and order.kind is OrderKind.LOAD and not model.serving:
