@@ -76,7 +76,7 @@ def _escape(character: str) -> str:
 
 
 def _indented(lines: list[str]) -> str:
-    """Return the lines of a text after its first line, which no record can be mistaken for."""
+    """Return the further lines of a text, indented so that they do not look like records."""
     if len(lines) > _MAX_ROWS:
         lines = [*lines[: _MAX_ROWS // 2], "...", *lines[-_MAX_ROWS // 2 :]]
     return "".join(f"\n    {clean(line)}" for line in lines)
@@ -148,11 +148,11 @@ class Journal:
     def __init__(self, formatter: LineFormatter) -> None:
         self._formatter = formatter
         kind, _, name = formatter.role.partition(" ")
-        self._own = {"SYSLOG_IDENTIFIER": "shmserve", "SHMSERVE_PROCESS": formatter.role}
+        self._fields = {"SYSLOG_IDENTIFIER": "shmserve", "SHMSERVE_PROCESS": formatter.role}
         if kind == "worker":
-            self._own |= {"SHMSERVE_MODEL": name.rpartition(".")[0], "SHMSERVE_INSTANCE": name}
+            self._fields |= {"SHMSERVE_MODEL": name.rpartition(".")[0], "SHMSERVE_INSTANCE": name}
         elif kind in ("scheduler", "ensemble"):
-            self._own |= {"SHMSERVE_MODEL": name}
+            self._fields |= {"SHMSERVE_MODEL": name}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     @classmethod
@@ -170,7 +170,7 @@ class Journal:
         """Write a record; return whether the journal has received it."""
         level = record.levelno
         fields: dict[str, object] = {
-            **self._own,
+            **self._fields,
             "MESSAGE": self._formatter.message(record),
             "PRIORITY": next((number for lowest, number in _PRIORITIES if level >= lowest), 7),
             "CODE_FILE": record.pathname,

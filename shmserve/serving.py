@@ -28,7 +28,7 @@ Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
 
 _STOP_S = 40.0
 _PAUSE_S = 0.05
-# A process of the server ends with the program, however the program ends.
+# The program of the server's process, which is terminated when its parent exits for any reason.
 _PROGRAM = """
 import signal, sys
 from shmserve.ipc.processes import signal_at_parents_death
@@ -191,7 +191,7 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path) -> list[str]:
 
 
 def _file_of(cls: type, folder: Path) -> Path:
-    """Return a file that defines a class: its own, or one that is made for a script's class."""
+    """Return a file that defines a class: its own, or one generated for a class of a script."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
     is_importable = package != "__main__" and PathFinder.find_spec(package) is not None
@@ -199,17 +199,17 @@ def _file_of(cls: type, folder: Path) -> Path:
         text = f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
         if "." in cls.__qualname__:
             text += f"{cls.__name__} = {cls.__qualname__}\n"
-        if package == path.stem:  # the worker imports the made file under the same name, and first
+        if package == path.stem:  # the worker imports the generated file first, under the same name
             resolved = str(path.resolve().parent)
             text = f"import sys\nsys.path.remove({resolved!r})\ndel sys.modules[__name__]\n{text}"
     else:
-        text = _definitions(cls)
+        text = _source_of(cls)
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def _definitions(cls: type) -> str:
+def _source_of(cls: type) -> str:
     """Return the source of a class, and of the definitions of its module that the class uses."""
     try:
         class_tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
@@ -224,14 +224,14 @@ def _definitions(cls: type) -> str:
         definitions = [
             node
             for node in statements
-            if node not in used and not used_names.isdisjoint(_bound(node))
+            if node not in used and not used_names.isdisjoint(_binds(node))
         ]
         if not definitions:
             break
         used += definitions
         used_names = used_names.union(*map(_names, definitions))
-    needed = [node for node in statements if node in used and cls.__name__ not in _bound(node)]
-    future_import = "from __future__ import annotations\n" if _postpones(statements) else ""
+    needed = [node for node in statements if node in used and cls.__name__ not in _binds(node)]
+    future_import = "from __future__ import annotations\n" if _has_future_import(statements) else ""
     return future_import + "\n\n".join(map(ast.unparse, [*needed, class_tree])) + "\n"
 
 
@@ -255,7 +255,7 @@ def _names(tree: ast.AST) -> set[str]:
     }
 
 
-def _bound(statement: ast.stmt) -> set[str]:
+def _binds(statement: ast.stmt) -> set[str]:
     """Return the names that a definition, an import or an assignment binds."""
     match statement:
         case ast.Import(names=names) | ast.ImportFrom(names=names):
@@ -270,5 +270,5 @@ def _bound(statement: ast.stmt) -> set[str]:
     return set()
 
 
-def _postpones(statements: Sequence[ast.stmt]) -> bool:
+def _has_future_import(statements: Sequence[ast.stmt]) -> bool:
     return any(isinstance(s, ast.ImportFrom) and s.module == "__future__" for s in statements)

@@ -148,7 +148,7 @@ class WorkerInstance:
         """Execute the commands received from the scheduler."""
         while self.link.commands:
             message, requests = self.link.commands.popleft()
-            self._in_flight = getattr(message, "live", self._in_flight)
+            self._in_flight = getattr(message, "in_flight", self._in_flight)
             reply = self._handlers[type(message)](message, requests)
             if reply is not None:
                 self.send_reply(reply)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
+from shmserve.ipc.messages.generation import NewSequence, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.tables import GenerationStats
@@ -77,29 +77,30 @@ class SequenceBatch:
         for key in range(self._rows):
             blocks = list(range(key * self._blocks, (key + 1) * self._blocks))
             row = Row(key + 1, 0, PROMPT, 0, blocks)
-            self._step(key + 1, [row], [Begin(key + 1, key, 0)])
+            self._step(key + 1, [row], [NewSequence(key + 1, key, 0)])
         return time.thread_time() - began
 
     def decode(self) -> list[float]:
         """Decode all sequences together after their prompts; return the seconds of each step."""
         took_s: list[float] = []
-        for place in range(1, NEW):
+        for position in range(1, NEW):
             rows = [
-                Row(key + 1, PROMPT + place - 1, 1, self._blocks, []) for key in range(self._rows)
+                Row(key + 1, PROMPT + position - 1, 1, self._blocks, [])
+                for key in range(self._rows)
             ]
             began = time.thread_time()
-            self._step(self._rows + place, rows, [])
+            self._step(self._rows + position, rows, [])
             took_s.append(time.thread_time() - began)
         return took_s
 
-    def _step(self, number: int, rows: list[Row], begin: list[Begin]) -> Stepped:
+    def _step(self, number: int, rows: list[Row], begin: list[NewSequence]) -> Stepped:
         return self._engine.step(Step(number, rows, begin))
 
 
 def floor(model: Transformer, rows: int, head_rows: int) -> Callable[[], None]:
     """Return a function that runs one pass of `rows` rows through the linear layers.
 
-    Only `heads` rows go through the layers that only logits need: the output layer, and the linear
+    Only `head_rows` rows go through the layers that only logits need: the output layer, and linear
     layers of the last layer except for its first.
     """
     architecture = model.architecture
@@ -176,7 +177,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
     numbers = itertools.count(1)
     for _ in range(rounds):
         engine: Engine[None] = Engine(
-            settings, GenerationStats(), numbers, lambda each, why: None, lambda each, beams: None
+            settings, GenerationStats(), numbers, lambda *_: None, lambda *_: None
         )
         for key in range(sequences):
             prompt = array("i", [key, *range(1, PROMPT)])

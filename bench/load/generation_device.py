@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.load.generation import SIZES
-from shmserve.ipc.messages.generation import Begin, Row, Step
+from shmserve.ipc.messages.generation import NewSequence, Row, Step
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ def steps(passes: Passes, rows: int) -> tuple[float, float]:
     began = time.perf_counter()
     for key in range(rows):
         row = Row(key + 1, 0, PROMPT, 0, tables[key])
-        engine.step(Step(key + 1, [row], [Begin(key + 1, key, 0)]))
+        engine.step(Step(key + 1, [row], [NewSequence(key + 1, key, 0)]))
     prefill = time.perf_counter() - began
     took_s: list[float] = []
     for position in range(1, NEW):

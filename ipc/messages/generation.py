@@ -60,13 +60,13 @@ class BeamSearch:
         width: The number of hypotheses.
         length_penalty: A score is the sum of log probabilities over length ** `length_penalty`.
         early_stopping: "true", "false" or "never", as in transformers.
-        ends: The tokens that end a hypothesis.
+        end_tokens: The tokens that end a hypothesis.
     """
 
     width: int
     length_penalty: float
     early_stopping: str
-    ends: list[int]
+    end_tokens: list[int]
 
 
 @message
@@ -79,8 +79,8 @@ class Prepared:
         max_tokens: The maximum number of tokens of each sample.
         samples: The number of samples.
         priority: The priority; lower values run first.
-        whole: Whether the whole prompt is computed even if a prefix is cached.
-        drafts: Whether draft tokens may be proposed.
+        needs_whole_prompt: Whether the whole prompt is computed even if a prefix is cached.
+        allows_drafts: Whether draft tokens may be proposed.
         beams: The beam search, if any.
         replays: Whether the samples of a resumed request begin again with the same tokens, because
             the log probabilities of these tokens are wanted.
@@ -91,14 +91,14 @@ class Prepared:
     max_tokens: int
     samples: int = 1
     priority: int = 0
-    whole: bool = False
-    drafts: bool = True
+    needs_whole_prompt: bool = False
+    allows_drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
     replays: bool = False
 
 
 @record
-class Begin:
+class NewSequence:
     """A sequence to start in a step: sample `sample` of request `key`.
 
     With a `parent`, the sequence is a copy of that sequence before this step, followed by `token`
@@ -120,18 +120,18 @@ class Row:
         sequence: The sequence.
         start: The position of the first token.
         count: The number of tokens.
-        keep: The number of entries of the block table that remain.
+        kept_blocks: The number of entries of the block table that remain.
         blocks: The entries that follow.
-        draft: The number of draft tokens to propose and verify after these.
+        draft_count: The number of draft tokens to propose and verify after these.
         samples: Whether the next token is sampled, since these tokens are the sequence's last.
     """
 
     sequence: int
     start: int
     count: int
-    keep: int
+    kept_blocks: int
     blocks: list[int]
-    draft: int = 0
+    draft_count: int = 0
     samples: bool = True
 
 
@@ -140,18 +140,18 @@ class Step:
     """Sent by the scheduler to a worker to execute one pass.
 
     The worker begins sequences, copies blocks, computes the rows, and releases the sequences
-    `ended`, in this order. Blocks are copied `out` to the host pool, `back` from it, and `within`
-    the pool (copy-on-write), all of `out` first. The lists alternate between source and
-    destination.
+    `ended`, in this order. Blocks are first copied to the host pool (`swap_out`), then from it
+    (`swap_in`), then inside the pool (`copies`, copy-on-write). The three lists alternate between
+    source and destination.
     """
 
     step: int
     rows: list[Row]
-    begin: list[Begin] = field(default_factory=list)
+    new_sequences: list[NewSequence] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    out: list[int] = field(default_factory=list)
-    back: list[int] = field(default_factory=list)
-    within: list[int] = field(default_factory=list)
+    swap_out: list[int] = field(default_factory=list)
+    swap_in: list[int] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
 
 
 @record
@@ -162,7 +162,7 @@ class RowResult:
         sequence: The sequence.
         tokens: The new tokens; all but the last are accepted drafts. Empty for beams.
         finish_reason: The reason why the sequence has ended ("stop", "length"), or "".
-        drafted: The number of proposed tokens.
+        draft_count: The number of proposed tokens.
         candidates: For a beam, the best tokens, best first.
         scores: The log probabilities of the candidates.
     """
@@ -170,7 +170,7 @@ class RowResult:
     sequence: int
     tokens: list[int]
     finish_reason: str = ""
-    drafted: int = 0
+    draft_count: int = 0
     candidates: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
 
@@ -181,13 +181,13 @@ class Stepped:
 
     Attributes:
         step: The step.
-        results: The result of each row that samples, except those of `lost` sequences.
+        results: The result of each row that samples, except those of `skipped` sequences.
         gather_ns: The time for block tables and copies.
         forward_ns: The time of the forward pass.
         sample_ns: The time of sampling.
         draft_ns: The part of these times spent on drafts.
         text_ns: The time of text processing in parallel since the last step.
-        lost: Sequences that were not computed, because their requests have ended.
+        skipped: Sequences that were not computed, because their requests have ended.
     """
 
     step: int
@@ -197,7 +197,7 @@ class Stepped:
     sample_ns: int
     draft_ns: int = 0
     text_ns: int = 0
-    lost: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
 
 
 @message

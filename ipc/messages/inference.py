@@ -72,7 +72,7 @@ class Caller(NamedTuple):
         return f"{self.pid}/{self.key}/{self.model}"
 
     @classmethod
-    def read(cls, lines: str) -> list[Caller]:
+    def parse(cls, lines: str) -> list[Caller]:
         """Return the callers in `Submit.callers`, the first one first."""
         return [cls(int(pid), int(key), model) for pid, key, model in _CALLER.findall(lines)]
 
@@ -261,13 +261,13 @@ class Execute:
     Attributes:
         batch: The number of the batch.
         requests: The requests.
-        live: The number of requests in flight at the scheduler, including these.
+        in_flight: The number of requests in flight at the scheduler, including these.
         rows: For a batch of sequences, the rows, which refer to the requests.
     """
 
     batch: int
     requests: list[Work]
-    live: int = 1
+    in_flight: int = 1
     rows: list[SequenceRow] = field(default_factory=list)
 
 
@@ -359,9 +359,9 @@ class BatchFinished:
 
 @message
 class ExecutionResponded:
-    """Sent by a worker to a scheduler for each response of a decoupled model.
+    """Sent by a worker to a scheduler for each response of a decoupled model, as in `Responded`.
 
-    See `Responded`.
+    The model returned the response at `computed_ns`, and its outputs were written at `written_ns`.
     """
 
     key: int
@@ -370,7 +370,7 @@ class ExecutionResponded:
     schema: bytes
     data: list[Any]
     final: bool
-    given_ns: int
+    computed_ns: int
     written_ns: int
     copied_out: int = 0
     failed: bool = False
@@ -392,7 +392,7 @@ Response = Finished | Responded | Failed  # the responses to a request
 
 # The maximum of a time limit in microseconds. Longer limits are reduced to it, so that the deadline
 # fits into 64 bits.
-LONGEST_TIMEOUT_US = 10**15
+MAX_TIMEOUT_US = 10**15
 
 
 def make_submit(
@@ -418,11 +418,11 @@ def make_submit(
     The deadline is the earlier one of `limit_us`, counted from the arrival, with the origin
     `limit`, and of the caller's end `ends_ns` (monotonic clock); 0: none.
     """
-    if timeout_us > LONGEST_TIMEOUT_US:
-        timeout_us = LONGEST_TIMEOUT_US
+    if timeout_us > MAX_TIMEOUT_US:
+        timeout_us = MAX_TIMEOUT_US
     deadline_ns = ends_ns
     if limit_us:
-        deadline_ns = arrived_ns + min(limit_us, LONGEST_TIMEOUT_US) * 1000
+        deadline_ns = arrived_ns + min(limit_us, MAX_TIMEOUT_US) * 1000
         if 0 < ends_ns <= deadline_ns:
             deadline_ns, limit = ends_ns, ""
     else:
@@ -453,8 +453,8 @@ def correlation_fields(correlation_id: int | str) -> tuple[int, str]:
 
 
 def message_size(submit: Submit) -> int:
-    """Return the bytes of a request's message, about: its schema and its inline tensors."""
-    return len(submit.schema) + sum([len(each) for each in submit.data if type(each) is bytes])
+    """Return the approximate bytes of a request's message: its schema and its inline tensors."""
+    return len(submit.schema) + sum([len(item) for item in submit.data if type(item) is bytes])
 
 
 # From a scheduler to a client of its model.

@@ -354,9 +354,9 @@ class SequenceReached:
     sequence: int
 
 
-ModelNews = ModelPublished | ModelOnDemand
-Losses = ModelWithdrawn | SchedulerLost | ProcessExited
-RegionNews = RegionPublished | RegionRetired | RegionWithdrawn | RegionDrained
+ModelPublication = ModelPublished | ModelOnDemand
+Loss = ModelWithdrawn | SchedulerLost | ProcessExited
+RegionChange = RegionPublished | RegionRetired | RegionWithdrawn | RegionDrained
 ModelEvent = ModelChanged | LoadRefused | InstancesChanged | ModelCounted
 ProcessEvent = ProcessStarted | ProcessEnded
 RegionEvent = RegionRegistered | RegionUnregistered | RegionBlamed

@@ -68,7 +68,7 @@ class SchedulerStart:
     """The start record of a scheduler of a `kind`, "scheduler" or "ensemble".
 
     Its endpoints contain `number`. `snapshot` is the last `StatisticsSnapshot` of a predecessor
-    that died, or empty. `alive` are the pids of running workers. `capability_key` authenticates
+    that died, or empty. `worker_pids` are those of running workers. `capability_key` authenticates
     local clients; members of `group` are admitted, too (-1: none).
     """
 
@@ -83,7 +83,7 @@ class SchedulerStart:
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
     snapshot: list[Any] = field(default_factory=list)
-    alive: list[int] = field(default_factory=list)
+    worker_pids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +167,11 @@ class Drain:
     Attributes:
         sequences: Whether open sequences count as in flight until they end or their idle limit
             expires.
-        followed: Whether another server accepts clients at the gateway's sockets.
+        has_successor: Whether another server accepts clients at the gateway's sockets.
     """
 
     sequences: bool = False
-    followed: bool = False
+    has_successor: bool = False
 
 
 @message
@@ -348,7 +348,7 @@ class CountChange:
     The scheduler counts the change for its metrics.
     """
 
-    more: bool
+    is_increase: bool
 
 
 @message
@@ -467,7 +467,7 @@ class InstanceLoaded:
     `CheckReady`. `device_byte_size`: its accelerator memory, as far as torch reports it.
     """
 
-    seconds: float
+    load_s: float
     checks_ready: bool = False
     device_byte_size: int = 0
 
@@ -550,8 +550,8 @@ class WorkspaceAllocated:
     device_uuid: bytes
 
 
-Ending = Drain | Stop
-PoolNews = InstanceExpected | InstanceGone | RetireInstance | CountChange
-InstanceNews = InstanceServed | KillInstance | InstanceRetired
-Loading = CompleteConfig | LoadInstance | Attach
-Loaded = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed
+StopCommand = Drain | Stop
+PoolChange = InstanceExpected | InstanceGone | RetireInstance | CountChange
+InstanceReport = InstanceServed | KillInstance | InstanceRetired
+LoadCommand = CompleteConfig | LoadInstance | Attach
+LoadReport = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed

@@ -63,18 +63,18 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.messages.publications import (
     Acknowledged,
     HealthChanged,
-    Losses,
+    Loss,
     MemoryDropped,
     ModelEvent,
-    ModelNews,
+    ModelPublication,
     ModelPublished,
     ModelWithdrawn,
     OwnerExited,
     ProcessEvent,
     ProcessExited,
     ReadinessChanged,
+    RegionChange,
     RegionEvent,
-    RegionNews,
     SchedulerLost,
     ServerEnding,
 )
@@ -84,16 +84,15 @@ from shmserve.ipc.messages.supervision import (
     CheckMemory,
     CheckReady,
     Drained,
-    Ending,
     GatewayReady,
-    InstanceNews,
-    Loaded,
-    Loading,
+    InstanceReport,
+    LoadCommand,
+    LoadReport,
     LoadsFailed,
     MemoryChecked,
     OpenScheduler,
     Ping,
-    PoolNews,
+    PoolChange,
     ReadyChecked,
     RequestTraced,
     ResizeCache,
@@ -106,6 +105,7 @@ from shmserve.ipc.messages.supervision import (
     Started,
     StatisticsSnapshot,
     Stop,
+    StopCommand,
     WorkspaceAllocated,
 )
 
@@ -113,36 +113,42 @@ ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
 SchedulerToWorker = (Execute | EndSequences | Prepare | Step | Choose) | (
     CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
-GenerationNews = Prepared | Stepped | ResponseSent | Ended
+GenerationReport = Prepared | Stepped | ResponseSent | Ended
 WorkerToScheduler = (
-    InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
+    InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationReport
 )
-SupervisorToGateway = (ModelNews | ReadinessChanged | Losses | RegionNews) | (
+SupervisorToGateway = (ModelPublication | ReadinessChanged | Loss | RegionChange) | (
     (HealthChanged | LoadsFailed | SetLogging | SetTokens | SetTracing | RequestTraced)
-    | (Ping | Answer | Accept | Ending)
+    | (Ping | Answer | Accept | StopCommand)
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
     RegionRequest | RegionUse | AdminRequest | AskReady | WantModel
 )
-SupervisorToScheduler = (Ending | ProcessExited | BaseCounters | SnapshotStatistics) | (
+SupervisorToScheduler = (StopCommand | ProcessExited | BaseCounters | SnapshotStatistics) | (
     ResizeCache | SetTracing
 )
-SupervisorToBatching = PoolNews | TicketGranted | ResourcesHeld | CallDeadlocked
+SupervisorToBatching = PoolChange | TicketGranted | ResourcesHeld | CallDeadlocked
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Ping | Stop
 HostToSupervisor = Started | SchedulerClosed | Acknowledged
 SchedulerToSupervisor = (SchedulerReady | Drained | StatisticsSnapshot | RequestTraced) | (
-    InstanceNews | SchedulerRequest
+    InstanceReport | SchedulerRequest
 )
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
-    Loading | CheckMemory | CheckReady | MemoryDropped | Losses | SetLogging | Answer | Stop
+    LoadCommand | CheckMemory | CheckReady | MemoryDropped | Loss | SetLogging | Answer | Stop
 )
 WorkerToSupervisor = (
-    Loaded | MemoryChecked | ReadyChecked | AskReady | FindModel | LoadRequest | WorkspaceRequest
+    LoadReport
+    | MemoryChecked
+    | ReadyChecked
+    | AskReady
+    | FindModel
+    | LoadRequest
+    | WorkspaceRequest
 )
 WorkspaceToSupervisor = WorkspaceAllocated
-SupervisorToLocalClient = (Welcome | ModelNews | ModelWithdrawn | SchedulerLost) | (
+SupervisorToLocalClient = (Welcome | ModelPublication | ModelWithdrawn | SchedulerLost) | (
     OwnerExited | HealthChanged | ServerEnding | Answer
 )
 LocalClientToSupervisor = (

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.memory.segments import AnySegment
-from shmserve.client.memory.views import nothing
+from shmserve.client.memory.views import noop
 from shmserve.client.request.channel import RequestChannel
 from shmserve.client.server_state import ServerState
 from shmserve.errors import Disconnected, ShmserveError, from_code
@@ -192,7 +192,7 @@ class ServerConnection(ServerState):
     """A local client's connection: the link to the listener, and the thread that reads it."""
 
     def __init__(
-        self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = nothing
+        self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = noop
     ) -> None:
         """Connect to the server at `run_dir`.
 
@@ -202,7 +202,7 @@ class ServerConnection(ServerState):
         """
         super().__init__()
         self.pid = os.getpid()
-        # Whether the listener's socket outlives the server, as with systemd.
+        # Whether the listener's socket remains when the server exits, as with systemd.
         self._socket_persists = run_dir.is_socket()
         self._on_nudge = on_nudge
         self._tasks: deque[Callable[[RequestChannel], None]] = deque()
@@ -278,7 +278,7 @@ class ServerConnection(ServerState):
                 raise Disconnected(GONE)
             number, response = self._link.request()
         self._link.send_message(*build(number))
-        # The caller is a callback of a future, in the connection's thread.
+        # A future's callback runs in the connection's thread, which must read the response itself.
         if self.is_current_thread():
             self._read_until(response)
         payload: dict[str, Any] = response.result()
@@ -379,10 +379,10 @@ class ServerConnection(ServerState):
         """
         if self.pid != os.getpid():
             return  # a forked child; the parent owns the connection
-        # Before the rest, because schedulers cut off a client that has disconnected.
+        # `alive` is reset first, because schedulers disconnect the links of a disconnected client.
         self.alive = False
         self._link.shut_down()
-        # The caller is a callback of a future, in the connection's thread.
+        # A future's callback runs in the connection's thread, which cannot join itself.
         if self.is_current_thread():
             self.wake_all()
         else:

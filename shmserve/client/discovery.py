@@ -19,12 +19,12 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     """Return the server's run directory.
 
     This is `run_dir`, else $SHMSERVE_RUN_DIR, else that of this user's server. If several servers
-    run, the one found `latest` is preferred. A discovered directory must belong to this user or to
-    root, so that a program never connects to a stranger's server by accident.
+    run, `latest` is preferred. A discovered directory must belong to this user or to root, so that
+    a program does not connect to another user's server by accident.
 
     Raises:
         Disconnected: There is no server.
-        InvalidArgument: The directory is a stranger's, or several servers run.
+        InvalidArgument: The directory belongs to another user, or several servers run.
     """
     requested_dir = run_dir or os.environ.get(VARIABLE)
     if requested_dir:

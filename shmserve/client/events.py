@@ -32,7 +32,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 TOPICS = (HEALTH, MODELS, PROCESSES, REGIONS, COUNTERS)
 
 _SNAPSHOT_TIMEOUT_MS = 10_000
-_SILENCE_MS = 250  # a silence after which the reader checks for lost events
+_SILENCE_MS = 250  # time without events after which the reader checks for losses
 _END_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
@@ -66,7 +66,7 @@ class Gaps:
         return max(sequence - latest - 1, 0)
 
     def count_up_to(self, topic: str, sequence: int) -> int:
-        """Return the number of events lost, if all events up to `sequence` have been sent."""
+        """Return the number of events lost, given that the latest event sent is `sequence`."""
         latest = self._latest.get(topic, sequence)
         self._latest[topic] = max(latest, sequence)
         return max(sequence - latest, 0)

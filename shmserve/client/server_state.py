@@ -25,7 +25,7 @@ class ClientModel:
     """One version of a model: its scheduler and its signature.
 
     Attributes:
-        prepared: Templates of the client's requests.
+        templates: Templates of the client's requests.
         responses: The schemas of received responses.
         source: The models that this model belongs to.
         decoupled: Whether the model sends any number of responses to a request.
@@ -41,7 +41,7 @@ class ClientModel:
         self.signature = Signature(published.config, published.version)
         self.decoupled = published.config.decoupled
         self.may_omit_outputs = published.config.ensemble_scheduling is not None
-        self.prepared: BoundedCache[Any, ClientTemplate] = BoundedCache(
+        self.templates: BoundedCache[Any, ClientTemplate] = BoundedCache(
             _MAX_PREPARED, ClientTemplate.close
         )
         self.responses = Schemas(ResponseSchema, _MAX_RESPONSES)
@@ -52,17 +52,17 @@ class ClientModel:
         """Return name and version."""
         return self.name, self.version
 
-    def remember(self, key: Any, prepared: ClientTemplate) -> ClientTemplate:
+    def store_template(self, key: Any, template: ClientTemplate) -> ClientTemplate:
         """Store a template; return the one to use, which another thread may have stored before."""
-        used = self.prepared.store_if_absent(key, prepared)
+        stored = self.templates.store_if_absent(key, template)
         if self.closed:
             self.close()
-        return used
+        return stored
 
     def close(self) -> None:
         """Remove the templates and free their memory."""
         self.closed = True
-        self.prepared.clear()
+        self.templates.clear()
 
 
 class ClientModels:

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
-from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
+from shmserve.client.memory.cuda import DeviceSegment, device_number, open_exporter
 from shmserve.client.memory.region import Region, Specs, attach_region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.channel import DECOUPLED, FULL
@@ -87,7 +87,7 @@ def call_of(
 def signature_of(
     source: Callable[P, Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """Return a decorator that gives a method the signature of `described`, for tools and help()."""
+    """Return a decorator that gives a method the signature of `source`, for tools and help()."""
 
     def decorate(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -230,7 +230,7 @@ class Session:
             except BaseException:
                 connection.close()
                 raise
-            # Published only now, when the server knows this client's memory. The old connection
+            # Stored only now, when this client's memory is registered. The old connection
             # ends by itself; waiting for it could deadlock with a future's callback in its thread.
             self._connection = connection
             return connection
@@ -369,7 +369,7 @@ class Session:
             raise InvalidArgument("only host memory can be pinned or use huge pages")
         with self._lock:
             if self._cuda is None:
-                self._cuda = exporting()
+                self._cuda = open_exporter()
             cuda = self._cuda
         return Region(self.memories, tensors, partial(DeviceSegment, cuda, number))
 
@@ -395,7 +395,7 @@ class Session:
 
     @property
     def inherited(self) -> bool:
-        """Check whether this is a forked child, in which the parent owns the connection."""
+        """Return whether this process was forked, so that its parent owns the connection."""
         return self._connection.pid != os.getpid()
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class Authorisation:
         self, tokens: Tokens | None, restrictions: Restrictions, api_noun: str = "API"
     ) -> None:
         self._tokens = [
-            (bytes.fromhex(digest), frozenset((*scopes, *_implied(scopes))))
+            (bytes.fromhex(digest), frozenset((*scopes, *_implied_scopes(scopes))))
             for digest, scopes in (tokens or {}).items()
         ]
         self.asks_for_tokens = bool(self._tokens)
@@ -138,7 +138,7 @@ class Authorisation:
         return Restricted(f"This {self._api_noun} is restricted, expecting header '{rule.header}'")
 
 
-def _implied(scopes: Iterable[str]) -> tuple[str, ...]:
+def _implied_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
     return (SIGNATURE,) if not {"metadata", "inference"}.isdisjoint(scopes) else ()
 
 

@@ -7,11 +7,11 @@ import os
 import resource
 import sys
 
-_PLENTY = 1 << 20
-_OWN = 128  # a gateway's reserve for everything but connections
-FEWEST = 2 * _OWN  # the minimum for a server to start
-_SHARE = 0.75
-_SCRAPES = 256
+_UNLIMITED = 1 << 20
+_RESERVED = 128  # a gateway's reserve for everything but connections
+FEWEST = 2 * _RESERVED  # the minimum for a server to start
+_MAX_SHARE = 0.75
+_MAX_SCRAPES = 256
 
 
 def fill_standard_streams() -> None:
@@ -48,7 +48,7 @@ def attainable() -> int:
 
 
 def _number(limit: int) -> int:
-    return _PLENTY if limit == resource.RLIM_INFINITY else limit
+    return _UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
 def for_local_clients() -> int:
@@ -57,20 +57,20 @@ def for_local_clients() -> int:
 
 
 def for_regions(max_fds: int) -> int:
-    """Return how many of `most` descriptors may be used for registered memory."""
+    """Return how many of `max_fds` descriptors registered memory may use."""
     return max_fds // 2
 
 
 def for_scrapes() -> int:
     """Return a gateway's descriptors for the connections of a metrics listener."""
-    return min(_SCRAPES, (limit() - _OWN) // 4)
+    return min(_MAX_SCRAPES, (limit() - _RESERVED) // 4)
 
 
 def for_connections(listeners: int, metrics_listeners: int = 0) -> int:
-    """Return a gateway's descriptors per listener, besides those of `scraped` metrics listeners."""
-    return max(1, (limit() - _OWN - metrics_listeners * for_scrapes()) // max(1, listeners))
+    """Return a gateway's descriptors per listener, without those of its metrics listeners."""
+    return max(1, (limit() - _RESERVED - metrics_listeners * for_scrapes()) // max(1, listeners))
 
 
 def share_of(max_connections: int) -> int:
-    """Return how many of `most` connections one user or one remote host may have; at least 1."""
-    return max(1, int(max_connections * _SHARE))
+    """Return how many of `max_connections` one user or one remote host may have; at least 1."""
+    return max(1, int(max_connections * _MAX_SHARE))

@@ -27,15 +27,15 @@ class CpuUtilization:
     """A meter of the utilisation of the host's processors."""
 
     def __init__(self) -> None:
-        self._last = (0, 0)
+        self._previous = (0, 0)
 
     def read(self) -> float:
         """Return the share of busy time since the last reading, or at first since boot."""
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
-        previous_total, previous_idle = self._last
-        self._last = (total, idle)
+        previous_total, previous_idle = self._previous
+        self._previous = (total, idle)
         ticks = total - previous_total
         return 1.0 - (idle - previous_idle) / ticks if ticks > 0 else 0.0
 
@@ -74,7 +74,7 @@ def available_memory() -> int:
 def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:
     """Return the least limit of this process's control groups, None without a limit.
 
-    The limit is in the file `name`, or `older` if the controller has a hierarchy of its own.
+    The limit is in the file `name`, or `v1_name` if the controller's hierarchy is of cgroup v1.
     """
     limits = (_number(group / (v1_name if v1 else name)) for group, v1 in _cgroups(controller))
     return min((number for number in limits if number is not None), default=None)
@@ -118,8 +118,8 @@ class Process:
 def proportional_bytes(supervisor: int) -> tuple[int, int]:
     """Return the number of the server's processes, and their memory as proportional set size.
 
-    A page that several processes share counts in each of them by its share (PSS), so that the sum
-    is what the server uses. Where the kernel does not report it, resident memory is counted.
+    A page shared by N processes counts 1/N in each of them, so that the sum is the server's use.
+    If the kernel does not report this size, resident memory is counted.
     """
     pids = list(processes(supervisor))
     return len(pids), sum(_proportional_bytes(pid) for pid in pids)
@@ -186,12 +186,12 @@ def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None)
         count = sum(bool(re.fullmatch(pattern, entry.name)) for entry in device_folder.iterdir())
         if count:
             if kind == "cuda" and visible is not None:
-                count = _visible(visible, count)
+                count = _count_visible(visible, count)
             return Accelerators(kind if count else "", count)
     return Accelerators("", 0)
 
 
-def _visible(visible: str, count: int) -> int:
+def _count_visible(visible: str, count: int) -> int:
     # Like the driver, ignore all names from the first invalid one on ("-1": no device).
     names = [part.strip() for part in visible.split(",")]
 

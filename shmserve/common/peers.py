@@ -51,7 +51,7 @@ _NLM_F_REQUEST = 1
 _ANY_STATE = 0xFFFFFFFF
 _HEADER = struct.Struct("=IHHII")  # fields: length, type, flags, sequence number, port
 _REQUEST = struct.Struct("=BBBBI")  # fields: family, protocol, extensions, padding, states
-# Fields: ports and addresses, own end first; interface, cookie.
+# Fields: source and destination port, source and destination address, interface, cookie.
 _SOCKET = struct.Struct("!HH16s16s12s")
 _ANY_COOKIE = bytes(4) + b"\xff" * 8
 _ENDS = struct.Struct("!HH")

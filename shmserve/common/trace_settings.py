@@ -91,7 +91,7 @@ class TraceSettings:
         """Return whether the tensors of requests are traced, never for OpenTelemetry."""
         return TENSORS in self.trace_level and self.trace_mode == TRITON
 
-    def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
+    def with_changes(self, changes: Mapping[str, Any]) -> TraceSettings:
         """Return these settings with the changes returned by `read_changes`."""
         set_values = {key: value for key, value in changes.items() if value is not None}
         return replace(self, **set_values) if set_values else self
@@ -174,13 +174,13 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     if mode not in MODES:
         raise InvalidArgument(f"{_FLAG}: mode={mode} is not one of {', '.join(MODES)}")
     if mode == OPENTELEMETRY and find_spec("opentelemetry") is None:
-        how = how_to_install("opentelemetry-sdk", "otel")
-        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {how}")
+        hint = how_to_install("opentelemetry-sdk", "otel")
+        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {hint}")
     levels = [_LEVELS.get(level.lower(), level.upper()) for level in all_values.get("level", [])]
     changes = {"trace_level": [OFF] if OFF in levels else levels}
     changes |= {_NAMES[name]: value for name, value in latest.items() if _NAMES[name] in _RANGES}
     try:
-        settings = TraceSettings().changed(read_changes(changes))
+        settings = TraceSettings().with_changes(read_changes(changes))
     except (InvalidArgument, Unsupported) as error:
         raise InvalidArgument(f"{_FLAG}: {error.message}") from None
     exporter = tuple(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from shmserve.config.flags import ACTED_ON, FLAGS, Flag, Value, named
+from shmserve.config.flags import ACTED_ON, FLAGS, Flag, Value, find_flags
 from shmserve.errors import Collected, InvalidArgument, Problems, clip, nearest, refused
 
 _NULL = "tag:yaml.org,2002:null"
@@ -96,14 +96,14 @@ def parse(arguments: Sequence[str]) -> Parsed:
         word = remaining.pop(0)
         if not word.startswith("-") or word == "-":
             if word.rpartition("/")[2] == "tritonserver" and not Path(word).is_dir():
-                continue  # skips the first word of a chart's arguments, which follow an entry point
+                continue  # the first argument in Triton's Helm chart repeats the program's name
             positional.append(word)
             if bare_flag:
                 after_boolean[word] = bare_flag
             bare_flag = ""
             continue
         name, equals, text = word.removeprefix("--").partition("=")
-        flags = named(name) if word.startswith("--") and name else []
+        flags = find_flags(name) if word.startswith("--") and name else []
         if len(flags) != 1:
             collected.problems.append(_unknown(word.partition("=")[0], flags))
             continue
@@ -131,7 +131,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
 
 
 def _value(flag: Flag, text: str | None, remaining: list[str]) -> Value:
-    return flag.parse(flag.following(remaining) if text is None else text)
+    return flag.parse(flag.take_value(remaining) if text is None else text)
 
 
 def _check_text(word: str) -> None:

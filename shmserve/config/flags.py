@@ -88,7 +88,7 @@ class Flag:
             )
         return number
 
-    def following(self, remaining: list[str]) -> str:
+    def take_value(self, remaining: list[str]) -> str:
         """Return the text of the flag's value, which is removed from the `remaining` words.
 
         Raises:
@@ -206,7 +206,7 @@ _OLDER_NAMES = {
 FLAGS |= {old: replace(FLAGS[new], prefix=text) for old, (new, text) in _OLDER_NAMES.items()}
 
 
-def named(name: str) -> list[Flag]:
+def find_flags(name: str) -> list[Flag]:
     """Return the flag with this name, or all flags whose names begin with it (getopt_long)."""
     if name in FLAGS:
         return [FLAGS[name]]
@@ -313,7 +313,7 @@ def _resource(text: str) -> tuple[str, int | None, int]:
 
 _METRICS = "--metrics-config"
 _SWITCH = Flag("metrics-config", kind=bool)
-# The prefix that C++ reads as a number; the remainder is ignored.
+# Like C++'s stod, a number is the longest valid prefix; the remainder is ignored.
 _LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
@@ -401,7 +401,7 @@ _CLASSES = {
 def header_pattern(value: Mapping[str, Any], flag: str) -> str:
     """Return a header-name pattern in Python's syntax; raise InvalidArgument naming the flag."""
     re2: str = value[flag] or ""
-    pattern = _in_python(re2)
+    pattern = _convert_re2(re2)
     try:
         re.compile(pattern)
     except re.error as error:
@@ -409,7 +409,7 @@ def header_pattern(value: Mapping[str, Any], flag: str) -> str:
     return pattern
 
 
-def _in_python(re2: str) -> str:
+def _convert_re2(re2: str) -> str:
     """Return an RE2 pattern in Python's syntax.
 
     An RE2 flag applies up to the end of its group: (?-i)b|c becomes (?-i:b)|(?-i:c). The flag U

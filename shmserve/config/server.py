@@ -151,7 +151,7 @@ class ServerConfig:
 
 
 # Flags whose fields have the same name and value.
-_AS_GIVEN = (
+_SAME_NAMED = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     "request-timeout-is-deadline",
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
@@ -188,7 +188,7 @@ def _from_flags(
         return tuple(collected(parse, text) for text in repeated[flag])
 
     return ServerConfig(
-        **_as_given(value, *_AS_GIVEN),
+        **_pick(value, *_SAME_NAMED),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
         class_settings=collected(_class_settings, repeated["set"], files),
@@ -200,7 +200,7 @@ def _from_flags(
         model_config_name=collected(_config_name, value["model-config-name"] or ""),
         backend_config=parse_all(_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
-            **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
+            **_pick(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         execution_timeout_s=value["execution-timeout-secs"],
         load_timeout_s=value["load-timeout-secs"],
@@ -230,7 +230,7 @@ def _from_flags(
         workspace_byte_sizes=collected(workspace_byte_sizes, repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         log=LogSettings(
-            **_as_given(value, "log-info", "log-warning", "log-error", "log-format"),
+            **_pick(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
@@ -248,7 +248,7 @@ def _from_flags(
     )
 
 
-def _as_given(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
+def _pick(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
     return {flag.replace("-", "_"): value[flag] for flag in flags}
 
 

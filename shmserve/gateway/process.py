@@ -96,16 +96,16 @@ class Frontend(ABC):
             if not self._refuses_connections:
                 await server.start_serving()
 
-    def drain(self, on_notified: Callable[[], None], followed: bool) -> None:
+    def drain(self, on_notified: Callable[[], None], has_successor: bool) -> None:
         """Accept no more connections, and notify the clients that the server drains.
 
         Args:
             on_notified: Called once no further request can arrive, except in streams and on
                 connections that stay open.
-            followed: Whether a successor accepts connections.
+            has_successor: Whether a successor accepts connections.
         """
         self._refuse_connections()
-        refuses = self.refuses_while_busy and not followed
+        refuses = self.refuses_while_busy and not has_successor
         listeners = ActiveCount()
 
         def disconnect() -> None:
@@ -250,10 +250,10 @@ class _Process:
                 pass
             case m.Accept():
                 self._accept_received.set()
-            case m.Drain(followed=followed):
+            case m.Drain(has_successor=has_successor):
                 gateway.draining = True
                 self._accept_received.set()
-                self._frontend.drain(self._on_clients_notified, followed)
+                self._frontend.drain(self._on_clients_notified, has_successor)
             case m.Stop():
                 gateway.draining = True
                 self._accept_received.set()

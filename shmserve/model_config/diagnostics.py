@@ -48,7 +48,7 @@ class Source:
     problems: tuple[Problem, ...] = ()
     class_source: Source | None = None
 
-    def refusing(self, key: Key, text: str) -> Source:
+    def with_problem(self, key: Key, text: str) -> Source:
         """Return this source with one more value that could not be read.
 
         Args:
@@ -71,31 +71,33 @@ class Source:
         the text does not contain, has neither origin nor position. A problem that may result from
         an unread value is omitted.
         """
-        lines = [f"{located(self.origin, p.at)} {shown(p.key)}: {p.text}" for p in self.problems]
+        lines = [
+            f"{position_text(self.origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems
+        ]
         gaps = _Gaps(self)
         for problem in problems:
             if not any(map(gaps.concern, (problem.key, *problem.related_keys))):
                 prefix = self._prefix(problem.key, config)
-                lines.append(f"{prefix}{shown(problem.key)}: {problem.text}")
+                lines.append(f"{prefix}{key_text(problem.key)}: {problem.text}")
         if lines:
             raise kind("\n".join(dict.fromkeys(lines)))
 
     def _prefix(self, key: Key, config: ModelConfig) -> str:
         at = self._position(key, config)
         if at is not None:
-            return f"{located(self.origin, at)} "
+            return f"{position_text(self.origin, at)} "
         class_positions = self.class_source.positions if self.class_source else {}
         class_keys = [key[:end] for end in range(len(key), 0, -1) if key[:end] in class_positions]
         if self.class_source is None or not class_keys:
             return ""
-        return f"{located(self.class_source.origin, class_positions[class_keys[0]])} "
+        return f"{position_text(self.class_source.origin, class_positions[class_keys[0]])} "
 
     def _position(self, key: Key, config: ModelConfig) -> str | None:
         """Return the position of `key` or of the message that lacks it; None if not in the text."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.positions:
                 return self.positions[key[:end]]
-            if _holds(config, key[:end]):
+            if _has_value(config, key[:end]):
                 return None
         return "" if self.origin else None
 
@@ -123,12 +125,12 @@ class _Gaps:
         )
 
 
-def located(origin: str, at: str) -> str:
+def position_text(origin: str, at: str) -> str:
     """Return the prefix of a line: `ORIGIN:LINE:COLUMN:`, or `ORIGIN:` without a position."""
     return f"{origin}:{at}:" if at else f"{origin}:"
 
 
-def shown(key: Key) -> str:
+def key_text(key: Key) -> str:
     """Return a key in the notation of configurations: output[0].name."""
     parts = (
         f"[{part}]" if isinstance(part, int) else part if part[:1] == "[" else f".{clip(part)}"
@@ -142,8 +144,8 @@ def member(name: str | int) -> str | int:
     return name if isinstance(name, int) else f"[{json.dumps(name)}]"
 
 
-def repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]:
-    """Yield the repetitions among values: the key, the value, and the first key with that value."""
+def find_repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]:
+    """Yield each repeated value: its key, the value, and the first key with that value."""
     first_keys: dict[Any, Key] = {}
     for key, value in values:
         earlier = first_keys.setdefault(value, key)
@@ -151,7 +153,7 @@ def repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]
             yield key, value, earlier
 
 
-def _holds(config: ModelConfig, key: Key) -> bool:
+def _has_value(config: ModelConfig, key: Key) -> bool:
     """Check whether the configuration has a value at `key`, whose list indices must exist."""
     current: Any = config
     for part in key:

@@ -15,7 +15,7 @@ from shmserve.ipc.model_spec import (
     STRATEGY_PARAMETER,
     TARGET_PARAMETER,
 )
-from shmserve.model_config.diagnostics import Key, Source, located, member
+from shmserve.model_config.diagnostics import Key, Source, member, position_text
 from shmserve.model_config.syntax import Malformed, MessageValue
 from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
 from shmserve.model_config.syntax.message_builder import Builder
@@ -34,9 +34,9 @@ def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig,
             parser stopped.
     """
     try:
-        return _filled(Builder(), parse(text), file_name)
+        return _build(Builder(), parse(text), file_name)
     except Malformed as malformed:
-        raise _refusal(file_name, malformed) from None
+        raise _malformed_error(file_name, malformed) from None
 
 
 def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[ModelConfig, Source]:
@@ -61,9 +61,9 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
     if not isinstance(decoded, dict):
         raise InvalidArgument(f"{origin}: expected a JSON object")
     try:
-        return _filled(Builder(json=True), tree_from_json(decoded, text), origin)
+        return _build(Builder(json=True), tree_from_json(decoded, text), origin)
     except Malformed as malformed:
-        raise _refusal(origin, malformed) from None
+        raise _malformed_error(origin, malformed) from None
 
 
 def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
@@ -85,14 +85,14 @@ def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfi
     return config
 
 
-def _filled(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelConfig, Source]:
+def _build(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelConfig, Source]:
     config = ModelConfig()
     builder.fill(config, tree)
     return config, Source(origin, builder.positions, tuple(builder.problems))
 
 
-def _refusal(origin: str, malformed: Malformed) -> InvalidArgument:
-    return InvalidArgument(f"{located(origin, malformed.at)} {malformed.message}")
+def _malformed_error(origin: str, malformed: Malformed) -> InvalidArgument:
+    return InvalidArgument(f"{position_text(origin, malformed.at)} {malformed.message}")
 
 
 # The keys of a configuration that an attribute or method sets, if it is not a key itself.

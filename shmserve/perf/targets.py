@@ -17,7 +17,7 @@ from typing import Any
 import posix_ipc
 
 from shmserve.client import discovery
-from shmserve.client.memory.cuda import exporting
+from shmserve.client.memory.cuda import open_exporter
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
@@ -182,8 +182,8 @@ def _slot_requests(
 
 def _rotated(requests: Sequence[Any], slot: int) -> Sequence[Any]:
     """Return the requests rotated for a slot, so that neighbouring slots start differently."""
-    first = slot % len(requests)
-    return [*requests[first:], *requests[:first]]
+    shift = slot % len(requests)
+    return [*requests[shift:], *requests[:shift]]
 
 
 def _send_probe(args: argparse.Namespace, poller: Poller, door: Door, request: Any) -> None:
@@ -275,7 +275,7 @@ class CudaMemory:
 
     def __init__(self, name: str, byte_size: int) -> None:
         """Allocate the memory. Raises Unavailable without a device or without enough memory."""
-        self._memory: DeviceAllocation | None = DeviceAllocation(exporting(), 0, byte_size)
+        self._memory: DeviceAllocation | None = DeviceAllocation(open_exporter(), 0, byte_size)
         self._pointer, self._cuda = self._memory.pointer, self._memory.cuda
         raw = self._memory.handle.raw
         self.fields: dict[str, Any] = {"raw_handle": raw, "device_id": 0, "byte_size": byte_size}

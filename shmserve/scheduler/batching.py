@@ -151,7 +151,7 @@ class BatchingCore(Core[ScheduledRequest]):
 
         All waiting calls count: two callers may hold two instances and wait for a third one.
         """
-        calls = [Caller.read(call.submit.callers) for call in self._queue.calls()]
+        calls = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
         callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
         instance_slots = getattr(request.sequence, "instance_slots", None)
         slot = None if instance_slots is None else self._pool.by_peer(instance_slots.peer)
@@ -190,7 +190,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self._calls_reported = bool(waits)
 
     def _fail_held_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
-        callers = [caller.model for caller in Caller.read(request.submit.callers)]
+        callers = [caller.model for caller in Caller.parse(request.submit.callers)]
         chain = " -> ".join([*callers, self._name])
         self._fail_call(request, f"{reason}, which its callers hold ({chain})", now_ns)
 
@@ -293,7 +293,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 # Retired instances are removed before the next message announces a successor.
                 self._release_retired()
             case CountChange():
-                self.statistics.instance_changes["more" if message.more else "fewer"] += 1
+                self.statistics.instance_changes["more" if message.is_increase else "fewer"] += 1
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.record_grant(message.ticket)

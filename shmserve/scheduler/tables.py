@@ -242,7 +242,7 @@ class ResponseStats(Table):
         began_ns = request.responded_ns
         computed_ns = written_ns = now_ns
         if type(response) is ExecutionResponded:
-            computed_ns, written_ns = response.given_ns, response.written_ns
+            computed_ns, written_ns = response.computed_ns, response.written_ns
             if not began_ns <= computed_ns <= written_ns <= now_ns:
                 written_ns = min(max(written_ns, began_ns), now_ns)
                 computed_ns = min(max(computed_ns, began_ns), written_ns)

@@ -14,7 +14,7 @@ from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages.publications import (
-    ModelNews,
+    ModelPublication,
     ModelPublished,
     ModelWithdrawn,
     ReadinessChanged,
@@ -84,7 +84,7 @@ class SupervisorContext:
             self.local_clients.broadcast(message)
         self.control.broadcast(message, *roles)
 
-    def announce(self, message: ModelNews | ModelWithdrawn) -> int:
+    def announce(self, message: ModelPublication | ModelWithdrawn) -> int:
         """Announce a change of a model to every gateway and local client.
 
         Ensembles receive published models, too, but no withdrawals, since they finish their
@@ -127,5 +127,7 @@ class SupervisorContext:
             await child.until_exit()
 
 
-def _with_number(message: ModelNews | ModelWithdrawn, number: int) -> ModelNews | ModelWithdrawn:
+def _with_number(
+    message: ModelPublication | ModelWithdrawn, number: int
+) -> ModelPublication | ModelWithdrawn:
     return replace(message, acknowledge=number)

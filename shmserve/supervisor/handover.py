@@ -92,7 +92,7 @@ class Handover:
             raise Unavailable("the previous server has exited") from None
         self._listeners.shared = offer.shared
         logger.info(
-            "%d registered regions were received from the previous server",
+            "registrations of regions received from the previous server: %d",
             len(self._regions.active()),
         )
         accepted = asyncio.ensure_future(self._accepted.wait())

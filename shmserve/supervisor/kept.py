@@ -192,11 +192,11 @@ class Gateways(PermanentProcesses):
         self._waits_for_models = False
         self._context.control.broadcast(m.Accept(), "gateway")
 
-    def begin_drain(self, *, followed: bool, names: str = "") -> None:
+    def begin_drain(self, *, has_successor: bool, names: str = "") -> None:
         """Drain gateways that are not draining yet.
 
         Args:
-            followed: Whether another server serves at the sockets, now or soon.
+            has_successor: Whether another server serves at the sockets, now or soon.
             names: The start of the gateways' names.
         """
         self._stopping = True
@@ -208,11 +208,11 @@ class Gateways(PermanentProcesses):
                 continue
             if child.pid not in self._drained and self._context.control.connected(child.pid):
                 self._drained[child.pid] = asyncio.get_running_loop().create_future()
-                self._context.control.send(child.pid, m.Drain(followed=followed))
+                self._context.control.send(child.pid, m.Drain(has_successor=has_successor))
 
-    async def drain(self, *, followed: bool) -> None:
+    async def drain(self, *, has_successor: bool) -> None:
         """Drain all gateways, and wait until they have finished or exited."""
-        self.begin_drain(followed=followed)
+        self.begin_drain(has_successor=has_successor)
         for child in self._children():
             if (drained := self._drained.get(child.pid)) is not None:
                 await either(drained, child.exited)

@@ -339,7 +339,7 @@ class Supervisor:
         """Wait at most `sequences_s` seconds for open sequences, then drain everything else."""
         if not self._has_successor:
             # As in Triton, gRPC clients receive GOAWAY at once.
-            self.gateways.begin_drain(followed=False, names=GRPC)
+            self.gateways.begin_drain(has_successor=False, names=GRPC)
         try:
             async with asyncio.timeout(sequences_s):
                 await self.models.finish_sequences()
@@ -355,7 +355,7 @@ class Supervisor:
         return self.handover.has_successor or bool(self.listeners.shared)
 
     async def _drain_gateways(self) -> None:
-        await self.gateways.drain(followed=self._has_successor)
+        await self.gateways.drain(has_successor=self._has_successor)
 
     async def _kill_remaining(self) -> None:
         self.listeners.close()

@@ -37,7 +37,7 @@ def server(repository: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def beginning(server: Server) -> State:
+def state_before(server: Server) -> State:
     return State.of(server)
 
 

@@ -35,7 +35,7 @@ CLIENTS = 4
 
 
 @pytest.fixture(scope="module")
-def go(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def load_lock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a file; while it is locked, the model "first" does not finish loading."""
     path = tmp_path_factory.mktemp("go") / "go"
     path.touch()
@@ -60,15 +60,15 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path, go: Path, start: Start) -> Server:
-    return start(repository, environment={"GO": str(go)})
+def server(repository: Path, load_lock: Path, start: Start) -> Server:
+    return start(repository, environment={"GO": str(load_lock)})
 
 
 @pytest.fixture(scope="module")
-def separate(repository: Path, go: Path, start: Start) -> Server:
+def separate_server(repository: Path, load_lock: Path, start: Start) -> Server:
     """Start a server that schedules each model in its own process."""
     flag = "--ensemble-scheduling=separate"
-    return start(repository, flag, environment={"GO": str(go)})
+    return start(repository, flag, environment={"GO": str(load_lock)})
 
 
 class Asking:
@@ -127,12 +127,12 @@ class Asking:
         *(("separate", victim) for victim in ("worker second.0", "ensemble pipe")),
     ],
 )
-def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str) -> None:
+def test_a_process_dies(server: Server, separate_server: Server, mode: str, victim: str) -> None:
     """Its requests are retried, or their results are in memory that survives it.
 
     No response is wrong.
     """
-    server = {"hosted": server, "separate": separate}[mode]
+    server = {"hosted": server, "separate": separate_server}[mode]
     with Asking(server):  # memory that the first requests allocate permanently is not a leak
         pass
     before = State.of(server)
@@ -150,13 +150,13 @@ def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str
 
 @pytest.mark.parametrize("mode", ["hosted", "separate"])
 def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
-    server: Server, separate: Server, mode: str
+    server: Server, separate_server: Server, mode: str
 ) -> None:
     """The output size of the last step is not known in advance, so the output is in the
     worker's memory. The worker reuses this memory, but a slow client still reads the original
     response.
     """
-    server = {"hosted": server, "separate": separate}[mode]
+    server = {"hosted": server, "separate": separate_server}[mode]
     values = np.arange(SLOWLY_READ, dtype=np.float32)
 
     requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
@@ -183,13 +183,13 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         assert (output == values + 1).all()
 
 
-def test_readiness_follows_its_steps(server: Server, go: Path) -> None:
+def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
     """Within a second, readiness reflects that a step's model cannot run, or can run again.
 
     Requests wait meanwhile.
     """
     ready = "/v2/models/pipe/ready"
-    with open(go) as held:
+    with open(load_lock) as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         server.find_one("worker first.0").kill()
         until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)

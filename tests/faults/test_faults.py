@@ -508,7 +508,7 @@ CRIMES: dict[str, Crime] = {
 
 
 @pytest.mark.parametrize("name", CRIMES)
-@pytest.mark.usefixtures("beginning")
+@pytest.mark.usefixtures("state_before")
 def test_crime(server: Server, name: str) -> None:
     crime = CRIMES[name]
     with scene(server, crime.more_memory) as stage:
@@ -522,6 +522,6 @@ def test_crime(server: Server, name: str) -> None:
         assert lost == []
 
 
-def test_no_resources_remain_after_all_faults(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_faults(server: Server, state_before: State) -> None:
     """All tests together leave no resources behind."""
-    assert_is_as_it_was(server, beginning, TORCH_BYTES + 3 * ARENA_BYTES)
+    assert_is_as_it_was(server, state_before, TORCH_BYTES + 3 * ARENA_BYTES)

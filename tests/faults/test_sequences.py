@@ -182,10 +182,7 @@ def test_a_client_opens_very_many_and_ends_none(
         assert ask(client, 2, 5, start=True) == 5
         assert [ask(client, 2, 5), ask(client, 2, 5, end=True)] == [10, 15]
     # The other client has disconnected, and its waiting sequences have been removed.
-    until(
-        "nothing of it waits",
-        lambda: server.metric("nv_inference_pending_request_count") == 0,
-    )
+    until("nothing of it waits", lambda: server.metric("nv_inference_pending_request_count") == 0)
     with CalledModels(server) as called_models:
         pass
     assert not called_models.wrong and not called_models.lost

@@ -26,7 +26,7 @@ def server(models: Path, start: Start) -> Server:
 
 
 @pytest.fixture
-def repeating(server: Server) -> Iterator[Server]:
+def repeating_server(server: Server) -> Iterator[Server]:
     """Yield a server of a model that repeats each element of its input as a response."""
     server.load("repeat")
     yield server
@@ -46,43 +46,45 @@ def live(server: Server) -> float:
         ("scheduler repeat", "the model's scheduler was lost after the request's first response"),
     ],
 )
-def test_a_process_dies(repeating: Server, process: str, says: str) -> None:
-    with stream(repeating) as (client, results):
+def test_a_process_dies(repeating_server: Server, process: str, says: str) -> None:
+    with stream(repeating_server) as (client, results):
         send_repeat(client, LONG, delay_ms=10)
         results.get(timeout=30)
-        victim = repeating.find_one(process)
+        victim = repeating_server.find_one(process)
         victim.kill()
         assert says in failed(results)
         # New requests on the same stream reach the successor.
         send_repeat(client, [1, 2, 3])
         assert ended(results) == 3
-    until("nothing is left at a worker", lambda: live(repeating) == 0)
+    until("nothing is left at a worker", lambda: live(repeating_server) == 0)
 
 
-def test_a_disconnecting_client_does_not_affect_another_stream(repeating: Server) -> None:
-    with stream(repeating) as (client, results):
+def test_a_disconnecting_client_does_not_affect_another_stream(repeating_server: Server) -> None:
+    with stream(repeating_server) as (client, results):
         send_repeat(client, list(range(200)), delay_ms=5)
         results.get(timeout=30)
-        with stream(repeating) as (other, other_results):
+        with stream(repeating_server) as (other, other_results):
             send_repeat(other, LONG, delay_ms=10)
             other_results.get(timeout=30)
-            assert live(repeating) == 2
-        until("its request has ended at the worker", lambda: live(repeating) == 1)
+            assert live(repeating_server) == 2
+        until("its request has ended at the worker", lambda: live(repeating_server) == 1)
         assert ended(results) == 199
 
 
-def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(repeating: Server) -> None:
+def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(
+    repeating_server: Server,
+) -> None:
     gate = threading.Event()
 
     def take(result: Any, error: Any) -> None:
         gate.wait(20)
         results.put(error or result)
 
-    with stream(repeating) as (client, results):
+    with stream(repeating_server) as (client, results):
         client.stop_stream()
         client.start_stream(take)
         send_repeat(client, [7] * 5000)
-        with stream(repeating) as (other, other_results):
+        with stream(repeating_server) as (other, other_results):
             send_repeat(other, list(range(500)))
             assert ended(other_results) == 500
         gate.set()
@@ -90,20 +92,20 @@ def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(repeating:
             results.get(timeout=30)
 
 
-def test_unloading_waits_for_the_last_response(repeating: Server) -> None:
-    with stream(repeating) as (client, results), repeating.http() as http:
+def test_unloading_waits_for_the_last_response(repeating_server: Server) -> None:
+    with stream(repeating_server) as (client, results), repeating_server.http() as http:
         send_repeat(client, list(range(60)), delay_ms=10)
         results.get(timeout=30)
         http.unload("repeat").ok()
         assert ended(results) == 59
-    until("its worker is gone", lambda: not repeating.find("worker repeat.0"))
+    until("its worker is gone", lambda: not repeating_server.find("worker repeat.0"))
 
 
-def test_stopping_the_server_ends_a_stream(repeating: Server) -> None:
-    with stream(repeating) as (client, results):
+def test_stopping_the_server_ends_a_stream(repeating_server: Server) -> None:
+    with stream(repeating_server) as (client, results):
         send_repeat(client, LONG, delay_ms=20)
         results.get(timeout=30)
-        members = repeating.tree()
-        repeating.stop(20)
+        members = repeating_server.tree()
+        repeating_server.stop(20)
         assert failed(results)
-    repeating.assert_exited(members)
+    repeating_server.assert_exited(members)

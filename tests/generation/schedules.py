@@ -82,7 +82,7 @@ class ModelWorker(GenerativeWorker):
         self.known: Any = self.engine._sequences
 
     def step(self, step: Step) -> Stepped:
-        for begin in step.begin:
+        for begin in step.new_sequences:
             if begin.key not in self._asked:
                 tokens = list(self.prompts[begin.key])
                 parameters = GenerationParameters(

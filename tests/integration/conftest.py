@@ -53,7 +53,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def explicit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """See `explicit`."""
+    """See `empty_server`."""
     folder = tmp_path_factory.mktemp("explicit") / "models"
     folder.mkdir()
     with running(folder, "--model-control-mode=explicit", grpc=True) as started:
@@ -61,10 +61,10 @@ def explicit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 
 @pytest.fixture(scope="module")
-def host(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Server]]:
-    """Have the server of `explicit` load all models of a repository, for the tests of a module.
+def serve_models(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Server]]:
+    """Have the server of `empty_server` load all models of a repository, for the tests of a module.
 
-    It returns the server. None of those tests may use `explicit`, which is empty after each.
+    It returns the server. None of those tests may use `empty_server`, which is empty after each.
     """
     server, folder = explicit_server
 
@@ -80,7 +80,7 @@ def host(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Serv
 
 
 @pytest.fixture
-def explicit(explicit_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
+def empty_server(explicit_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
     """Start a server that loads models only on request, with an empty repository.
 
     Tests share the server, but not the models: each test adds models with names of its own.

@@ -23,15 +23,7 @@ from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
 from tests.support.messages import inferred_of
 from tests.support.waiting import DEADLINE_S
 
-ALL = (
-    "text_output",
-    "index",
-    "token_ids",
-    "finish_reason",
-    "stop_reason",
-    "logprobs",
-    "usage",
-)
+ALL = ("text_output", "index", "token_ids", "finish_reason", "stop_reason", "logprobs", "usage")
 
 
 def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
@@ -100,7 +92,7 @@ class Scheduler:
     running: dict[int, Running] = field(default_factory=dict)
     results: list[g.RowResult] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
-    begin: list[g.Begin] = field(default_factory=list)
+    begin: list[g.NewSequence] = field(default_factory=list)
     within: list[int] = field(default_factory=list)  # to be copied in the next step
     reads: bool = True  # clients take all responses at once
     stepped: g.Stepped | None = None
@@ -172,13 +164,13 @@ class Scheduler:
     def enter(self, key: int, sample: int, tokens: list[int]) -> Running:
         sequence = Running(next(self._numbers), key, sample, tokens)
         self.running[sequence.number] = sequence
-        self.begin.append(g.Begin(sequence.number, key, sample))
+        self.begin.append(g.NewSequence(sequence.number, key, sample))
         return sequence
 
     def fork(self, parent: Running, sample: int, token: int = -1) -> Running:
         """Begin a sequence from another one, with copies of its blocks instead of shared ones."""
         child = self.enter(parent.key, sample, parent.tokens + [token] * (token >= 0))
-        self.begin[-1] = g.Begin(child.number, parent.key, sample, parent.number, token)
+        self.begin[-1] = g.NewSequence(child.number, parent.key, sample, parent.number, token)
         child.computed = parent.computed
         child.table = [self.free.pop() for _ in parent.table]
         self.within += _pairs(parent.table, child.table)
@@ -194,12 +186,12 @@ class Scheduler:
         """Copy all blocks of a sequence to the host and back to other blocks."""
         host = list(range(len(sequence.table)))
         out = _pairs(sequence.table, host)
-        self.step(rows=[], out=out)
+        self.step(rows=[], swap_out=out)
         self.free = sequence.table + self.free  # not to be taken first
         sequence.table = [self.free.pop() for _ in host]
         sequence.sent_blocks = 0
         back = _pairs(host, sequence.table)
-        self.step(rows=[], back=back)
+        self.step(rows=[], swap_in=back)
 
     def recompute(self, sequence: Running) -> None:
         """Discard the computed keys and values of a sequence."""
@@ -225,18 +217,18 @@ class Scheduler:
         at = sequence.number, sequence.computed, count
         return g.Row(*at, keep, blocks, draft, samples)
 
-    def step(self, rows: list[g.Row] | None = None, **copies: Any) -> list[g.RowResult]:
+    def step(self, rows: list[g.Row] | None = None, **swaps: Any) -> list[g.RowResult]:
         if rows is None:
             rows = [self.row(sequence) for sequence in self.running.values()]
         begin, released, within = self.begin, self.released, self.within
         self.begin, self.released, self.within = [], [], []
         self.stepped = None
         before = dict(self.running)
-        self.send(g.Step(next(self._steps), rows, begin, released, within=within, **copies))
+        self.send(g.Step(next(self._steps), rows, begin, released, copies=within, **swaps))
         self._wait("the step ends", lambda: self.stepped is not None)
         assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
-        lost = self.stepped.lost
+        lost = self.stepped.skipped
         assert results.keys() == {row.sequence for row in rows if row.samples} - {*lost}
         self.results += self.stepped.results
         for row in rows:
@@ -246,7 +238,7 @@ class Scheduler:
     def _computed(self, sequence: Running, row: g.Row, result: g.RowResult | None) -> None:
         sequence.computed = row.start + row.count
         if result is not None and not result.candidates:
-            assert 1 <= len(result.tokens) <= row.draft + 1
+            assert 1 <= len(result.tokens) <= row.draft_count + 1
             sequence.tokens += result.tokens
             sequence.computed += len(result.tokens) - 1
             if result.finish_reason and sequence.number in self.running:

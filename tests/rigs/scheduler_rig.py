@@ -207,7 +207,7 @@ class Rig:
         self, peer: bytes, key: int, response: bytes | Packed = b"part", **fields: Any
     ) -> None:
         """Send a worker's response to a request; the last one if `final`."""
-        given = {"code": "", "message": "", "final": False, "given_ns": self.now}
+        given = {"code": "", "message": "", "final": False, "computed_ns": self.now}
         given |= {"written_ns": self.now}
         schema, data = packed(response)
         given |= {"schema": schema, "data": data}

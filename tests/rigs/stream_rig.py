@@ -60,7 +60,7 @@ class Streams:
     def _show(self, message: Any, key: int) -> Iterator[Any]:
         if not isinstance(message, m.ExecutionResponded) or message.key != key:
             return
-        assert message.given_ns <= message.written_ns
+        assert message.computed_ns <= message.written_ns
         if message.code:
             yield message.message
         elif message.schema:

@@ -147,14 +147,14 @@ class EngineRig:
             )
             return False
         s = self.settings
-        assert sum(row.count + row.draft for row in step.rows) <= s.max_tokens_per_batch
+        assert sum(row.count + row.draft_count for row in step.rows) <= s.max_tokens_per_batch
         assert len(step.rows) <= s.max_batch_size
         prompts = [row.count for row in step.rows if row.count > 1 or not row.samples]
         assert sum(prompts) <= s.max_prefill_tokens
         assert all(count <= s.prefill_chunk_size for count in prompts)
         assert self.engine.running is not None
         for sequence, row in self.engine.running.rows.values():
-            assert row.start + row.count + row.draft <= sequence.generation.max_computed
+            assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
         self._nobody_for_another(before, step)
         return True
@@ -250,7 +250,7 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
         beams = []
         for memory_range, (score, slots, token) in enumerate(ranked):
             text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]
-            if token in search.ends:
+            if token in search.end_tokens:
                 if memory_range < search.width:
                     continuations.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:

@@ -108,7 +108,7 @@ class Generator(Worker):
             for row in step.rows:
                 if row.sequence in known_sequences:
                     self._fail(known_sequences[row.sequence].key, "INTERNAL")
-            done = replace(done, results=[], lost=[row.sequence for row in step.rows])
+            done = replace(done, results=[], skipped=[row.sequence for row in step.rows])
         else:
             news = [
                 (known_sequences[result.sequence], result)

@@ -104,7 +104,7 @@ class GenerativeWorker:
 
     def step(self, step: Step) -> Stepped:
         """Execute a step and check all reads."""
-        for begin in step.begin:
+        for begin in step.new_sequences:
             if begin.parent in self.known:
                 parent = self.known[begin.parent]
                 sequence = _SequenceSlots(parent.slots[:], begin.key, begin.sample, parent.prompt)
@@ -120,24 +120,24 @@ class GenerativeWorker:
                     extend([], prompt + had), begin.key, begin.sample, len(prompt)
                 )
             self.known[begin.sequence] = sequence
-        for source, target in _pairs(step.out):
+        for source, target in _pairs(step.swap_out):
             self._host[target] = self._pool[source][:]
-        for source, target in _pairs(step.back):
+        for source, target in _pairs(step.swap_in):
             self._pool[target] = self._host[source][:]
-        for source, target in _pairs(step.within):
+        for source, target in _pairs(step.copies):
             self._pool[target] = self._pool[source][:]
         results = [result for row in step.rows for result in self._row(row)]
         lost = [row.sequence for row in step.rows if row.sequence not in self.known]
         for number in step.ended:
             self.known.pop(number, None)
         forward_ns = 1_000_000 + 100_000 * len(step.rows)
-        return Stepped(step.step, results, 0, forward_ns, 0, lost=lost)
+        return Stepped(step.step, results, 0, forward_ns, 0, skipped=lost)
 
     def _row(self, row: Row) -> list[RowResult]:
         if row.sequence not in self.known:
             return []
         sequence = self.known[row.sequence]
-        sequence.table[row.keep :] = row.blocks
+        sequence.table[row.kept_blocks :] = row.blocks
         assert row.count >= 1
         assert row.samples == (row.start + row.count == len(sequence.slots))
         self._check(sequence, row.start)
@@ -156,25 +156,25 @@ class GenerativeWorker:
     def _sampled(self, known: _SequenceSlots, row: Row) -> RowResult:
         end = len(known.slots)
         right = known.slots[:]
-        for _ in range(row.draft):
+        for _ in range(row.draft_count):
             extend(right, [next_token(right, known.sample)])
         proposed = [token for token, _, _ in right[end:]]
-        for index in range(row.draft):
+        for index in range(row.draft_count):
             if (end + index) % 3 >= self.proposals:
                 proposed[index] = (proposed[index] + 1) % VOCABULARY
         self._write(known, extend(known.slots[:], proposed)[end:])
         new: list[int] = []
         over = ""
-        for index in range(row.draft + 1):
+        for index in range(row.draft_count + 1):
             token = next_token(known.slots, known.sample)
             extend(known.slots, [token])
             new.append(token)
             generated = len(known.slots) - known.prompt
             over = "stop" if token == END else ""
             over = over or ("length" if generated >= self.most[known.key] else "")
-            if over or index == row.draft or proposed[index] != token:
+            if over or index == row.draft_count or proposed[index] != token:
                 break
-        return RowResult(row.sequence, new, over, row.draft)
+        return RowResult(row.sequence, new, over, row.draft_count)
 
     def _check(self, known: _SequenceSlots, end: int) -> None:
         size = self.block_size

@@ -184,7 +184,7 @@ def entries(sock: socket.socket) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def journal(
+def journal_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[socket.socket]:
     """Yield the socket of a journal of which stderr is a stream."""
@@ -199,11 +199,13 @@ def journal(
             handler.close()
 
 
-def test_a_journal_has_fields(journal: socket.socket, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_journal_has_fields(
+    journal_socket: socket.socket, capfd: pytest.CaptureFixture[str]
+) -> None:
     logs.configure("worker a.b.1", LogSettings(log_verbose_level=1))
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("hello\nworld", extra={"request_id": "r\n7"})
-    (entry,) = entries(journal)
+    (entry,) = entries(journal_socket)
     assert entry.pop("CODE_FILE") == __file__
     assert int(entry.pop("CODE_LINE")) > 0
     assert entry == {
@@ -217,38 +219,40 @@ def test_a_journal_has_fields(journal: socket.socket, capfd: pytest.CaptureFixtu
         "REQUEST_ID": "r\\n7",
     }
     say()
-    assert [entry["PRIORITY"] for entry in entries(journal)] == ["7", "6", "4", "3", "3"]
+    assert [entry["PRIORITY"] for entry in entries(journal_socket)] == ["7", "6", "4", "3", "3"]
     assert capfd.readouterr().err == ""  # stderr is the journal's, too
 
 
-def test_records_about_a_model_name_it(journal: socket.socket) -> None:
+def test_records_about_a_model_name_it(journal_socket: socket.socket) -> None:
     logs.configure("supervisor", LogSettings())
     logger = logging.getLogger("shmserve.somewhere")
     logger.info("model %s: %s", "a", "loading")
     logger.info("inference of model '%s' failed", "b")
     logger.info("models: %s", "c")
     logger.info("model %(name)s", {"name": "d"})
-    models = [entry.get("SHMSERVE_MODEL") for entry in entries(journal)]
+    models = [entry.get("SHMSERVE_MODEL") for entry in entries(journal_socket)]
     assert models == ["a", "b", None, None]
 
 
-def test_a_long_entry_is_in_a_file(journal: socket.socket) -> None:
+def test_a_long_entry_is_in_a_file(journal_socket: socket.socket) -> None:
     logs.configure("gateway 0", LogSettings())
     try:
         raise ValueError("\n".join("x" * 8000 for _ in range(90)))
     except ValueError:
         logging.getLogger("shmserve.somewhere").exception("failed")
-    (entry,) = entries(journal)
+    (entry,) = entries(journal_socket)
     assert entry["MESSAGE"].startswith("failed\n    Traceback (most")
     assert len(entry["MESSAGE"]) > 90 * 8000
 
 
 def test_a_closed_journal(
-    journal: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    journal_socket: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Entries are then written to stderr, as they are if stderr is no journal."""
     logs.configure("role", LogSettings())
-    journal.close()
+    journal_socket.close()
     logging.getLogger("shmserve.somewhere").info("one")
     monkeypatch.setattr(logs.Journal, "address", "/nowhere")
     logs.configure("role", LogSettings())

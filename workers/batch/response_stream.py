@@ -155,7 +155,7 @@ class ResponseWriter:
                         b"",
                         [],
                         final=True,
-                        given_ns=now_ns,
+                        computed_ns=now_ns,
                         written_ns=now_ns,
                         failed=True,
                     )
@@ -214,7 +214,7 @@ class OutputStream:
             response: The response, or None to send only the end of the stream.
             final: Whether to end the stream.
         """
-        given_ns = time.monotonic_ns()
+        computed_ns = time.monotonic_ns()
         link, open_request = self._writer.link, self._open
         while True:
             with link.lock:
@@ -225,7 +225,7 @@ class OutputStream:
                 if response is None or open_request.window.is_open:
                     is_first = not self._sent
                     if response is not None or final:
-                        self._post(response, final, given_ns, failed=False)
+                        self._post(response, final, computed_ns, failed=False)
                     break
             if not link.wait_for_credit(open_request, MAX_CREDIT_WAIT_S):
                 self._time_out()
@@ -306,7 +306,7 @@ class OutputStream:
                 self._timed_out = True
                 self._open.cancel()
 
-    def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:
+    def _post(self, response: Response | None, final: bool, computed_ns: int, failed: bool) -> None:
         """Write a response and send it, with the lock held."""
         writer = self._writer
         copied, memory = writer.context.copy_counter, writer.context.output_memory
@@ -339,7 +339,7 @@ class OutputStream:
                     message,
                     *packed,
                     final,
-                    given_ns,
+                    computed_ns,
                     time.monotonic_ns(),
                     copied_bytes,
                     failed,
@@ -403,7 +403,7 @@ class RehearsedStream(OutputStream):
         super().abandon(error)
         self._ended.set()
 
-    def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:
+    def _post(self, response: Response | None, final: bool, computed_ns: int, failed: bool) -> None:
         if response is not None and response.error is not None:
             self.error = self.error or response.error
         if final:

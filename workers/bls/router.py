@@ -48,7 +48,7 @@ from shmserve.ipc.messages.inference import (
     make_submit,
     message_size,
 )
-from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
+from shmserve.ipc.messages.publications import Loss, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.inference import ResponseSchema, unpack_ranges
@@ -521,7 +521,7 @@ class CallRouter:
     def _remove_targets(self, model: str) -> None:
         self._targets = {key: target for key, target in self._targets.items() if key[0] != model}
 
-    def _models_changed(self, message: Losses) -> None:
+    def _models_changed(self, message: Loss) -> None:
         # The caller holds the lock of the supervisor's link: send no request to the supervisor.
         with self._lock:
             match message:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from shmserve import logs
 from shmserve.errors import Unavailable, from_code
 from shmserve.ipc.messages.control_requests import Answer, Answered, Refused
-from shmserve.ipc.messages.publications import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
+from shmserve.ipc.messages.publications import Loss, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import SetLogging
 from shmserve.ipc.transport.dealer import Dealer
 
@@ -44,7 +44,7 @@ class SupervisorLink:
     def __init__(self, dealer: Dealer) -> None:
         self.dealer = dealer
         self.inbox: deque[Any] = deque()
-        self._on_models_changed: Callable[[Losses], None] = _ignore
+        self._on_models_changed: Callable[[Loss], None] = _ignore
         self._follower: Follower | None = None
         self._readers: dict[int, Callable[[], None]] = {}  # readers by descriptor
         self._lock = threading.RLock()
@@ -106,7 +106,7 @@ class SupervisorLink:
         return is_readable
 
     def follow_models(
-        self, on_change: Callable[[Losses], None] | None, follower: Follower | None = None
+        self, on_change: Callable[[Loss], None] | None, follower: Follower | None = None
     ) -> None:
         """Set the callback for changes of other models, or remove it with None.
 
@@ -188,7 +188,7 @@ class SupervisorLink:
             return self._responses.pop(number, None)
 
 
-def _ignore(change: Losses) -> None:
+def _ignore(change: Loss) -> None:
     """Ignore a change, because no model of this process calls other models."""
 
 

@@ -123,8 +123,8 @@ def device_number(device: object) -> int | None:
     name = str(device)
     if name == "cpu":
         return None
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
+    device_type, _, number = name.partition(":")
+    if device_type != "cuda" or not (number.isdecimal() or name == "cuda"):
         raise InvalidArgument(f"device '{name}' is unknown (allowed: 'cpu', 'cuda', 'cuda:NUMBER')")
     return int(number or 0)
 
@@ -260,7 +260,7 @@ class DeviceView:
         return f"<{self.datatype} {self.shape} on {self.device}>"
 
 
-def exporting() -> CudaExporter:
+def open_exporter() -> CudaExporter:
     """Return the CUDA driver. Raises Unavailable without cuda-bindings or a GPU."""
     try:
         return Driver()

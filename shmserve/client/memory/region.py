@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
-from shmserve.client.memory.views import MemoryLease, nothing
+from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import datatype_of
 from shmserve.client.request.prepared import TensorTemplate
 from shmserve.client.server_state import ClientModel
@@ -32,7 +32,7 @@ from shmserve.ipc.tensors.signature import Signature
 
 _FOLDER = "/dev/shm/"
 Shape = tuple[int, ...]
-# Of tensors by name: the shape, or the size of the only dimension, and the datatype or numpy type.
+# Tensor name -> (shape or the size of the only dimension, datatype or numpy type).
 Specs = Mapping[str, tuple[Sequence[int] | int, Any]]
 
 
@@ -70,7 +70,7 @@ class Region(Mapping[str, Any]):
             InvalidArgument: A shape or a datatype is invalid.
             Unavailable: There is not enough memory.
         """
-        self._templates = _templates(tensors)
+        self._templates = _parse_specs(tensors)
         self._offsets: dict[str, int] = {}
         end = offset
         for template in self._templates.values():
@@ -78,7 +78,7 @@ class Region(Mapping[str, Any]):
             end = start + max(1, template.byte_size)
         byte_size = max(1, end)
         if make is None:
-            self._block = block = memories.allocate(byte_size, alone=True)
+            self._block = block = memories.allocate(byte_size, whole_segment=True)
         else:
             self._block = block = memories.add(make(byte_size))
         assert not block.offset  # the block of a region is a whole segment
@@ -91,9 +91,10 @@ class Region(Mapping[str, Any]):
         self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
     def within(self, memories: Memories) -> Region:
-        """Return this region, or a region over the same memory for another client. Raises Released.
+        """Return this region, or a region over the same memory that belongs to another client.
 
         Raises:
+            Released: The region was released.
             Unsupported: The memory is on a device.
         """
         if self.memories is memories:
@@ -136,7 +137,7 @@ class Region(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._templates)
 
-    def remember(self, model: ClientModel, request: Packed) -> None:
+    def store_request(self, model: ClientModel, request: Packed) -> None:
         """Cache the packed request for `model`, and remove those of models that are closed."""
         for model_key in [model_key for model_key in list(self.requests) if model_key.closed]:
             self.requests.pop(model_key, None)
@@ -158,7 +159,7 @@ class Region(Mapping[str, Any]):
         if self.lease.released:
             raise Released("this region was released")
         if shape is not None:
-            template, output_range = _template(name, shape, template.datatype), template
+            template, output_range = _parse_spec(name, shape, template.datatype), template
             if template.byte_size > output_range.byte_size:
                 raise InvalidArgument(
                     f"'{name}' has shape {output_range.shape}, which is too small for "
@@ -195,7 +196,7 @@ class Region(Mapping[str, Any]):
         self.lease.released = True
         self.requests.clear()
         # The memory itself is freed with the last array over it and the last request in flight.
-        self.lease = MemoryLease(nothing)
+        self.lease = MemoryLease(noop)
         self.lease.released = True
         self.memories.settle()
         for region in list(self._attached.values()):
@@ -234,7 +235,7 @@ def attach_region(
 
 
 def _descriptor(source: Any) -> int:
-    """Return a new descriptor of memory that is given by name, descriptor or object."""
+    """Duplicate the descriptor of a memory object, or open the memory by its name."""
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source).removeprefix(_FOLDER).lstrip("/")
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -279,7 +280,7 @@ def check_datatype(name: str, datatype: str, signature: Signature) -> None:
         )
 
 
-def _templates(tensors: Specs) -> dict[str, TensorTemplate]:
+def _parse_specs(tensors: Specs) -> dict[str, TensorTemplate]:
     if not isinstance(tensors, Mapping):
         raise InvalidArgument(
             f"expected a mapping of names to (shape, datatype), got {tensors!r:.80}"
@@ -288,12 +289,12 @@ def _templates(tensors: Specs) -> dict[str, TensorTemplate]:
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
             raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a (shape, datatype)")
-        templates[name] = _template(name, *spec)
+        templates[name] = _parse_spec(name, *spec)
     return templates
 
 
 def _datatype(name: str, datatype: Any) -> str:
-    """Return a datatype that is given by its name or as a type of numpy."""
+    """Return the datatype of a name such as "FP32" or of a type of numpy."""
     if isinstance(datatype, str) and ITEM_SIZE.get(datatype):
         return datatype
     with contextlib.suppress(TypeError, ValueError):
@@ -307,8 +308,8 @@ def _datatype(name: str, datatype: Any) -> str:
     )
 
 
-def _template(name: str, shape: Sequence[int] | int, kind: Any) -> TensorTemplate:
-    datatype = _datatype(name, kind)
+def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorTemplate:
+    datatype = _datatype(name, dtype)
     item_size = ITEM_SIZE[datatype]
     try:
         dims = (index(shape),) if hasattr(shape, "__index__") else tuple(map(index, shape))

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, nothing
+from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, noop
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FIXED_SIZE_SEALS, FreeList
@@ -143,7 +143,7 @@ AnySegment = Segment | DeviceSegment
 class MemoryBlock:
     """Bytes [offset, offset + size) of a segment.
 
-    A block whose program was interrupted is freed when it is collected.
+    A block that an interrupted call never recycled is freed when it is collected.
     """
 
     __slots__ = ("_memories", "offset", "segment", "size")
@@ -188,7 +188,7 @@ class Memories:
     _limit: int
     _share: Callable[[AnySegment], None]
     _withdraw: Callable[[AnySegment], None]
-    _nudge: Callable[[], None] = nothing
+    _nudge: Callable[[], None] = noop
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     _segments: list[AnySegment] = field(init=False, default_factory=list)
     recycled: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
@@ -196,26 +196,26 @@ class Memories:
         init=False, default_factory=weakref.WeakKeyDictionary
     )
 
-    def allocate(self, byte_size: int, *, alone: bool = False) -> MemoryBlock:
-        """Return a block, in a segment of its own if `alone`.
+    def allocate(self, byte_size: int, *, whole_segment: bool = False) -> MemoryBlock:
+        """Return a block, in a segment of its own if `whole_segment`.
 
         Raises:
             Unavailable: The client's limit would be exceeded, or the machine has not enough memory.
         """
         with self._lock:
             self.settle()
-            block = None if alone else self._allocate_shared(byte_size)
-            if block is None and self._free_idle(byte_size) and not alone:
+            block = None if whole_segment else self._allocate_shared(byte_size)
+            if block is None and self._free_idle(byte_size) and not whole_segment:
                 block = self._allocate_shared(byte_size)
             if block is not None:
                 return block
             used = self._used()
-            # With space for further blocks, within the limit.
+            # A larger segment also serves later requests.
             preferred_size = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
-            size = byte_size if alone else max(byte_size, preferred_size)
+            size = byte_size if whole_segment else max(byte_size, preferred_size)
             self._check_limit(used, size)
             segment = Segment(size)
-            block = self._first_block(segment, segment.size if alone else byte_size)
+            block = self._first_block(segment, segment.size if whole_segment else byte_size)
         self._notify(block.segment)
         return block
 
@@ -284,7 +284,7 @@ class Memories:
         return MemoryBlock(segment, offset, byte_size, self)
 
     def _notify(self, segment: AnySegment) -> None:
-        # Without the lock, since the thread that reads the response may allocate memory itself.
+        # The lock is not held, because the thread that reads the response may allocate memory.
         try:
             self._share(segment)
         except BaseException:
@@ -345,4 +345,4 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self.recycled = deque(maxlen=0)  # a closed pool accepts no returned blocks
+            self.recycled = deque(maxlen=0)  # blocks recycled after this are ignored

@@ -12,8 +12,8 @@ from shmserve.errors import Released
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_memory
 
 
-def nothing() -> None:
-    """Do nothing, as the end of a lease without memory."""
+def noop() -> None:
+    """Do nothing."""
 
 
 class RegisteredMemory:
@@ -146,7 +146,7 @@ def lease_of(array: object) -> MemoryLease | None:
     return None
 
 
-def _checked(name: str) -> Callable[..., Any]:
+def _check_first(name: str) -> Callable[..., Any]:
     method = getattr(np.ndarray, name)
 
     @functools.wraps(method)
@@ -157,9 +157,9 @@ def _checked(name: str) -> Callable[..., Any]:
     return call
 
 
-# Methods that numpy implements without __array_function__, and reductions, which would leak the
-# array when __array_ufunc__ raises. Access by the buffer protocol or by address cannot be
-# intercepted.
+# These methods need a check of their own: numpy implements them without __array_function__, and
+# reductions would leak the array when __array_ufunc__ raises. Access by the buffer protocol or by
+# address cannot be intercepted.
 for _name in (
     *("__bool__", "__complex__", "__float__", "__format__", "__index__", "__int__"),
     *("argpartition", "astype", "byteswap", "choose", "compress", "conj", "conjugate", "diagonal"),
@@ -169,7 +169,7 @@ for _name in (
     *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "max", "mean"),
     *("min", "nonzero", "prod", "round", "std", "sum", "trace", "var"),
 ):
-    setattr(View, _name, _checked(_name))
+    setattr(View, _name, _check_first(_name))
 
 
 def _plain(value: object) -> object:

@@ -15,7 +15,7 @@ import numpy as np
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
-from shmserve.client.memory.views import View, lease_of, nothing
+from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
 from shmserve.client.request.prepared import Buffer, ClientTemplate, TensorTemplate, pack
 from shmserve.client.server_state import ClientModel
@@ -162,7 +162,7 @@ def _value(name: str, value: Any) -> Any:
     )
 
 
-_NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder of arrays that are not in host memory
+_NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder for tensors in device memory
 
 
 class PackedRequest(NamedTuple):
@@ -172,10 +172,10 @@ class PackedRequest(NamedTuple):
     schema: bytes
     data: list[Any]
     options: Options
-    prepared: ClientTemplate | None = None
+    template: ClientTemplate | None = None
     slot: Buffer | None = None
     as_torch: bool = False
-    end: Callable[[], None] = nothing
+    end: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
     holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive
 
@@ -226,16 +226,16 @@ def prepare(
     # A large array may be in a region, which only its address shows.
     if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
-        prepared = model.prepared.find(tuple(key))
-        if prepared is not None:
-            return _fill_template(model, prepared, arrays, options, as_torch)
+        template = model.templates.find(tuple(key))
+        if template is not None:
+            return _fill_template(model, template, arrays, options, as_torch)
     else:
         can_use_template = False
     request = _UntemplatedRequest(memories, model, inputs, arrays, options, as_torch)
-    if not can_use_template or not request.plain:
+    if not can_use_template or not request.is_templatable:
         return request.prepare(outputs)
-    prepared = request.prepared(tuple(key), tuple(outputs or ()))
-    return _fill_template(model, prepared, arrays, options, as_torch)
+    template = request.make_template(tuple(key), tuple(outputs or ()))
+    return _fill_template(model, template, arrays, options, as_torch)
 
 
 def _names(outputs: Any) -> tuple[str, ...]:
@@ -249,21 +249,21 @@ def _names(outputs: Any) -> tuple[str, ...]:
 
 def _fill_template(
     model: ClientModel,
-    prepared: ClientTemplate,
+    template: ClientTemplate,
     arrays: Sequence[Array],
     options: Options,
     as_torch: bool,
 ) -> PackedRequest:
     parameters = options.parameters
-    if not prepared.uses_slots:
-        packed = prepared.packed(arrays, None, parameters)
-        return PackedRequest(model, *packed, options, prepared, None, as_torch)
-    slot = prepared.slot()
+    if not template.uses_slots:
+        packed = template.pack_request(arrays, None, parameters)
+        return PackedRequest(model, *packed, options, template, None, as_torch)
+    slot = template.slot()
     for target, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(target, array)
-    packed = prepared.packed(arrays, slot, parameters)
+    packed = template.pack_request(arrays, slot, parameters)
     memory = slot.end, (slot.block.segment,)
-    return PackedRequest(model, *packed, options, prepared, slot, as_torch, *memory)
+    return PackedRequest(model, *packed, options, template, slot, as_torch, *memory)
 
 
 def _prepare_region(
@@ -289,7 +289,7 @@ def _prepare_region(
         signature.check(options.request_id, refs, outputs)
         packed = pack(refs, outputs, options.parameters)
         if not options.parameters:
-            region.remember(model, packed)
+            region.store_request(model, packed)
     lease, segment = region.lease, region.segment
     return PackedRequest(model, *packed, options, segments=(segment,), holders=(lease,))
 
@@ -344,7 +344,7 @@ class _UntemplatedRequest:
         return view.memory_range()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Keep memory of the program alive until the response."""
+        """Keep the memory of a tensor in place alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
 
@@ -360,29 +360,29 @@ class _UntemplatedRequest:
         return segment.memory_range(offset, array.nbytes)
 
     @property
-    def plain(self) -> bool:
+    def is_templatable(self) -> bool:
         """Check whether a template can be made: all inputs are numbers that are copied."""
         has_strings = any(template.datatype == "BYTES" for template in self._templates)
         return not has_strings and not any(self._memory_ranges)
 
-    def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
+    def make_template(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
         """Create a template for requests with the datatypes and shapes of this request."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled
-        prepared = ClientTemplate(
+        template = ClientTemplate(
             model.signature,
             tuple(self._templates),
             outputs,
             self._memories,
             with_outputs=with_outputs,
         )
-        return self._model.remember(key, prepared)
+        return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
         """Return the packed request."""
         signature = self._model.signature
-        asked = [self._output(name, outputs) for name in outputs or ()]
+        requested = [self._output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
         request = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
@@ -402,15 +402,15 @@ class _UntemplatedRequest:
                 data = segment.memory_range(offset, array.nbytes)
                 offset += aligned(array.nbytes)
             refs.append(template.ref(data))
-        end = nothing if block is None else block.recycle
+        end = noop if block is None else block.recycle
         try:
-            signature.check(self._options.request_id, refs, asked)
+            signature.check(self._options.request_id, refs, requested)
         except InvalidArgument:
             end()
             raise
         return PackedRequest(
             self._model,
-            *pack(refs, asked, self._options.parameters),
+            *pack(refs, requested, self._options.parameters),
             self._options,
             as_torch=self._as_torch,
             end=end,

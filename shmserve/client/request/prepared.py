@@ -61,14 +61,14 @@ class Buffer:
     """Memory for one request at a time.
 
     Attributes:
-        prepared: The template that the slot belongs to.
+        template: The template that the slot belongs to.
         block: The memory.
         inputs: Arrays to write the inputs to; empty if the inputs are sent in the message.
         input_data: The packed ranges of `inputs`.
         output_data: The packed ranges of the outputs with space in the slot.
     """
 
-    prepared: ClientTemplate
+    template: ClientTemplate
     block: MemoryBlock
     inputs: list[Array]
     input_data: list[Any]
@@ -76,7 +76,7 @@ class Buffer:
 
     def end(self) -> None:
         """Return the slot for the next request."""
-        self.prepared.return_slot(self)
+        self.template.return_slot(self)
 
 
 class ClientTemplate:
@@ -115,19 +115,19 @@ class ClientTemplate:
             name: size for name, size in sizes.items() if size is not None and uses_slot
         }
         self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
-        self._schema = self._packed_schema({})
+        self._schema = self._pack_schema({})
         self.uses_slots = uses_slot or not self._inline
         self._ring: deque[Buffer] = deque()
         self._closed = False
         if self.uses_slots:
             memories.register_owner(self)
 
-    def _packed_schema(self, parameters: Mapping[str, Any]) -> bytes:
+    def _pack_schema(self, parameters: Mapping[str, Any]) -> bytes:
         return pack_request_schema(
             self._refs, self._requested_names, self._output_sizes, (), dict(parameters)
         )
 
-    def packed(
+    def pack_request(
         self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
     ) -> Packed:
         """Return a request's schema and data.
@@ -137,7 +137,7 @@ class ClientTemplate:
             slot: The slot that contains the large inputs; None if the template has no slots.
             parameters: The parameters.
         """
-        schema = self._packed_schema(parameters) if parameters else self._schema
+        schema = self._pack_schema(parameters) if parameters else self._schema
         if slot is None:
             return schema, [array.tobytes() for array in arrays]
         inputs = slot.input_data or [array.tobytes() for array in arrays]

@@ -9,7 +9,7 @@ import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.segments import AnySegment
-from shmserve.client.memory.views import MemoryLease, nothing
+from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Internal, Released, Unavailable, Unsupported
@@ -110,7 +110,7 @@ def read(reader: Reader, message: Finished) -> Result:
         Internal: The response lacks a requested output.
     """
     packed = reader.packed
-    lease = None if packed.slot is None else MemoryLease(nothing)
+    lease = None if packed.slot is None else MemoryLease(noop)
     result, in_shared_memory = _read(reader, message, lease)
     if len(result) < len(packed.model.signature.outputs) and not packed.model.may_omit_outputs:
         _check_complete(packed, result)
@@ -209,10 +209,10 @@ def _segment(packed: PackedRequest, memory: Memory) -> Any:
 
 def _region_lease(packed: PackedRequest, segment: AnySegment) -> MemoryLease:
     # Outputs follow inputs, so the search runs backwards.
-    for other, holder in zip(packed.segments[::-1], packed.holders[::-1], strict=True):
-        if other is segment and isinstance(holder, MemoryLease):
+    for candidate, holder in zip(packed.segments[::-1], packed.holders[::-1], strict=True):
+        if candidate is segment and isinstance(holder, MemoryLease):
             return holder
-    return MemoryLease(nothing)
+    return MemoryLease(noop)
 
 
 def _copy_output(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytearray:

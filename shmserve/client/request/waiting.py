@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from shmserve.client.connection import ServerConnection
-from shmserve.client.memory.views import nothing
+from shmserve.client.memory.views import noop
 from shmserve.client.request.channel import LATE, ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
@@ -34,13 +34,13 @@ class ClientStream(ClientRequest):
     """
 
     def __init__(
-        self, channel: RequestChannel, packed: PackedRequest, on_item: Callable[[], None] = nothing
+        self, channel: RequestChannel, packed: PackedRequest, on_item: Callable[[], None] = noop
     ) -> None:
         super().__init__(channel, packed, None)
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.finished = False
-        self._taken = -1  # byte size of the response that the reader has taken; -1: none
+        self._read_size = -1  # byte size of the response that the program reads; -1: none
         self._window = ReadWindow(placed=_is_placed(packed))
 
     def ready(self) -> bool:
@@ -77,22 +77,22 @@ class ClientStream(ClientRequest):
             self.finished = True
             self.channel.cancel(self)
 
-    def done(self, outcome: Result | ShmserveError) -> None:
+    def complete(self, outcome: Result | ShmserveError) -> None:
         if not self.abandoned and not self.finished:
             self.items.append((outcome, 0))
             self.finished = True
             self.on_item()
 
     def read(self) -> int:
-        """Record that the reader has finished the response that it took last, if any.
+        """Record that the program has read the response of the previous `take`, if any.
 
         Returns:
-            The number of responses to credit now.
+            The number of responses to grant credit for.
         """
-        if self._taken < 0:
+        if self._read_size < 0:
             return 0
-        credit = self._window.read(self._taken)
-        self._taken = -1
+        credit = self._window.read(self._read_size)
+        self._read_size = -1
         return 0 if self.finished else credit
 
     def take(self) -> Result:
@@ -101,7 +101,7 @@ class ClientStream(ClientRequest):
         Raises:
             ShmserveError: The response is this error.
         """
-        item, self._taken = self.items.popleft()
+        item, self._read_size = self.items.popleft()
         if isinstance(item, Result):
             return item
         try:
@@ -116,7 +116,7 @@ class ClientStream(ClientRequest):
 
 
 class StreamWaiter(Protocol):
-    """A thread's method of waiting for requests in flight."""
+    """The interface by which a `ResponseStream` waits for, credits and cancels its request."""
 
     def wait_until_ready(self, pending: Any) -> None:
         """Wait until `pending` is ready.
@@ -187,7 +187,7 @@ def _is_placed(packed: PackedRequest) -> bool:
 
 
 class Waiter(StreamWaiter, Protocol):
-    """A thread's method of submitting requests and waiting for their responses."""
+    """The interface by which a thread submits requests and waits for their responses."""
 
     connection: ServerConnection
 
@@ -392,7 +392,7 @@ def _submit(
         packed.end()
         return
     try:
-        pending = channel.submit(packed, partial(_resolve, future))
+        pending = channel.submit(packed, partial(_set_outcome, future))
     except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
@@ -410,7 +410,7 @@ def _submit(
     future.add_done_callback(on_done)
 
 
-def _resolve(future: Future[Result], pending: ClientRequest) -> None:
+def _set_outcome(future: Future[Result], pending: ClientRequest) -> None:
     with contextlib.suppress(InvalidStateError):  # the future may have been cancelled
         if isinstance(pending.outcome, Result):
             future.set_result(pending.outcome)

@@ -94,9 +94,9 @@ class HttpFrontend(process.Frontend):
             Acceptor(create_connection, listener, min(settings.max_connections, descriptor_limit)),
         )
 
-    def drain(self, on_notified: Callable[[], None], followed: bool) -> None:
+    def drain(self, on_notified: Callable[[], None], has_successor: bool) -> None:
         self._figures.end_streams()
-        super().drain(on_notified, followed)
+        super().drain(on_notified, has_successor)
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         self._app.call_when_idle(on_idle)

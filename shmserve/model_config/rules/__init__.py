@@ -24,7 +24,7 @@ from shmserve.ipc.model_spec import (
     LARGEST_INSTANCE_BOUND,
 )
 from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, find_repeats
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
 from shmserve.model_config.rules.scheduling import dynamic_problems, sequence_problems
@@ -66,7 +66,7 @@ _GPU_PARAMETERS = {
     "onnxruntime": ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
     "pytorch": ("ENABLE_CACHE_CLEANING",),
 }
-_PASSED_ON = ("session.", "ep.")  # prefixes of onnxruntime's own settings
+_SETTING_PREFIXES = ("session.", "ep.")  # prefixes of onnxruntime's own settings
 
 
 class LoadProblem(InvalidArgument):
@@ -164,12 +164,12 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
         text = f"must specify one or more 'instance group's for {config.name}"
         yield Problem(_GROUP, text)
     names = (((*_GROUP, i, "name"), group.name) for i, group in enumerate(config.instance_group))
-    for key, name, first in repeats(names):
+    for key, name, first in find_repeats(names):
         text = f"instance group {name} of model {config.name} is specified more than once"
         yield Problem(key, text, (first,))
     for index, group in enumerate(config.instance_group):
-        at, subject = (*_GROUP, index), f"instance group {group.name} of model {config.name}"
-        for problem in _group_problems(at, group, gpu_count):
+        path, subject = (*_GROUP, index), f"instance group {group.name} of model {config.name}"
+        for problem in _group_problems(path, group, gpu_count):
             yield problem._replace(text=f"{subject} {problem.text}")
         if group.profile:
             platform = f"platform {config.platform}".rstrip()
@@ -177,14 +177,14 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
                 f"{subject} and {platform} specifies profile field which is only supported for "
                 "TensorRT models"
             )
-            yield Problem((*at, "profile"), text)
+            yield Problem((*path, "profile"), text)
 
 
-def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
-    kind_at, gpus_at = (*at, "kind"), (*at, "gpus")
+def _group_problems(path: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
+    kind_at, gpus_at = (*path, "kind"), (*path, "gpus")
     if group.count > LARGEST_INSTANCE_BOUND:
         yield Problem(
-            (*at, "count"), f"has count {group.count}, more than {LARGEST_INSTANCE_BOUND}"
+            (*path, "count"), f"has count {group.count}, more than {LARGEST_INSTANCE_BOUND}"
         )
     if group.kind != ModelInstanceGroup.KIND_GPU:
         if group.gpus:
@@ -223,11 +223,11 @@ def _cache_problems(config: ModelConfig) -> Iterator[Problem]:
 def _metric_problems(config: ModelConfig) -> Iterator[Problem]:
     for index, control in enumerate(config.model_metrics.metric_control):
         buckets = list(control.histogram_options.buckets)
-        at: Key = ("model_metrics", "metric_control", index, "histogram_options", "buckets")
+        path: Key = ("model_metrics", "metric_control", index, "histogram_options", "buckets")
         for position, (low, high) in enumerate(pairwise([-inf, *buckets, inf])):
             if not low < high:
                 text = f"histogram buckets must be finite and in ascending order for {config.name}"
-                yield Problem((*at, min(position, len(buckets) - 1)), text)
+                yield Problem((*path, min(position, len(buckets) - 1)), text)
                 break
 
 
@@ -328,16 +328,16 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
     for index, control in enumerate(config.model_metrics.metric_control):
         if control.metric_identifier.family != FIRST_RESPONSE_FAMILY:
             yield f"model_metrics.metric_control[{index}]"
-    on_gpu = _on_gpu(config)
+    on_gpu = _is_on_gpu(config)
     needs_gpu = config.backend == "pytorch"
     supported = _EFFECTIVE.get(config.backend, ()) if on_gpu or not needs_gpu else ()
     yield from _ignored_optimization(config.optimization, supported)
     accelerators = config.optimization.execution_accelerators
-    side = "cpu" if on_gpu else "gpu"
+    unused = "cpu" if on_gpu else "gpu"
     if "execution_accelerators" in supported and _is_set(
-        accelerators, f"{side}_execution_accelerator"
+        accelerators, f"{unused}_execution_accelerator"
     ):
-        yield f"optimization.execution_accelerators.{side}_execution_accelerator"
+        yield f"optimization.execution_accelerators.{unused}_execution_accelerator"
     for index, state in enumerate(config.sequence_batching.state):
         if state.use_growable_memory:
             yield f"sequence_batching.state[{index}].use_growable_memory"
@@ -347,7 +347,7 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
                 yield f"instance_group[{index}].{name}"
 
 
-def _on_gpu(config: ModelConfig) -> bool:
+def _is_on_gpu(config: ModelConfig) -> bool:
     return any(group.kind == ModelInstanceGroup.KIND_GPU for group in config.instance_group)
 
 
@@ -356,11 +356,11 @@ def _ignored_parameters(config: ModelConfig) -> Iterator[str]:
     if backend not in _FILE_PARAMETERS:
         return
     effective = {*KNOWN_SETTINGS, *_FILE_PARAMETERS[backend]}
-    if _on_gpu(config):
+    if _is_on_gpu(config):
         effective.update(_GPU_PARAMETERS[backend])
     for name in sorted(config.parameters):
-        passed_on = backend == "onnxruntime" and name.startswith(_PASSED_ON)
-        if name not in effective and not passed_on:
+        is_setting = backend == "onnxruntime" and name.startswith(_SETTING_PREFIXES)
+        if name not in effective and not is_setting:
             yield f"parameters['{clip(name)}']"
 
 

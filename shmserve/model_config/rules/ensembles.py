@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.signature import shape_text, shapes_match
-from shmserve.model_config.diagnostics import Key, Problem, member, repeats
+from shmserve.model_config.diagnostics import Key, Problem, find_repeats, member
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _STEP: Key = ("ensemble_scheduling", "step")
@@ -54,13 +54,13 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
 def _links(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of tensors with several sources, and of unconnected inputs and outputs."""
     name, steps = config.name, config.ensemble_scheduling.step
-    read_tensors = _read(config)
+    read_tensors = _read_tensors(config)
     written_tensors = {
         (*_STEP, index, "output_map", member(output)): tensor
         for index, step in enumerate(steps)
         for output, tensor in sorted(step.output_map.items())
     }
-    for key, tensor, first in repeats(written_tensors.items()):
+    for key, tensor, first in find_repeats(written_tensors.items()):
         text = (
             f"ensemble tensor '{tensor}' can appear in an output map only once for "
             f"ensemble '{name}' step {key[len(_STEP)]}"
@@ -77,7 +77,7 @@ def _links(config: ModelConfig) -> Iterator[Problem]:
     yield from _unused(config, "output", config.output, set(written_tensors.values()))
 
 
-def _read(config: ModelConfig) -> set[str]:
+def _read_tensors(config: ModelConfig) -> set[str]:
     """Return the names of the tensors that steps read."""
     steps = config.ensemble_scheduling.step
     tensors = {tensor for step in steps for tensor in step.input_map.values()}
@@ -98,7 +98,7 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
     tensors = {io.name for io in config.input}
     tensors |= {tensor for step in steps for tensor in step.output_map.values()}
     for key, parameter in sorted(config.parameters.items()):
-        at: Key = ("parameters", member(key))
+        path: Key = ("parameters", member(key))
         match = _CONDITION.fullmatch(key)
         if not match:
             if key.startswith("step["):
@@ -106,16 +106,16 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
                     f"parameter '{key}' of ensemble '{name}' is unknown (allowed: "
                     "step[N].condition)"
                 )
-                yield Problem(at, text)
+                yield Problem(path, text)
         elif int(match[1]) >= len(steps):
             text = f"parameter '{key}': ensemble '{name}' has {len(steps)} steps, numbered from 0"
-            yield Problem(at, text, (_STEP,))
+            yield Problem(path, text, (_STEP,))
         elif parameter.string_value not in tensors:
             text = (
                 f"parameter '{key}': ensemble '{name}' has no tensor "
                 f"'{parameter.string_value}', which is to be its condition"
             )
-            yield Problem(at, text, (_STEP,))
+            yield Problem(path, text, (_STEP,))
 
 
 def _connections(config: ModelConfig) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
                 f"its depending tensors, '{missing}', is not connected"
             )
             yield Problem(("output", index, "name"), text, (_STEP,))
-    used = _read(config) | {io.name for io in config.output}
+    used = _read_tensors(config) | {io.name for io in config.output}
     for index, step in enumerate(steps):
         for output_name, tensor in sorted(step.output_map.items()):
             if tensor not in used:
@@ -192,7 +192,7 @@ def compose(
     _check_streams(config, available)
     full = ModelConfig()
     full.CopyFrom(config)
-    full.model_transaction_policy.decoupled |= any(map(_gives_many, available))
+    full.model_transaction_policy.decoupled |= any(map(_is_decoupled, available))
     return full
 
 
@@ -251,7 +251,7 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
                 f"{model.max_batch_size}",
                 ("max_batch_size",),
             )
-        for key, tensor, model_tensor in _mapped(config, step_index, model):
+        for key, tensor, model_tensor in _mapped_tensors(config, step_index, model):
             earlier = tensors.setdefault(tensor, model_tensor)
             context = f"in ensemble {config.name}, ensemble tensor {tensor}: "
             if problem := _disagreement(earlier, model_tensor):
@@ -266,7 +266,7 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
             )
 
 
-def _mapped(
+def _mapped_tensors(
     config: ModelConfig, index: int, model: ModelConfig
 ) -> Iterator[tuple[Key, str, _Tensor]]:
     """Yield the key, the ensemble tensor and the model's tensor of each mapping of a step."""
@@ -323,7 +323,7 @@ def _disagreement(first: _Tensor, second: _Tensor) -> str:
     return ""
 
 
-def _gives_many(model: ModelConfig) -> bool:
+def _is_decoupled(model: ModelConfig) -> bool:
     return model.model_transaction_policy.decoupled
 
 
@@ -349,5 +349,5 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
                     "receives inputs originated from different decoupled models",
                     (*_STEP, index),
                 )
-            origin = index if _gives_many(models[index]) else max(stream_origins, default=-1)
+            origin = index if _is_decoupled(models[index]) else max(stream_origins, default=-1)
             origins.update(dict.fromkeys(steps[index].output_map.values(), origin))

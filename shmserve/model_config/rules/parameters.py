@@ -54,7 +54,7 @@ _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     MIN_INSTANCES: _INSTANCES,
     MAX_INSTANCES: _INSTANCES,
 }
-_OF_INPUT = ("value", "buckets", "lengths", "mask", "max_waste")
+_INPUT_KEYS = ("value", "buckets", "lengths", "mask", "max_waste")
 _MAX_ELEMENTS = 1 << 28  # maximum number of elements in a row of a padding bucket
 _LONGEST_SHOWN = 64
 # The largest finite value of each floating-point datatype.
@@ -92,16 +92,16 @@ def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Probl
         if values[name] is None:
             near = suggestion(text, Strategy) if name == STRATEGY_PARAMETER else ""
             allowed = f"parameter '{name}' must be {_PARAMETERS[name][1]} {suffix}"
-            yield Problem(_at(name), f"{allowed}, found '{text}'{near}")
+            yield Problem(_key(name), f"{allowed}, found '{text}'{near}")
     if complete:
         yield from _strategy_problems(config, values)
     if PADDING in config.parameters:
         for text in _padding_problems(config, config.parameters[PADDING].string_value, complete):
-            yield Problem(_at(PADDING), f"parameter '{PADDING}' {text} {suffix}")
+            yield Problem(_key(PADDING), f"parameter '{PADDING}' {text} {suffix}")
     yield from _bound_problems(config, values, complete)
 
 
-def _at(name: str) -> Key:
+def _key(name: str) -> Key:
     return "parameters", member(name)
 
 
@@ -112,13 +112,13 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
             f"parameter '{STRATEGY_PARAMETER}' is '{strategy}' {suffix}, which has no "
             "'dynamic_batching': add that block, or remove the parameter"
         )
-        yield Problem(_at(STRATEGY_PARAMETER), text)
+        yield Problem(_key(STRATEGY_PARAMETER), text)
     if strategy is Strategy.ADAPTIVE and TARGET_PARAMETER not in values:
         text = (
             f"parameter '{STRATEGY_PARAMETER}' is '{strategy}' {suffix}, which needs the parameter "
             f"'{TARGET_PARAMETER}', a number of milliseconds"
         )
-        yield Problem(_at(STRATEGY_PARAMETER), text)
+        yield Problem(_key(STRATEGY_PARAMETER), text)
     is_managed = strategy is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
     if (
         TARGET_PARAMETER in values
@@ -130,7 +130,7 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
             f"parameter '{TARGET_PARAMETER}' requires '{MAX_INSTANCES}', or '{STRATEGY_PARAMETER}' "
             f"'{Strategy.ADAPTIVE}', which is {strategy_text} {suffix}"
         )
-        yield Problem(_at(TARGET_PARAMETER), text)
+        yield Problem(_key(TARGET_PARAMETER), text)
 
 
 def _bound_problems(
@@ -146,18 +146,18 @@ def _bound_problems(
             text = (
                 f"parameter '{MIN_INSTANCES}' is {minimum} {suffix}, which needs '{MAX_INSTANCES}'"
             )
-            yield Problem(_at(MIN_INSTANCES), text)
+            yield Problem(_key(MIN_INSTANCES), text)
         return
     if minimum > maximum:
         text = f"parameter '{MIN_INSTANCES}' must be at most '{MAX_INSTANCES}', {maximum}, {suffix}"
-        related_keys = (_at(MAX_INSTANCES),)
-        yield Problem(_at(MIN_INSTANCES), f"{text}, found {minimum}", related_keys)
-    yield from _of_its_kind(config)
+        related_keys = (_key(MAX_INSTANCES),)
+        yield Problem(_key(MIN_INSTANCES), f"{text}, found {minimum}", related_keys)
+    yield from _kind_problems(config)
     if complete:
-        yield from _of_groups(config, maximum)
+        yield from _group_problems(config, maximum)
 
 
-def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
+def _kind_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of `max_instances` for models that cannot be scaled by queueing delay.
 
     Ensembles have no instances. An instance with sequences or generations does not become free
@@ -173,21 +173,21 @@ def _of_its_kind(config: ModelConfig) -> Iterator[Problem]:
                 f"parameter '{MAX_INSTANCES}' requires a model whose requests are independent of "
                 f"each other, found {reason}: {config.name}"
             )
-            yield Problem(_at(MAX_INSTANCES), text, ((key,),))
+            yield Problem(_key(MAX_INSTANCES), text, ((key,),))
 
 
-def _of_groups(config: ModelConfig, maximum: int) -> Iterator[Problem]:
+def _group_problems(config: ModelConfig, maximum: int) -> Iterator[Problem]:
     groups = config.instance_group
     suffix = f"for {config.name}, which has the parameter '{MAX_INSTANCES}'"
     if len(groups) > 1:
         text = f"only one instance group is allowed {suffix}, found {len(groups)}"
-        yield Problem(("instance_group", 1), text, (_at(MAX_INSTANCES),))
+        yield Problem(("instance_group", 1), text, (_key(MAX_INSTANCES),))
         return
     for group in groups:
         count = group.count * (len(group.gpus) if group.kind == ModelInstanceGroup.KIND_GPU else 1)
         if count > maximum:
             text = f"at most {maximum} instances are allowed {suffix}, found {count}"
-            yield Problem(("instance_group", 0, "count"), text, (_at(MAX_INSTANCES),))
+            yield Problem(("instance_group", 0, "count"), text, (_key(MAX_INSTANCES),))
 
 
 def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
@@ -215,19 +215,19 @@ def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterato
     outputs = {out.name: out for out in config.output}
     for name, entry in entries.items():
         if "like" in entry:
-            problems = _of_output(name, entry, inputs, outputs, entries)
+            problems = _output_errors(name, entry, inputs, outputs, entries)
         else:
-            problems = _of_input(name, entry, inputs)
+            problems = _input_errors(name, entry, inputs)
         for problem in problems:
             yield f"{problem}, of '{name}',"
-    yield from _padding_names(entries, inputs)
+    yield from _name_errors(entries, inputs)
 
 
-def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
+def _input_errors(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
     for key in entry:
-        if key not in _OF_INPUT:
-            allowed = ", ".join(map(repr, (*_OF_INPUT, "like")))
-            near = suggestion(key, (*_OF_INPUT, "like"))
+        if key not in _INPUT_KEYS:
+            allowed = ", ".join(map(repr, (*_INPUT_KEYS, "like")))
+            near = suggestion(key, (*_INPUT_KEYS, "like"))
             yield f"has the unknown key '{key}' (allowed: {allowed}){near}"
     io = inputs.get(name)
     if io is None:
@@ -241,14 +241,14 @@ def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -
     if io.data_type == DataType.TYPE_STRING:
         yield "names an input of strings, which cannot be padded"
     else:
-        yield from _value(entry.get("value", 0), io.data_type)
-    yield from _buckets(entry.get("buckets", []), list(io.dims))
+        yield from _value_errors(entry.get("value", 0), io.data_type)
+    yield from _bucket_errors(entry.get("buckets", []), list(io.dims))
     maximum = entry.get("max_waste", 1)
     if isinstance(maximum, bool) or not isinstance(maximum, int | float) or not 0 <= maximum <= 1:
         yield f"must have a 'max_waste' from 0 to 1, found {maximum!r}"
 
 
-def _value(value: Any, data_type: int) -> Iterator[str]:
+def _value_errors(value: Any, data_type: int) -> Iterator[str]:
     low, high = _RANGES.get(data_type, (None, None))
     kind = DataType.Name(data_type)
     if low is None or high is None:
@@ -258,18 +258,18 @@ def _value(value: Any, data_type: int) -> Iterator[str]:
         elif abs(value) > largest and value not in (math.inf, -math.inf):
             yield (
                 f"must have a 'value' from {-largest:.6g} to {largest:.6g}, or infinity, for "
-                f"{kind}, found {_shown(value)}"
+                f"{kind}, found {_shorten(value)}"
             )
     elif not isinstance(value, int) or not low <= value <= high:
         yield f"must have an integer 'value' from {low} to {high} ({kind}), found {value!r}"
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _buckets(buckets: Any, dims: list[int]) -> Iterator[str]:
+def _bucket_errors(buckets: Any, dims: list[int]) -> Iterator[str]:
     if not isinstance(buckets, list):
         yield f"must have 'buckets' that are a list of shapes, found {buckets!r}"
         return
@@ -282,12 +282,12 @@ def _buckets(buckets: Any, dims: list[int]) -> Iterator[str]:
             yield f"has the bucket {bucket!r}, which does not match the input's dims {dims}"
         elif math.prod(sizes) > _MAX_ELEMENTS:
             yield (
-                f"has the bucket {_shown(bucket)}, which exceeds the {_MAX_ELEMENTS} elements "
+                f"has the bucket {_shorten(bucket)}, which exceeds the {_MAX_ELEMENTS} elements "
                 "that a row may have"
             )
 
 
-def _of_output(
+def _output_errors(
     name: str,
     entry: dict[str, Any],
     inputs: dict[str, ModelInput],
@@ -314,7 +314,7 @@ def _of_output(
         yield f"cuts an output with {cut_count} variable dimensions like an input with {like_count}"
 
 
-def _padding_names(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
+def _name_errors(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
     used_names = set(inputs)
     for name, entry in entries.items():
         for key in ("lengths", "mask"):

@@ -21,7 +21,7 @@ from shmserve.model_config.syntax.message_builder import FLOATS, is_map, is_repe
 
 _QUOTED = r'"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\''
 # The first token of a name or a value in JSON.
-_BEGINNING = re.compile(rf"{_QUOTED}|[{{\[]|[^\s{{}}\[\]:,\"']+", re.DOTALL)
+_FIRST_TOKEN = re.compile(rf"{_QUOTED}|[{{\[]|[^\s{{}}\[\]:,\"']+", re.DOTALL)
 # Extensions of JSON that protobuf's reader accepts: strings in single quotes, names without quotes,
 # trailing commas.
 _LENIENT = re.compile(
@@ -47,22 +47,22 @@ def decode_json(text: str, members: Callable[[list[tuple[str, Any]]], Any]) -> A
         return json.loads(text, object_pairs_hook=members)
     except json.JSONDecodeError as error:
         try:
-            return json.loads(_LENIENT.sub(_in_json, text), object_pairs_hook=members)
+            return json.loads(_LENIENT.sub(_to_standard_json, text), object_pairs_hook=members)
         except json.JSONDecodeError:
             raise error from None
 
 
-def _in_json(match: re.Match[str]) -> str:
+def _to_standard_json(match: re.Match[str]) -> str:
     text = match.group()
     match match.lastgroup:
         case "name":
             return f'"{text}"'
         case "comma":
             return ""
-    return text if text.startswith('"') else f'"{_TO_QUOTE.sub(_requoted, text[1:-1])}"'
+    return text if text.startswith('"') else f'"{_TO_QUOTE.sub(_requote, text[1:-1])}"'
 
 
-def _requoted(match: re.Match[str]) -> str:
+def _requote(match: re.Match[str]) -> str:
     text = match.group()
     return {"\\'": "'", '"': '\\"'}.get(text, text)
 
@@ -81,7 +81,7 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
     positions: Iterator[str] = repeat("")
     if text:
         # Decoded objects keep the order of the text, so that positions are consumed in that order.
-        positions = map(Lines(text).at, (match.start() for match in _BEGINNING.finditer(text)))
+        positions = map(Lines(text).at, (match.start() for match in _FIRST_TOKEN.finditer(text)))
     return _block(value, next(positions), positions, 1)
 
 
@@ -133,9 +133,9 @@ def to_dict(message: Message) -> dict[str, Any]:
                 str(key): value[key] if is_scalar else to_dict(value[key]) for key in sorted(value)
             }
         elif is_repeated(target):
-            fields[target.name] = [_shown(target, item) for item in value]
+            fields[target.name] = [_json_value(target, item) for item in value]
         elif _is_always_shown(target) or message.HasField(target.name):
-            fields[target.name] = _shown(target, value)
+            fields[target.name] = _json_value(target, value)
     return fields
 
 
@@ -146,18 +146,18 @@ def _is_always_shown(target: FieldDescriptor) -> bool:
     return target.message_type is None and (group is None or group.name == f"_{target.name}")
 
 
-def _shown(target: FieldDescriptor, value: Any) -> Any:
+def _json_value(target: FieldDescriptor, value: Any) -> Any:
     if target.message_type is not None:
         return to_dict(value)
     if target.enum_type is not None:
         enum_value = target.enum_type.values_by_number.get(value)
         return enum_value.name if enum_value else value
     if target.cpp_type in FLOATS:
-        return _shown_float(value, is_single=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
+        return _json_float(value, is_single=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
     return value
 
 
-def _shown_float(value: float, *, is_single: bool) -> float | str:
+def _json_float(value: float, *, is_single: bool) -> float | str:
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -167,12 +167,12 @@ def _shown_float(value: float, *, is_single: bool) -> float | str:
         # The shortest text that reads back as the same float32; 9 digits always suffice.
         for digits in range(6, 10):
             rounded = float(f"{value:.{digits}g}")
-            if _single(rounded) == stored:
+            if _pack_float32(rounded) == stored:
                 return rounded
     return value
 
 
-def _single(value: float) -> bytes | None:
+def _pack_float32(value: float) -> bytes | None:
     try:
         return struct.pack("f", value)
     except OverflowError:  # the value is the largest float32, rounded up

@@ -50,7 +50,7 @@ _JSON_INTEGER = re.compile(rb"-?[0-9]{1,40}")
 _JSON_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
-class _Wrong(Exception):
+class _Unfit(Exception):
     """Raised for a value that does not fit its field; the text is the reason."""
 
 
@@ -75,7 +75,7 @@ class Builder:
         elements do not change.
         """
         descriptor = cast("Descriptor", message.DESCRIPTOR)
-        seen: dict[str, str] = {}
+        set_fields: dict[str, str] = {}
         for entry in block.entries:
             target = self._find(descriptor, entry)
             if target is None:
@@ -84,7 +84,7 @@ class Builder:
                 continue
             field_path = (*path, target.name)
             self.positions.setdefault(field_path, entry.at)
-            clash = _clash(target, seen)
+            clash = _describe_clash(target, set_fields)
             if clash:
                 self._problem(entry.at, field_path, clash)
                 continue
@@ -121,7 +121,7 @@ class Builder:
                     self._set_message(message, target, value, position)
                 else:
                     _assign(message, target, self._scalar(target, value))
-            except _Wrong as wrong:
+            except _Unfit as wrong:
                 self._problem(value.at, position, str(wrong))
                 if repeated:
                     _add_empty(getattr(message, target.name), target)
@@ -130,7 +130,7 @@ class Builder:
         self, message: Message, target: FieldDescriptor, value: Scalar | MessageValue, path: Key
     ) -> None:
         if isinstance(value, Scalar):
-            raise _Wrong(f"expected {{ ... }}, found {clip(value.source)}")
+            raise _Unfit(f"expected {{ ... }}, found {clip(value.source)}")
         child = getattr(message, target.name)
         if is_repeated(target):
             child = child.add()
@@ -155,11 +155,11 @@ class Builder:
                 self.fill(pair, block, path)
                 if len(self.problems) == problem_count:
                     self.positions[*path, member(pair.key)] = block.at
-                    _put(container, pair)
+                    _store_pair(container, pair)
 
     def _scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:
         if isinstance(value, MessageValue):
-            raise _Wrong(f"expected {_wanted(target)}, found {{ ... }}")
+            raise _Unfit(f"expected {_describe_kind(target)}, found {{ ... }}")
         kind = target.cpp_type
         if kind in _INT_RANGES:
             return self._integer(target, value)
@@ -170,21 +170,21 @@ class Builder:
         if kind == FieldDescriptor.CPPTYPE_ENUM:
             return self._enum(target, value)
         if value.kind != "string" or not isinstance(value.value, bytes):
-            raise _Wrong(f"expected a string, found {clip(value.source)}")
+            raise _Unfit(f"expected a string, found {clip(value.source)}")
         try:
             return value.value.decode("utf-8")
         except UnicodeDecodeError:
-            raise _Wrong("the string is not valid UTF-8") from None
+            raise _Unfit("the string is not valid UTF-8") from None
 
     def _integer(self, target: FieldDescriptor, value: Scalar) -> int:
         number = self._numeric(value)
         if self.json and isinstance(number, float) and number.is_integer():
             number = int(number)
         if not isinstance(number, int):
-            raise _Wrong(f"expected an integer, found {clip(value.source)}")
+            raise _Unfit(f"expected an integer, found {clip(value.source)}")
         low, high = _INT_RANGES[target.cpp_type]
         if not low <= number <= high:
-            raise _Wrong(f"{clip(value.source)} is out of range [{low}, {high}]")
+            raise _Unfit(f"{clip(value.source)} is out of range [{low}, {high}]")
         return number
 
     def _float(self, target: FieldDescriptor, value: Scalar) -> float:
@@ -192,7 +192,7 @@ class Builder:
         if number is None and value.kind == "word":
             number = _FLOAT_WORDS.get(str(value.value).lower())
         if number is None:
-            raise _Wrong(f"expected {_wanted(target)}, found {clip(value.source)}")
+            raise _Unfit(f"expected {_describe_kind(target)}, found {clip(value.source)}")
         try:
             return float(number)
         except OverflowError:
@@ -216,7 +216,7 @@ class Builder:
                 return _BOOL_WORDS[str(value.value)]
             if value.kind == "number" and value.value in (0, 1) and isinstance(value.value, int):
                 return bool(value.value)
-        raise _Wrong(f"expected true or false, found {clip(value.source)}")
+        raise _Unfit(f"expected true or false, found {clip(value.source)}")
 
     def _enum(self, target: FieldDescriptor, value: Scalar) -> int:
         enum = target.enum_type
@@ -230,7 +230,7 @@ class Builder:
         number = self._numeric(value)
         if isinstance(number, int) and number in enum.values_by_number:
             return number
-        raise _Wrong(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")
+        raise _Unfit(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")
 
 
 def is_repeated(target: FieldDescriptor) -> bool:
@@ -247,16 +247,16 @@ def is_map(target: FieldDescriptor) -> bool:
     return target.message_type is not None and bool(target.message_type.GetOptions().map_entry)
 
 
-def _clash(target: FieldDescriptor, seen: dict[str, str]) -> str | None:
-    """Return why a singular field cannot be set, or None, and record the field in `seen`.
+def _describe_clash(target: FieldDescriptor, set_fields: dict[str, str]) -> str | None:
+    """Return why a singular field cannot be set, or None, and record the field in `set_fields`.
 
     A field is rejected if it, or another field of its oneof, is set already.
     """
     if is_repeated(target):
         return None
     group = target.containing_oneof.name if target.containing_oneof else target.name
-    earlier = seen.get(group)
-    seen[group] = target.name
+    earlier = set_fields.get(group)
+    set_fields[group] = target.name
     if earlier is None:
         return None
     if earlier == target.name:
@@ -278,7 +278,7 @@ def _add_empty(container: Any, target: FieldDescriptor) -> None:
         container.append("" if target.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0)
 
 
-def _put(container: Any, pair: Any) -> None:
+def _store_pair(container: Any, pair: Any) -> None:
     if pair.DESCRIPTOR.fields_by_name["value"].message_type is not None:
         container[pair.key].CopyFrom(pair.value)
     else:
@@ -300,7 +300,7 @@ def _number_in_string(text: bytes) -> int | float | None:
     return float(text) if _JSON_NUMBER.fullmatch(text) else None
 
 
-def _wanted(target: FieldDescriptor) -> str:
+def _describe_kind(target: FieldDescriptor) -> str:
     if target.cpp_type in _INT_RANGES:
         return "an integer"
     if target.cpp_type in FLOATS:

@@ -71,7 +71,7 @@ class _Parser:
         while offset < len(text):
             match = _TOKEN.match(text, offset)
             if match is None:
-                raise Malformed(self._at(offset), _unreadable(text, offset))
+                raise Malformed(self._at(offset), _describe_unreadable(text, offset))
             if match.lastgroup != "space":
                 kind: TokenKind = match.lastgroup  # type: ignore[assignment]
                 tokens.append(_Token(kind, match.group(), offset))
@@ -91,7 +91,7 @@ class _Parser:
         token = self._peek()
         return token.kind == "mark" and token.text in marks
 
-    def _expected(self, expected: str) -> Malformed:
+    def _error(self, expected: str) -> Malformed:
         token = self._peek()
         token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
         return Malformed(self._at(token.offset), f"expected {expected}, found {token_text}")
@@ -99,13 +99,13 @@ class _Parser:
     def _entry(self, depth: int) -> Entry:
         name = self._peek()
         if name.kind != "word":
-            raise self._expected("a field name")
+            raise self._error("a field name")
         self._take()
         colon = self._is_mark(":")
         if colon:
             self._take()
         elif not self._is_mark("{", "<", "["):
-            raise self._expected(f'":" or "{{" after "{clip(name.text)}"')
+            raise self._error(f'":" or "{{" after "{clip(name.text)}"')
         listed = self._is_mark("[")
         values = self._list(depth) if listed else [self._value(depth)]
         if self._is_mark(",", ";"):
@@ -121,7 +121,7 @@ class _Parser:
                 self._take()
                 values.append(self._value(depth))
         if not self._is_mark("]"):
-            raise self._expected('"," or "]" in the list')
+            raise self._error('"," or "]" in the list')
         self._take()
         return values
 
@@ -143,7 +143,7 @@ class _Parser:
         if value.kind == "word" and not (negative and not _is_float_word(value.text)):
             return Scalar("word", sign + value.text, sign + value.text, at)
         self._next -= value.kind != "end"
-        raise self._expected("a value")
+        raise self._error("a value")
 
     def _block(self, depth: int) -> MessageValue:
         opening = self._take()
@@ -154,19 +154,19 @@ class _Parser:
         while not self._is_mark(closing):
             if self._peek().kind != "word":
                 expected = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
-                raise self._expected(expected)
+                raise self._error(expected)
             block.entries.append(self._entry(depth + 1))
         self._take()
         return block
 
     def _strings(self) -> Scalar:
-        first = self._peek()
+        first_token = self._peek()
         parts = []
         while self._peek().kind == "string":
             parts.append(self._take())
         value = b"".join(self._unescape(part) for part in parts)
         source = " ".join(part.text for part in parts)
-        return Scalar("string", value, source, self._at(first.offset))
+        return Scalar("string", value, source, self._at(first_token.offset))
 
     def _unescape(self, token: _Token) -> bytes:
         def replace(match: re.Match[bytes]) -> bytes:
@@ -201,7 +201,7 @@ def _is_float_word(text: str) -> bool:
     return text.lower() in ("inf", "infinity", "nan")
 
 
-def _unreadable(text: str, offset: int) -> str:
+def _describe_unreadable(text: str, offset: int) -> str:
     character = text[offset]
     if character in "\"'":
         return "the string is not closed on its line"

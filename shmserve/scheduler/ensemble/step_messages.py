@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.ipc.memory.lent import Block, Holding, Token, release_messages
 from shmserve.ipc.messages.inference import (
-    LONGEST_TIMEOUT_US,
+    MAX_TIMEOUT_US,
     Finished,
     Release,
     Responded,
@@ -213,7 +213,7 @@ class StepMessages:
             data,
             now_ns,
             request.deadline_ns,
-            client_request.timeout_us and min(client_request.timeout_us, LONGEST_TIMEOUT_US),
+            client_request.timeout_us and min(client_request.timeout_us, MAX_TIMEOUT_US),
             client_request.priority,
             client_request.request_id,
             flags,

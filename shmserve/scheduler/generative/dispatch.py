@@ -30,7 +30,7 @@ from shmserve.ipc.messages.generation import (
     Stepped,
 )
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.messages.unions import GenerationNews
+from shmserve.ipc.messages.unions import GenerationReport
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.engine import Engine
@@ -228,7 +228,7 @@ class GenerativeDispatch(Dispatcher):
     # --- workers
 
     def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
-        report: GenerationNews = message
+        report: GenerationReport = message
         engine = self._engine(slot)
         match report:
             case Prepared():
@@ -260,8 +260,8 @@ class GenerativeDispatch(Dispatcher):
             message.max_tokens,
             message.samples,
             message.priority,
-            message.whole,
-            message.drafts,
+            message.needs_whole_prompt,
+            message.allows_drafts,
             message.beams[0] if message.beams else None,
         )
         if not engine.fits(generation):

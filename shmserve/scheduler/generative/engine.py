@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
+from shmserve.ipc.messages.generation import NewSequence, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.sequences import (
     Beams,
     BlockPool,
@@ -62,7 +62,7 @@ class Engine(Generic[T]):
         self._sequences: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
-        self._to_begin: list[Begin] = []
+        self._to_begin: list[NewSequence] = []
         self._to_end: list[int] = []
         self._steps = 0
         # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
@@ -107,11 +107,11 @@ class Engine(Generic[T]):
             sequence = Sequence(next(self.numbers), generation, sample, generation.prompt + tokens)
             if resumed is None and generation.beams is None:
                 sequence.forks = generation.samples - count
-            self._enter(sequence, Begin(sequence.number, generation.key, sample))
+            self._enter(sequence, NewSequence(sequence.number, generation.key, sample))
         if generation.beams is not None:
             self._beams[generation.key] = Beams(generation)
 
-    def _enter(self, sequence: Sequence[T], message: Begin) -> None:
+    def _enter(self, sequence: Sequence[T], message: NewSequence) -> None:
         sequence.generation.sequences.append(sequence)
         self._sequences[sequence.number] = sequence
         self._to_begin.append(message)
@@ -285,7 +285,7 @@ class Engine(Generic[T]):
             return False
         for index in shared_indices:
             for block in self.pool.allocate(1):
-                plan.step.within.extend((table[index], block))
+                plan.step.copies.extend((table[index], block))
                 self.pool.release([table[index]])
                 table[index] = block
             self.counts.copied_on_write += 1
@@ -303,7 +303,7 @@ class Engine(Generic[T]):
         if self._can_swap(sequence):
             sequence.host = self.host.allocate(self._filled_blocks(sequence))
             for block_pair in zip(sequence.table, sequence.host, strict=False):
-                plan.step.out.extend(block_pair)
+                plan.step.swap_out.extend(block_pair)
             self.counts.preemptions["swap"] += 1
             self.counts.swapped_out += len(sequence.host)
             self.pool.release(sequence.table)
@@ -412,7 +412,7 @@ class Engine(Generic[T]):
             return False
         sequence.table = self.pool.allocate(len(sequence.host))
         for block_pair in zip(sequence.host, sequence.table, strict=True):
-            plan.step.back.extend(block_pair)
+            plan.step.swap_in.extend(block_pair)
         self.counts.swapped_in += len(sequence.host)
         self.host.release(sequence.host)
         sequence.host = []
@@ -421,10 +421,10 @@ class Engine(Generic[T]):
     def _finish_plan(self, plan: StepPlan) -> Step:
         step = plan.step
         self._steps = step.step
-        step.begin.extend(self._to_begin)
+        step.new_sequences.extend(self._to_begin)
         step.ended.extend(self._to_end)
         self._to_begin, self._to_end = [], []
-        copies = (len(step.out) + len(step.back)) // 2
+        copies = (len(step.swap_out) + len(step.swap_in)) // 2
         self.running = RunningStep(step.step, plan.rows, plan.load, copies, plan.drafts)
         return step
 
@@ -437,11 +437,11 @@ class Engine(Generic[T]):
             raise ValueError("the result of another step")
         results = {result.sequence: result for result in message.results}
         sampled = {number for number, (_, row) in running.rows.items() if row.samples}
-        if results.keys() != sampled - {*message.lost}:
+        if results.keys() != sampled - {*message.skipped}:
             raise ValueError("results for rows that are not in the step")
         self.running = None
         running.observe(message, self.times, self.counts)
-        for number in running.rows.keys() & message.lost:
+        for number in running.rows.keys() & message.skipped:
             self.cancel(running.rows[number][0].generation)
         for number, (sequence, row) in running.rows.items():
             if sequence.status is SequenceStatus.RUNNING:
@@ -466,20 +466,20 @@ class Engine(Generic[T]):
 
     def _add_tokens(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
-        if not 1 <= len(tokens) <= row.draft + 1:
+        if not 1 <= len(tokens) <= row.draft_count + 1:
             raise ValueError("no tokens, or more than requested")
         sequence.tokens.extend(tokens)
         sequence.computed += len(tokens) - 1
         self._seal(sequence)
         counts = self.counts
         counts.generated += len(tokens)
-        if result.drafted:
-            counts.drafted += result.drafted
+        if result.draft_count:
+            counts.drafted += result.draft_count
             counts.accepted += len(tokens) - 1
             counts.speculative_steps += 1
             acceptance = self._acceptance.get(sequence.generation.key)
             if acceptance is not None:
-                acceptance.observe(result.drafted, len(tokens) - 1)
+                acceptance.observe(result.draft_count, len(tokens) - 1)
         if result.finish_reason:
             self._end_sequence(sequence, result.finish_reason)
 
@@ -508,7 +508,7 @@ class Engine(Generic[T]):
             self.pool.share(child.table)
         self._enter(
             child,
-            Begin(child.number, parent.generation.key, sample, parent.number, token),
+            NewSequence(child.number, parent.generation.key, sample, parent.number, token),
         )
         return child
 

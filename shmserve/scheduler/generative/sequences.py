@@ -420,7 +420,7 @@ class Beams(Generic[T]):
         generated = best_candidates[0].parent.generated + 1
         continuing: list[BeamCandidate[T]] = []
         for rank, candidate in enumerate(best_candidates):
-            if candidate.token in search.ends:
+            if candidate.token in search.end_tokens:
                 if rank < search.width:
                     self._add_hypothesis(candidate, generated, "stop")
             elif len(continuing) < search.width:

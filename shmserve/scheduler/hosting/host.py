@@ -155,7 +155,7 @@ class HostedScheduler(ABC):
             self._cache,
         )
         if start.snapshot:
-            self.front.restore(start.snapshot, start.alive)
+            self.front.restore(start.snapshot, start.worker_pids)
         # The supervisor first: it reports exits and announces instances.
         self._inboxes: dict[int, ReadableHandler] = {
             self._control.fd: self._from_control,

@@ -23,7 +23,7 @@ from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import MAX_LINKS, MAX_REQUEST_BYTES, Capabilities
-from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
@@ -165,7 +165,7 @@ class LocalClientRules:
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
         # The end of a timeout must fit an integer of the message format.
-        timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)
+        timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
         end_times = [
             arrived_ns + timeout * 1000 for timeout in (timeout_us, self._limit_us) if timeout > 0
         ]

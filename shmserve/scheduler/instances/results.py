@@ -21,7 +21,7 @@ from shmserve.ipc.messages.inference import (
     Reply,
 )
 from shmserve.ipc.messages.supervision import KillInstance
-from shmserve.ipc.messages.unions import GenerationNews
+from shmserve.ipc.messages.unions import GenerationReport
 from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.batchers.dispatch import Dispatcher
 from shmserve.scheduler.batchers.dynamic import Batcher
@@ -71,7 +71,7 @@ class Results:
     def handle(
         self,
         peer: bytes,
-        message: InstanceReady | BatchFinished | ExecutionResponded | GenerationNews,
+        message: InstanceReady | BatchFinished | ExecutionResponded | GenerationReport,
         now_ns: int,
     ) -> None:
         """Handle a worker's message; an unexpected message is counted and dropped."""

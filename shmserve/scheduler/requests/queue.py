@@ -27,7 +27,7 @@ from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from shmserve.errors import QueueFull, Unavailable
-from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Submit
+from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Submit
 from shmserve.ipc.model_spec import LevelPolicy
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
@@ -406,7 +406,7 @@ def _has_ended(request: ScheduledRequest) -> bool:
 
 def earlier_deadline(deadline_ns: int, message: Submit, arrived_ns: int) -> int:
     """Return the earlier of a deadline (0: none) and the end of a request's `timeout`."""
-    ends_ns = arrived_ns + min(message.timeout_us, LONGEST_TIMEOUT_US) * _NS_PER_US
+    ends_ns = arrived_ns + min(message.timeout_us, MAX_TIMEOUT_US) * _NS_PER_US
     return min(deadline_ns or ends_ns, ends_ns)
 
 

@@ -17,7 +17,7 @@ from shmserve.common.names import check_model_name, is_traversal
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import (
     LoadRefused,
-    ModelNews,
+    ModelPublication,
     ModelPublished,
     ModelWithdrawn,
     ReadinessChanged,
@@ -49,7 +49,7 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
-Publication = ModelNews | ModelWithdrawn
+Publication = ModelPublication | ModelWithdrawn
 
 
 class Audience(Protocol):
@@ -84,7 +84,7 @@ class Publications:
         self,
         audience: Audience,
         name: str,
-        published: Mapping[str, ModelNews],
+        published: Mapping[str, ModelPublication],
         absent: Iterable[str],
     ) -> None:
         """Send the differences between the last and the current publications of a model.
@@ -120,7 +120,9 @@ class Publications:
                 yield message
 
 
-def _publish(audience: Audience, previous: _SentMessage | None, message: ModelNews) -> _SentMessage:
+def _publish(
+    audience: Audience, previous: _SentMessage | None, message: ModelPublication
+) -> _SentMessage:
     if (
         previous is not None
         and isinstance(message, ModelPublished)

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from shmserve.errors import NotFound
-from shmserve.ipc.messages.publications import ModelNews, ModelOnDemand
+from shmserve.ipc.messages.publications import ModelOnDemand, ModelPublication
 from shmserve.ipc.messages.supervision import CheckReady, LoadsFailed, ReadyChecked
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry, Order, OrderPhase
@@ -84,12 +84,12 @@ class ModelRegistry:
             "checks_ready": model_version.instances.checks_ready,
         }
 
-    def publications(self, model: ModelEntry) -> tuple[dict[str, ModelNews], list[str]]:
+    def publications(self, model: ModelEntry) -> tuple[dict[str, ModelPublication], list[str]]:
         """Return the publications of a model by version, and the versions that do not serve.
 
         The publication of version "" is that the model is loaded on demand.
         """
-        published: dict[str, ModelNews] = {
+        published: dict[str, ModelPublication] = {
             number: version.publication(number == model.latest)
             for number, version in model.published.items()
         }

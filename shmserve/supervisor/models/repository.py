@@ -144,11 +144,11 @@ def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, S
         except InvalidArgument as error:
             raise InvalidArgument(error.message + _template_hint(text)) from None
         if source.problems and _PLACEHOLDER.search(text):
-            source = source.refusing((), _template_hint(text).lstrip())
+            source = source.with_problem((), _template_hint(text).lstrip())
     else:
         config = ModelConfig()
     if config.name and config.name != folder.name:
-        source = source.refusing(
+        source = source.with_problem(
             ("name",),
             f"unexpected directory name '{folder.name}' for model '{config.name}', directory name "
             "must equal model name",

@@ -200,7 +200,7 @@ class VersionScheduler:
             limits=limits,
             cache=self._cache_start(config),
             snapshot=self.counters.snapshot,
-            alive=worker_pids,
+            worker_pids=worker_pids,
         )
 
     def _cache_start(self, config: ModelSpec) -> CacheStart:

@@ -359,8 +359,8 @@ class TraceControl:
         return self._settings_of(model).shown()
 
     def _settings_of(self, model: str) -> TraceSettings:
-        common = self._start.changed(self._changes.get("", {}))
-        return common.changed(self._changes.get(model, {})) if model else common
+        common = self._start.with_changes(self._changes.get("", {}))
+        return common.with_changes(self._changes.get(model, {})) if model else common
 
     def _message(self) -> SetTracing:
         settings = {name: asdict(self._settings_of(name)) for name in ("", *self._changes)}

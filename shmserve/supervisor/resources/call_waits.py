@@ -85,7 +85,7 @@ class CallWaits:
             _Wait(
                 scheduler,
                 message.model,
-                {key: Caller.read(callers) for key, callers in calls},
+                {key: Caller.parse(callers) for key, callers in calls},
                 [(pid, {(pid, key) for key in keys}) for pid, *keys in instances],
             )
             for calls, instances in message.waits

@@ -82,7 +82,7 @@ STREAMS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.usefixtures("beginning")
+@pytest.mark.usefixtures("state_before")
 def test_streams(server: Server, name: str) -> None:
     with scene(server, _GRPC_BYTES) as stage:
         for _ in range(3):
@@ -143,7 +143,7 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
 
 
 @pytest.mark.parametrize("name", FLOODS)
-@pytest.mark.usefixtures("beginning")
+@pytest.mark.usefixtures("state_before")
 def test_floods(server: Server, name: str) -> None:
     """However many calls one client begins, no other client is rejected, during the flood or
     afterwards.
@@ -294,7 +294,7 @@ def test_cancelled_calls(server: Server) -> None:
         fine(stage)
 
 
-def test_no_resources_remain_after_all_grpc_garbage(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_grpc_garbage(server: Server, state_before: State) -> None:
     """All tests together leave no resources behind."""
-    assert_is_as_it_was(server, beginning, 4 * _GRPC_BYTES)
+    assert_is_as_it_was(server, state_before, 4 * _GRPC_BYTES)
     assert "Traceback" not in server.log()

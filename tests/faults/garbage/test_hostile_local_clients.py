@@ -485,7 +485,7 @@ CRIMES: list[Callable[[Guest, Scene], None]] = [
 
 
 @pytest.mark.parametrize("crime", CRIMES, ids=lambda crime: crime.__name__)
-@pytest.mark.usefixtures("beginning")
+@pytest.mark.usefixtures("state_before")
 def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> None:
     with scene(server) as stage:
         with contextlib.closing(Guest(server).hello()) as local_client:
@@ -495,8 +495,8 @@ def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> 
         assert stage.load.troubles() == []
 
 
-def test_no_resources_remain_after_all_local_clients(server: Server, beginning: State) -> None:
+def test_no_resources_remain_after_all_local_clients(server: Server, state_before: State) -> None:
     """All tests together leave no resources behind."""
-    assert_is_as_it_was(server, beginning, 0)
+    assert_is_as_it_was(server, state_before, 0)
     assert "Traceback" not in server.log()
     assert len(server.log()) < 200_000, "garbage fills the log"

@@ -85,9 +85,9 @@ class Asking:
 
 
 @pytest.fixture
-def server(explicit: tuple[Server, Path]) -> Server:
-    fill(explicit[1])
-    return explicit[0]
+def server(empty_server: tuple[Server, Path]) -> Server:
+    fill(empty_server[1])
+    return empty_server[0]
 
 
 def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: Path) -> None:
@@ -149,10 +149,10 @@ def test_components_that_an_ensemble_connects_become_one(server: Server) -> None
 
 
 def test_a_step_is_reloaded_beside_its_ensemble(
-    server: Server, explicit: tuple[Server, Path]
+    server: Server, empty_server: tuple[Server, Path]
 ) -> None:
     server.load("first")
-    code = explicit[1] / "a" / "1" / "model.py"
+    code = empty_server[1] / "a" / "1" / "model.py"
     with Asking(server, "a", "b") as asking:
         for number in range(3):
             code.write_text(code.read_text() + f"\n# {number}\n")

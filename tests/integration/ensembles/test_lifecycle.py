@@ -26,18 +26,18 @@ ADD = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
 @pytest.fixture
-def repository(explicit: tuple[Server, Path]) -> Path:
-    return explicit[1]
+def repository(empty_server: tuple[Server, Path]) -> Path:
+    return empty_server[1]
 
 
 @pytest.fixture
-def server(explicit: tuple[Server, Path], repository: Path) -> Server:
+def server(empty_server: tuple[Server, Path], repository: Path) -> Server:
     add_model(repository, "add", ADD)
     add_model(repository, "other", ADD)
     two = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
     add_ensemble(repository, "inner", two)
     add_ensemble(repository, "outer", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})])
-    return explicit[0]
+    return empty_server[0]
 
 
 def states(http: Http) -> dict[str, str]:

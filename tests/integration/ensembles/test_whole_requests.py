@@ -161,10 +161,7 @@ def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestP
     first = pool.number("waits", 1)
     visit = server.gate.next()
     late = pool.number("waits", 2, deadline_us=300_000).result()
-    assert (late.status, late.error) == (
-        503,
-        _EXPIRED,
-    )
+    assert (late.status, late.error) == (503, _EXPIRED)
     visit.release()
     assert values(first.result()) == [1]
     assert server.gate.is_idle()
@@ -175,10 +172,7 @@ def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) 
     late = pool.number("waits", 1, deadline_us=1_000_000)
     visit = server.gate.next()
     reply = late.result()
-    assert (reply.status, reply.error) == (
-        503,
-        _EXPIRED,
-    )
+    assert (reply.status, reply.error) == (503, _EXPIRED)
     visit.release()
     after = pool.number("waits", 2)
     server.gate.next().release()

@@ -127,7 +127,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Yield the port of vLLM's own server with the same model."""
     folder = tmp_path_factory.mktemp("peer")
     write_model(folder)
@@ -163,17 +163,18 @@ def peer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[i
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=["whole", "stream", "sampled"])
 def test_texts_equal_those_of_vllms_server(
-    server: Server, peer: int, kind: dict[str, Any], chat: bool
+    server: Server, vllm_port: int, kind: dict[str, Any], chat: bool
 ) -> None:
     for prompt in PROMPTS:
         asked = chat, prompt, kind
-        assert text_of(server.http_port, *asked) == text_of(peer, *asked)
+        assert text_of(server.http_port, *asked) == text_of(vllm_port, *asked)
 
 
-def test_log_probabilities_of_a_repeated_prompt(server: Server, peer: int) -> None:
+def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
     mine, theirs = (
-        json.loads(complete(port, **request))["choices"][0] for port in (server.http_port, peer)
+        json.loads(complete(port, **request))["choices"][0]
+        for port in (server.http_port, vllm_port)
     )
     assert mine["text"] == theirs["text"]
     for name in ("tokens", "text_offset"):
@@ -185,7 +186,7 @@ def test_log_probabilities_of_a_repeated_prompt(server: Server, peer: int) -> No
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_tools_are_called_as_by_vllm_s_server(server: Server, peer: int, choice: str) -> None:
+def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, choice: str) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     body = {
         "model": "tiny",
@@ -196,7 +197,7 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, peer: int, choice:
         "temperature": 0,
     }
     found = []
-    for port in (server.http_port, peer):
+    for port in (server.http_port, vllm_port):
         made = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
         message = made["message"]
         calls = [call["function"] for call in message.get("tool_calls") or []]
@@ -255,13 +256,13 @@ def aborted(server: Server, before: float, most: int) -> bool:
     return generated(server) < before + most
 
 
-def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
+def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
     plain, mine = (
         json.loads(complete(server.http_port, **request, **more))["choices"][0]["text"]
         for more in ({}, {"lora_name": "french"})
     )
-    theirs = json.loads(complete(peer, **request, model="french"))["choices"][0]["text"]
+    theirs = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain
     status, found = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
@@ -277,14 +278,16 @@ def test_an_adapter_is_selected_by_name(server: Server, peer: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, stream: bool) -> None:
+def test_reasoning_is_split_as_by_vllm_s_server(
+    server: Server, vllm_port: int, stream: bool
+) -> None:
     """Some texts contain the end tag, which a bias makes more likely.
 
     If the characters before the tag are incomplete, a later token completes its text. In that case
     vLLM's parser assigns it to the content.
     """
     found = []
-    for port in (server.http_port, peer):
+    for port in (server.http_port, vllm_port):
         made = []
         for seed in range(5):
             body = {
@@ -309,7 +312,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(server: Server, peer: int, strea
     assert any(each["reasoning"] and each["content"] for each in found[0])
 
 
-def test_tokens_equal_those_of_vllms_server(server: Server, peer: int) -> None:
+def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> None:
     messages = [{"role": "user", "content": "naïve 東京"}]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {"prompt": "the quick 東京", "return_token_strs": True}),
@@ -320,7 +323,7 @@ def test_tokens_equal_those_of_vllms_server(server: Server, peer: int) -> None:
     for path, body in cases:
         mine, theirs = (
             json.loads(post(port, path, {"model": "tiny", **body}))
-            for port in (server.http_port, peer)
+            for port in (server.http_port, vllm_port)
         )
         assert mine == theirs
     status, found = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})

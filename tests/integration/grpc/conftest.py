@@ -57,7 +57,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(repository: Path) -> Iterator[Way]:
+def plain_endpoint(repository: Path) -> Iterator[Way]:
     """A server without TLS, which compresses responses and has a unix socket, too."""
     folder = Path(tempfile.mkdtemp(prefix="sg-"))
     flags = (
@@ -73,7 +73,7 @@ def plain(repository: Path) -> Iterator[Way]:
 
 
 @pytest.fixture(scope="module")
-def encrypted(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
+def tls_endpoint(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
     keys = certificates.make(tmp_path_factory.mktemp("keys"))
     flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
     with running(repository, "--grpc-use-ssl", *flags, grpc=True) as server:
@@ -87,24 +87,26 @@ def unix_socket(server: Server) -> Path:
 
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
-def door(request: pytest.FixtureRequest) -> Way:
-    way: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
+def endpoint(request: pytest.FixtureRequest) -> Way:
+    way: Way = request.getfixturevalue(
+        "tls_endpoint" if request.param == "tls" else "plain_endpoint"
+    )
     if request.param == "unix":
         return Way(way.server, f"unix:{unix_socket(way.server)}")
     return way
 
 
 @pytest.fixture(params=["whole", "cut"])
-def way(request: pytest.FixtureRequest, door: Way) -> Iterator[Way]:
+def any_endpoint(request: pytest.FixtureRequest, endpoint: Way) -> Iterator[Way]:
     """The way to each, straight or through a proxy."""
 
     def connect() -> socket.socket:
-        if not door.target.startswith("unix:"):
-            return socket.create_connection(("127.0.0.1", door.server.grpc_port))
-        return connect_unix(unix_socket(door.server))
+        if not endpoint.target.startswith("unix:"):
+            return socket.create_connection(("127.0.0.1", endpoint.server.grpc_port))
+        return connect_unix(unix_socket(endpoint.server))
 
     if request.param == "whole":
-        yield door
+        yield endpoint
         return
     with CuttingProxy(connect, _SEED) as proxy:
-        yield replace(door, target=f"127.0.0.1:{proxy.port}")
+        yield replace(endpoint, target=f"127.0.0.1:{proxy.port}")

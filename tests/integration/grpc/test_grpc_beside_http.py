@@ -270,7 +270,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded(folder: Path, start: Start) -> Server:
+def guarded_server(folder: Path, start: Start) -> Server:
     """Start a server on all addresses that admits clients with a token."""
     repositories.add(folder / "models", "identity")
     tokens = folder / "tokens"
@@ -285,8 +285,8 @@ def guarded(folder: Path, start: Start) -> Server:
 
 
 @pytest.fixture(scope="module")
-def stranger(guarded: Server) -> Iterator[triton.InferenceServerClient]:
-    with connected(guarded.grpc_port) as client:
+def stranger(guarded_server: Server) -> Iterator[triton.InferenceServerClient]:
+    with connected(guarded_server.grpc_port) as client:
         assert client.is_server_live()
         yield client
 
@@ -311,7 +311,7 @@ def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerCl
             assert "token" in text
 
 
-def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) -> None:
+def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Server) -> None:
     """The connection is refused before its requests are read, which may have 2 GB each."""
     never = threading.Event()
 
@@ -320,7 +320,7 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) ->
         yield from ()
 
     try:
-        with grpc.insecure_channel(guarded.grpc_url) as channel:
+        with grpc.insecure_channel(guarded_server.grpc_url) as channel:
             for path, rpc in RPCS.items():
                 if rpc.scope == "health":
                     continue
@@ -387,13 +387,13 @@ def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServer
 
 
 def test_other_hosts_have_no_regions(
-    guarded: Server, stranger: triton.InferenceServerClient
+    guarded_server: Server, stranger: triton.InferenceServerClient
 ) -> None:
     """R3: a listener for other hosts has no regions, not even for a client that has some over
     HTTP.
     """
     headers = bearer(TOKEN)
-    with SharedObject(2 * SIZE) as shared_object, guarded.http() as http:
+    with SharedObject(2 * SIZE) as shared_object, guarded_server.http() as http:
         code, text = refused(
             lambda: stranger.register_system_shared_memory(
                 "one", shared_object.key, 2 * SIZE, headers=headers

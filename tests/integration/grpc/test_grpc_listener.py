@@ -54,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mutual(keys: Path, models: Path, start: Start) -> Server:
+def tls_server(keys: Path, models: Path, start: Start) -> Server:
     flags = (
         "--grpc-use-ssl-mutual",
         f"--grpc-server-cert={keys}/server.pem",
@@ -85,24 +85,26 @@ def ask(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> 
         return call.ModelInfer(simple_request(), timeout=5)
 
 
-def test_mutual_tls(mutual: Server, keys: Path) -> None:
-    assert is_right(ask(mutual, credentials(keys, "client")))
+def test_mutual_tls(tls_server: Server, keys: Path) -> None:
+    assert is_right(ask(tls_server, credentials(keys, "client")))
     for nobody in (None, credentials(keys), credentials(keys, "stranger")):
         with pytest.raises(grpc.RpcError):
-            ask(mutual, nobody)
-    assert is_right(ask(mutual, credentials(keys, "client")))
+            ask(tls_server, nobody)
+    assert is_right(ask(tls_server, credentials(keys, "client")))
 
 
 def test_the_shells_client_with_tls(
-    mutual: Server, keys: Path, capsys: pytest.CaptureFixture[str]
+    tls_server: Server, keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url, root = f"--url=grpcs://localhost:{mutual.grpc_port}", f"--root-cert={keys}/ca.pem"
+    url, root = f"--url=grpcs://localhost:{tls_server.grpc_port}", f"--root-cert={keys}/ca.pem"
     certificate = (f"--client-cert={keys}/client.pem", f"--client-key={keys}/client.key")
     assert client.run(["ready", url, root, *certificate]) == 0
     assert capsys.readouterr().out == '{"ready": true}\n'
     # Without --url the command reads the server's addresses; only gRPC remains here.
-    endpoints.addresses(mutual.run_dir).write_text(f"grpcs://localhost:{mutual.grpc_port}\n")
-    run_dir = f"--run-dir={mutual.run_dir}"
+    endpoints.addresses(tls_server.run_dir).write_text(
+        f"grpcs://localhost:{tls_server.grpc_port}\n"
+    )
+    run_dir = f"--run-dir={tls_server.run_dir}"
     assert client.run(["config", "simple", run_dir, root, *certificate]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "simple"
     assert client.run(["ready", url, root]) == 1
@@ -138,9 +140,9 @@ class Ready(http.server.BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
+def test_tritons_client_with_tls(tls_server: Server, keys: Path) -> None:
     with triton.InferenceServerClient(
-        mutual.grpc_url,
+        tls_server.grpc_url,
         ssl=True,
         root_certificates=str(keys / "ca.pem"),
         private_key=str(keys / "client.key"),
@@ -153,15 +155,17 @@ def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
     ("takes", "compressed"),
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
 )
-def test_compressed_responses(mutual: Server, keys: Path, takes: bytes, compressed: bool) -> None:
+def test_compressed_responses(
+    tls_server: Server, keys: Path, takes: bytes, compressed: bool
+) -> None:
     """Responses are compressed only for a client that accepts it.
 
     The sizes on the wire are compared, because no client library reports them.
     """
     array = np.zeros((1, 10_000), np.int32)
     request = request_of("gated", array, "INT32")
-    mutual.gate.close()
-    with grpc.secure_channel(mutual.grpc_url, credentials(keys, "client")) as channel:
+    tls_server.gate.close()
+    with grpc.secure_channel(tls_server.grpc_url, credentials(keys, "client")) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         assert call.ModelInfer(request).raw_output_contents[0] == array.tobytes()
     tls = ssl.create_default_context(cafile=str(keys / "ca.pem"))
@@ -171,7 +175,7 @@ def test_compressed_responses(mutual: Server, keys: Path, takes: bytes, compress
     body = message(request.SerializeToString())
     pieces = [frame(DATA, 0, 1, body[at : at + 16384]) for at in range(0, len(body), 16384)]
     with (
-        socket.create_connection(("127.0.0.1", mutual.grpc_port), timeout=20) as plain,
+        socket.create_connection(("127.0.0.1", tls_server.grpc_port), timeout=20) as plain,
         tls.wrap_socket(plain, server_hostname="localhost") as sock,
     ):
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head) + b"".join(pieces))
@@ -477,15 +481,15 @@ def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
         assert server.wait_exit(10) == 0
 
 
-def test_the_process(mutual: Server) -> None:
-    (gateway,) = mutual.find("gateway grpc")
+def test_the_process(tls_server: Server) -> None:
+    (gateway,) = tls_server.find("gateway grpc")
     assert title(gateway) == "gateway grpc"
     (port,) = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}
-    assert port == mutual.grpc_port
-    assert f"gRPC service at 127.0.0.1:{mutual.grpc_port}" in mutual.log()
+    assert port == tls_server.grpc_port
+    assert f"gRPC service at 127.0.0.1:{tls_server.grpc_port}" in tls_server.log()
 
 
-def test_two_servers_do_not_share_a_port(mutual: Server, models: Path) -> None:
+def test_two_servers_do_not_share_a_port(tls_server: Server, models: Path) -> None:
     flags = ("--http-port=0", "--metrics-port=0")
-    run = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
+    run = run_command("serve", str(models), f"--grpc-port={tls_server.grpc_port}", *flags)
     assert run.returncode == 2 and "Address already in use" in run.stderr

@@ -20,9 +20,9 @@ STRICT = (("triton_grpc_error", "true"),)
 
 
 @pytest.fixture(scope="module")
-def server(models: Path, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     repositories.add(models, "simple", "gated", "crimes")
-    return host(models)
+    return serve_models(models)
 
 
 def gated(value: int) -> Any:

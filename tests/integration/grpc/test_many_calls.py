@@ -50,8 +50,8 @@ def is_answer(raw: bytes) -> bool:
     return is_right(pb.ModelInferResponse.FromString(raw))
 
 
-def test_ten_thousand_calls_on_a_connection(plain: Way) -> None:
-    port = plain.server.grpc_port
+def test_ten_thousand_calls_on_a_connection(plain_endpoint: Way) -> None:
+    port = plain_endpoint.server.grpc_port
     with (
         CuttingProxy(lambda: socket.create_connection(("127.0.0.1", port)), 1) as proxy,
         grpc.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
@@ -63,11 +63,13 @@ def test_ten_thousand_calls_on_a_connection(plain: Way) -> None:
         assert proxy.connections == 1
 
 
-async def test_a_thousand_connections(plain: Way) -> None:
-    channels = [grpc.aio.insecure_channel(plain.target, OWN_CONNECTION) for _ in range(CONNECTIONS)]
+async def test_a_thousand_connections(plain_endpoint: Way) -> None:
+    channels = [
+        grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION) for _ in range(CONNECTIONS)
+    ]
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
-        (gateway,) = plain.server.find("gateway grpc")
+        (gateway,) = plain_endpoint.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
         assert len(connections) >= CONNECTIONS
         pending_calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
@@ -76,12 +78,12 @@ async def test_a_thousand_connections(plain: Way) -> None:
         await asyncio.gather(*(channel.close() for channel in channels))
 
 
-def test_a_long_stream(plain: Way) -> None:
+def test_a_long_stream(plain_endpoint: Way) -> None:
     def requests() -> Iterator[bytes]:
         for number in range(STREAMED):
             yield simple_request(str(number)).SerializeToString()
 
-    with plain.channel() as channel:
+    with plain_endpoint.channel() as channel:
         number = 0
         for raw in channel.stream_stream(f"{SERVICE}ModelStreamInfer")(requests(), timeout=60):
             response = pb.ModelStreamInferResponse.FromString(raw).infer_response
@@ -92,9 +94,9 @@ def test_a_long_stream(plain: Way) -> None:
 
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
 @pytest.mark.parametrize("size", [600 * 1024, 16 << 20])
-def test_large_messages(plain: Way, size: int, encoding: str | None) -> None:
+def test_large_messages(plain_endpoint: Way, size: int, encoding: str | None) -> None:
     """Compressed both ways, if at all."""
-    port = plain.server.grpc_port
+    port = plain_endpoint.server.grpc_port
     array = np.tile(np.arange(1024, dtype=np.float32), size // 4096)
     raw = request_of("identity", array, "FP32").SerializeToString()
     compression, takes = ENCODINGS.get(encoding or "", (None, 0b001))
@@ -131,10 +133,12 @@ def test_large_messages(plain: Way, size: int, encoding: str | None) -> None:
         (b"1", b"13"),
     ],
 )
-def test_deadlines(plain: Way, timeout: bytes, status: bytes) -> None:
+def test_deadlines(plain_endpoint: Way, timeout: bytes, status: bytes) -> None:
     """Expired deadlines, very long ones, and requests without a deadline."""
     head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
-    with socket.create_connection(("127.0.0.1", plain.server.grpc_port), timeout=20) as sock:
+    with socket.create_connection(
+        ("127.0.0.1", plain_endpoint.server.grpc_port), timeout=20
+    ) as sock:
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
         sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
         said = b""
@@ -147,27 +151,27 @@ def test_deadlines(plain: Way, timeout: bytes, status: bytes) -> None:
     assert rest_of_status[1 : 1 + rest_of_status[0]] == status
 
 
-def test_a_far_deadline(plain: Way) -> None:
-    with plain.channel() as channel:
+def test_a_far_deadline(plain_endpoint: Way) -> None:
+    with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for timeout_s in (3600.0, 1e6, 1e9):
             assert is_answer(infer(RAW, timeout=timeout_s))
 
 
 @pytest.mark.parametrize("name", ["模型", "🙂 100 %\n%41", "\x7f\t'", "ü" * 500])
-def test_the_text_of_an_error(plain: Way, name: str) -> None:
+def test_the_text_of_an_error(plain_endpoint: Way, name: str) -> None:
     request = pb.ModelMetadataRequest(name=name).SerializeToString()
-    with plain.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(f"{SERVICE}ModelMetadata")(request, timeout=20)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert caught.value.details() == f"Request for unknown model: '{name}' is not found"
 
 
-def test_metadata(plain: Way) -> None:
+def test_metadata(plain_endpoint: Way) -> None:
     """Text metadata is a parameter of the model if configured; binary metadata is ignored."""
     sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
     request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
-    with plain.channel() as channel:
+    with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         answer, call = infer.with_call(request, timeout=20, metadata=sent)
         assert call.code() is grpc.StatusCode.OK
@@ -179,8 +183,8 @@ def test_metadata(plain: Way) -> None:
 
 
 @pytest.mark.parametrize("size", [17_000, 60_000])
-def test_metadata_that_is_too_large_fails_only_its_call(plain: Way, size: int) -> None:
-    with plain.channel() as channel:
+def test_metadata_that_is_too_large_fails_only_its_call(plain_endpoint: Way, size: int) -> None:
+    with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
         requests: SimpleQueue[bytes | None] = SimpleQueue()
@@ -225,7 +229,7 @@ def reflect(plain: Way, version: str, *questions: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_reflection(plain: Way, version: str) -> None:
+def test_reflection(plain_endpoint: Way, version: str) -> None:
     pending_calls: list[dict[str, Any]] = [
         {"list_services": "", "host": "here"},
         {"file_containing_symbol": "inference.GRPCInferenceService"},
@@ -239,7 +243,7 @@ def test_reflection(plain: Way, version: str) -> None:
         {"file_containing_extension": {"containing_type": "x", "extension_number": 1}},
         {},
     ]
-    answers = reflect(plain, version, *pending_calls)
+    answers = reflect(plain_endpoint, version, *pending_calls)
     assert [answer.original_request for answer in answers] == [
         reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
@@ -257,9 +261,9 @@ def test_reflection(plain: Way, version: str) -> None:
     assert empty.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
-def test_reflection_of_no_request(plain: Way) -> None:
+def test_reflection_of_no_request(plain_endpoint: Way) -> None:
     path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-    with plain.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as caught:
         list(channel.stream_stream(path)(iter([b"\xff"]), timeout=20))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert reflect(plain, "v1") == []
+    assert reflect(plain_endpoint, "v1") == []

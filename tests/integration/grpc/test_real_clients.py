@@ -58,8 +58,8 @@ def check(result: triton.InferResult) -> None:
     assert (result.as_numpy("OUTPUT1") == A - B).all()
 
 
-def test_tritonclient(way: Way) -> None:
-    with triton.InferenceServerClient(**options(way)) as client:
+def test_tritonclient(any_endpoint: Way) -> None:
+    with triton.InferenceServerClient(**options(any_endpoint)) as client:
         assert client.is_server_live() and client.is_model_ready("simple")
         assert client.get_model_metadata("simple").name == "simple"
         for number in range(50):
@@ -79,9 +79,9 @@ def test_tritonclient(way: Way) -> None:
         assert answers == [None] * 20
 
 
-def test_tritonclients_stream(way: Way) -> None:
+def test_tritonclients_stream(any_endpoint: Way) -> None:
     answers: list[tuple[Any, Any]] = []
-    with triton.InferenceServerClient(**options(way)) as client:
+    with triton.InferenceServerClient(**options(any_endpoint)) as client:
         client.start_stream(lambda result, error: answers.append((result, error)))
         for number in range(STREAMED):
             client.async_stream_infer("simple", simple(), request_id=str(number))
@@ -92,13 +92,13 @@ def test_tritonclients_stream(way: Way) -> None:
         check(result)
 
 
-def test_tritonclient_with_asyncio(way: Way) -> None:
+def test_tritonclient_with_asyncio(any_endpoint: Way) -> None:
     async def requests() -> AsyncIterator[dict[str, Any]]:
         for number in range(STREAMED):
             yield {"model_name": "simple", "inputs": simple(), "request_id": str(number)}
 
     async def ask() -> None:
-        async with triton_aio.InferenceServerClient(**options(way)) as client:
+        async with triton_aio.InferenceServerClient(**options(any_endpoint)) as client:
             assert await client.is_server_ready()
             for result in await asyncio.gather(
                 *(client.infer("simple", simple()) for _ in range(100))
@@ -117,10 +117,10 @@ def test_tritonclient_with_asyncio(way: Way) -> None:
 
 
 @pytest.mark.parametrize("compression", list(grpc.Compression))
-def test_grpcios_generic_client(way: Way, compression: grpc.Compression) -> None:
+def test_grpcios_generic_client(any_endpoint: Way, compression: grpc.Compression) -> None:
     """Bytes in, bytes out, as a program without generated code has them."""
     raw = simple_request().SerializeToString()
-    with way.channel() as channel:
+    with any_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         with ThreadPoolExecutor(8) as pool:
             pending_calls = [
@@ -135,27 +135,27 @@ def test_grpcios_generic_client(way: Way, compression: grpc.Compression) -> None
             assert is_right(pb.ModelStreamInferResponse.FromString(answer).infer_response)
 
 
-def test_the_largest_messages(door: Way) -> None:
+def test_the_largest_messages(endpoint: Way) -> None:
     array = np.arange(4 << 20, dtype=np.float32)
     request = request_of("identity", array, "FP32").SerializeToString()
-    with door.channel() as channel:
+    with endpoint.channel() as channel:
         answer = channel.unary_unary(f"{SERVICE}ModelInfer")(request, timeout=60)
     assert pb.ModelInferResponse.FromString(answer).raw_output_contents == [array.tobytes()]
 
 
-def test_ends_of_calls(way: Way) -> None:
+def test_ends_of_calls(any_endpoint: Way) -> None:
     """A deadline, a cancelled call, a stream that its client leaves."""
     held = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
-    with way.channel() as channel:
+    with any_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         with pytest.raises(grpc.RpcError) as caught:
             infer(held, timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        visit = way.server.gate.next()
+        visit = any_endpoint.server.gate.next()
         waiting = infer.future(held, timeout=30)
-        way.server.wait_pending("gated", 1)
+        any_endpoint.server.wait_pending("gated", 1)
         waiting.cancel()
-        way.server.wait_pending("gated", 0)
+        any_endpoint.server.wait_pending("gated", 0)
         visit.release()
 
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
@@ -169,7 +169,7 @@ def test_ends_of_calls(way: Way) -> None:
         for _ in range(3):
             assert is_right(pb.ModelStreamInferResponse.FromString(next(answers)).infer_response)
         answers.cancel()
-    until("it is over", lambda: way.server.metric("shmserve_executing_requests") == 0)
+    until("it is over", lambda: any_endpoint.server.metric("shmserve_executing_requests") == 0)
 
 
 @pytest.fixture(scope="module")
@@ -182,18 +182,18 @@ def node_client() -> list[str]:
     return clients.find_node()
 
 
-def test_gos(go_client: Path, way: Way) -> None:
-    root = () if way.root is None else (f"-root={way.root}",)
-    assert clients.run([str(go_client), f"-target={way.target}", *root]) == RIGHT
-    way.server.gate.next().release()
-    assert way.server.gate.is_idle()
+def test_gos(go_client: Path, any_endpoint: Way) -> None:
+    root = () if any_endpoint.root is None else (f"-root={any_endpoint.root}",)
+    assert clients.run([str(go_client), f"-target={any_endpoint.target}", *root]) == RIGHT
+    any_endpoint.server.gate.next().release()
+    assert any_endpoint.server.gate.is_idle()
 
 
-def test_nodes(node_client: list[str], way: Way) -> None:
-    root = () if way.root is None else (str(way.root),)
-    assert clients.run_node([*node_client, way.target, *root]) == RIGHT
-    way.server.gate.next().release()
-    assert way.server.gate.is_idle()
+def test_nodes(node_client: list[str], any_endpoint: Way) -> None:
+    root = () if any_endpoint.root is None else (str(any_endpoint.root),)
+    assert clients.run_node([*node_client, any_endpoint.target, *root]) == RIGHT
+    any_endpoint.server.gate.next().release()
+    assert any_endpoint.server.gate.is_idle()
 
 
 @pytest.fixture(scope="module")
@@ -201,11 +201,11 @@ def grpcurl() -> str:
     return clients.find_grpcurl()
 
 
-def test_grpcurl(grpcurl: str, way: Way) -> None:
+def test_grpcurl(grpcurl: str, any_endpoint: Way) -> None:
     """grpcurl has no .proto file: the server describes its messages by reflection."""
-    scheme, _, path = way.target.partition(":")
-    trust = ("-plaintext",) if way.root is None else ("-cacert", str(way.root))
-    there = ("-unix", path) if scheme == "unix" else (way.target,)
+    scheme, _, path = any_endpoint.target.partition(":")
+    trust = ("-plaintext",) if any_endpoint.root is None else ("-cacert", str(any_endpoint.root))
+    there = ("-unix", path) if scheme == "unix" else (any_endpoint.target,)
 
     def ask(*what: str, data: Any = None) -> str:
         said = () if data is None else ("-d", json.dumps(data))
@@ -233,7 +233,7 @@ def analyzer() -> Analyzer:
 
 
 @pytest.mark.parametrize("streaming", [(), ("--async", "--streaming")], ids=["calls", "stream"])
-def test_perf_analyzer(analyzer: Analyzer, way: Way, streaming: Sequence[str]) -> None:
-    tls = ("--ssl-grpc-use-ssl", f"--ssl-grpc-root-certifications-file={way.root}")
-    load = perf.Load("simple", 8, (*streaming, *(tls if way.root else ())), "grpc")
-    assert perf.measure(analyzer, load, way.target, 0.3)[perf.THROUGHPUT] > 0
+def test_perf_analyzer(analyzer: Analyzer, any_endpoint: Way, streaming: Sequence[str]) -> None:
+    tls = ("--ssl-grpc-use-ssl", f"--ssl-grpc-root-certifications-file={any_endpoint.root}")
+    load = perf.Load("simple", 8, (*streaming, *(tls if any_endpoint.root else ())), "grpc")
+    assert perf.measure(analyzer, load, any_endpoint.target, 0.3)[perf.THROUGHPUT] > 0

@@ -20,11 +20,11 @@ _FROM_REQUEST = " microseconds, from the request's parameter 'deadline_us')"
 
 
 @pytest.fixture(scope="module")
-def server(models: Path, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """The gated model, with and without batching."""
     repositories.add_as(models, "plain", "gated")
     repositories.add_as(models, "batching", "gated", BATCHING)
-    return host(models)
+    return serve_models(models)
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])

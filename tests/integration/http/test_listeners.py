@@ -23,7 +23,7 @@ ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
 
 
 @pytest.fixture(scope="module")
-def guarded(folder: Path) -> Iterator[Server]:
+def guarded_server(folder: Path) -> Iterator[Server]:
     """Start a server on all addresses that admits clients with a token."""
     repository = folder / "models"
     repositories.add(repository, "identity")
@@ -46,8 +46,8 @@ def guarded(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def http(guarded: Server) -> Iterator[Http]:
-    with guarded.http() as connection:
+def http(guarded_server: Server) -> Iterator[Http]:
+    with guarded_server.http() as connection:
         yield connection
 
 
@@ -78,10 +78,10 @@ def test_without_a_token_there_is_only_health(http: Http) -> None:
 
 
 def test_the_shells_client_shows_a_token_and_a_header(
-    guarded: Server, folder: Path, capsys: pytest.CaptureFixture[str]
+    guarded_server: Server, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token, header = f"--token-file={folder / 'tokens'}", "--header=admin-key: let-me"
-    here = f"--run-dir={guarded.run_dir}"  # the HTTP address is known, too
+    here = f"--run-dir={guarded_server.run_dir}"  # the HTTP address is known, too
     assert client.run(["config", "identity", here, token, header]) == 0
     assert '"name": "identity"' in capsys.readouterr().out
     for shown, text in (
@@ -89,7 +89,7 @@ def test_the_shells_client_shows_a_token_and_a_header(
         ((token,), "expecting header 'admin-key'"),
     ):
         assert client.run(["config", "identity", here, *shown]) == 1
-        assert f"http://0.0.0.0:{guarded.http_port}: " in (stderr := capsys.readouterr().err)
+        assert f"http://0.0.0.0:{guarded_server.http_port}: " in (stderr := capsys.readouterr().err)
         assert text in stderr
 
 
@@ -128,8 +128,8 @@ def test_restricted_apis_are_tritons(http: Http) -> None:
     assert http.get("/v2/models/identity", bearer(TOKEN)).status == 200
 
 
-def test_metrics_have_a_scope_of_their_own(guarded: Server) -> None:
-    with contextlib.closing(Http(guarded.metrics_port)) as scraper:
+def test_metrics_have_a_scope_of_their_own(guarded_server: Server) -> None:
+    with contextlib.closing(Http(guarded_server.metrics_port)) as scraper:
         assert scraper.get("/metrics").status == 401
         assert scraper.get("/metrics", bearer(PROGRAM)).status == 403
         assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER)).ok().body
@@ -153,7 +153,9 @@ def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
     assert http.get(f"{path}/status", headers).status == 404
 
 
-def test_the_unix_socket_is_for_the_server_and_its_group(guarded: Server, folder: Path) -> None:
+def test_the_unix_socket_is_for_the_server_and_its_group(
+    guarded_server: Server, folder: Path
+) -> None:
     path = folder / "socket"
     status = path.stat()
     assert stat.S_ISSOCK(status.st_mode)
@@ -162,11 +164,13 @@ def test_the_unix_socket_is_for_the_server_and_its_group(guarded: Server, folder
         assert mine.get("/v2").status == 200, "who runs the server needs no token there"
         assert mine.get("/v2/systemsharedmemory/status").ok().json() == []
         assert mine.get("/v2", {"Host": "any.name"}).status == 200
-    assert "unix socket" in guarded.log()
+    assert "unix socket" in guarded_server.log()
 
 
 @needs_users
-def test_the_unix_socket_admits_the_group_with_a_token(folder: Path, guarded: Server) -> None:
+def test_the_unix_socket_admits_the_group_with_a_token(
+    folder: Path, guarded_server: Server
+) -> None:
     path = folder / "socket"
 
     def ask(headers: dict[str, str]) -> Reply:

@@ -43,7 +43,7 @@ REFUSED = (
 
 
 @pytest.fixture(scope="module")
-def asked(models: Path, start: Start) -> Server:
+def server(models: Path, start: Start) -> Server:
     repositories.add(models, "simple", "identity")
     return start(models, "--model-control-mode=explicit", "--load-model=*")
 
@@ -53,7 +53,7 @@ def load_both(server: Server) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.label)
-def test_answers_are_as_described(asked: Server, operation: Any) -> None:
+def test_answers_are_as_described(server: Server, operation: Any) -> None:
     statuses = set()
 
     @settings(
@@ -61,7 +61,7 @@ def test_answers_are_as_described(asked: Server, operation: Any) -> None:
     )
     @given(operation.as_strategy())
     def ask(case: Any) -> None:
-        response = case.call(base_url=f"http://{asked.url}", timeout=20)
+        response = case.call(base_url=f"http://{server.url}", timeout=20)
         case.validate_response(response, checks=CHECKS)
         statuses.add(response.status_code)
 
@@ -69,7 +69,7 @@ def test_answers_are_as_described(asked: Server, operation: Any) -> None:
         ask()
     finally:
         if "/repository" in operation.path:
-            load_both(asked)
+            load_both(server)
     assert 200 in statuses or re.search(REFUSED, operation.path)
 
 
@@ -80,18 +80,18 @@ TENSOR = {"name": "INPUT0", "datatype": "FP32", "shape": [2], "data": [1.5, 2.5]
     ("path", "body"),
     [("infer", {"id": "a", "inputs": [TENSOR]}), ("generate", {"INPUT0": [1.5, 2.5]})],
 )
-def test_a_real_answer_is_as_described(asked: Server, path: str, body: Any) -> None:
+def test_a_real_answer_is_as_described(server: Server, path: str, body: Any) -> None:
     (operation,) = [each for each in OPERATIONS if each.path == f"/v2/models/{{model}}/{path}"]
     case = operation.Case(
         path_parameters={"model": "identity"}, body=body, media_type="application/json"
     )
-    response = case.call(base_url=f"http://{asked.url}")
+    response = case.call(base_url=f"http://{server.url}")
     assert response.status_code == 200, response.content
     case.validate_response(response, checks=CHECKS)
 
 
-def test_a_server_serves_it_and_a_page_that_shows_it(asked: Server) -> None:
-    with asked.http() as http:
+def test_a_server_serves_it_and_a_page_that_shows_it(server: Server) -> None:
+    with server.http() as http:
         assert http.get("/openapi.json").ok().json() == json.loads(
             json.dumps(openapi_document(ROUTES))
         )
@@ -102,15 +102,15 @@ def test_a_server_serves_it_and_a_page_that_shows_it(asked: Server) -> None:
     assert not re.search(r"https?://|src=|<link|@import|url\(", page)
 
 
-def test_the_root_page_and_the_log_link_the_other_pages(asked: Server) -> None:
-    with asked.http() as http:
+def test_the_root_page_and_the_log_link_the_other_pages(server: Server) -> None:
+    with server.http() as http:
         page = http.get("/").ok().body.decode()
     links = re.findall('href="([^"]+)"', page)
-    host = f"http://127.0.0.1:{asked.metrics_port}/"
+    host = f"http://127.0.0.1:{server.metrics_port}/"
     assert links == ["/docs", "/openapi.json", "/v2", host, f"{host}metrics"]
-    log = asked.log()
+    log = server.log()
     end = log[log.index("the server is ready after") :]
-    assert f"dashboard: {host}\n" in end and f"API: http://{asked.url}/docs\n" in end
+    assert f"dashboard: {host}\n" in end and f"API: http://{server.url}/docs\n" in end
     (command,) = re.findall("try: shmserve (.*)", end)
     done = run_python("-m", "shmserve", *shlex.split(command), check=True)
     assert json.loads(done.stdout)["model_name"] in ("simple", "identity")

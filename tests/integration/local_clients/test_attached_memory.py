@@ -40,7 +40,7 @@ class Double:
 
 
 @pytest.fixture(scope="module")
-def hosted() -> Iterator[LocalServer]:
+def local_server() -> Iterator[LocalServer]:
     """A server of one model, and all that stays for as long as processes are started."""
     with shmserve.serve(Double) as started:
         forkserver.ensure_running()
@@ -49,20 +49,20 @@ def hosted() -> Iterator[LocalServer]:
 
 
 @pytest.fixture
-def server(hosted: LocalServer) -> Iterator[Server]:
-    with shmserve.client.connect(hosted.run_dir) as connected:
+def server(local_server: LocalServer) -> Iterator[Server]:
+    with shmserve.client.connect(local_server.run_dir) as connected:
         yield connected
 
 
 @pytest.fixture(autouse=True)
-def sharer(leak_guard: None) -> Iterator[None]:
+def resource_sharer_stopped(leak_guard: None) -> Iterator[None]:
     """End the thread by which multiprocessing sends descriptors."""
     yield
     resource_sharer.stop()
 
 
 @pytest.fixture
-def shared() -> Iterator[SharedMemory]:
+def shared_memory() -> Iterator[SharedMemory]:
     """Memory that a program has made with Python's own library; nothing has been written to it."""
     memory = SharedMemory(create=True, size=BOTH)
     yield memory
@@ -86,46 +86,45 @@ SOURCES: dict[str, Callable[[SharedMemory], Any]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_memory_of_another_maker_is_used_in_place(
-    server: Server, shared: SharedMemory, source: str
+    server: Server, shared_memory: SharedMemory, source: str
 ) -> None:
-    given = SOURCES[source](shared)
+    given = SOURCES[source](shared_memory)
     with server.attach(given, SPECS) as region:
-        numbers(shared.buf)[:] = 3
+        numbers(shared_memory.buf)[:] = 3
         server.infer("double", region)
-        assert (numbers(shared.buf, AT) == 6).all() and (region["output"] == 6).all()
+        assert (numbers(shared_memory.buf, AT) == 6).all() and (region["output"] == 6).all()
         again = server.infer("double", x=region["x"], outputs={"output": region["output"]})
         assert again["output"][0, 0] == 6
-    assert Path("/dev/shm", shared.name).exists(), "its maker unlinks it"
-    if hasattr(given, "close") and given is not shared:
+    assert Path("/dev/shm", shared_memory.name).exists(), "its maker unlinks it"
+    if hasattr(given, "close") and given is not shared_memory:
         given.close()
 
 
 def test_tensors_may_begin_anywhere_and_be_described_later(
-    server: Server, shared: SharedMemory
+    server: Server, shared_memory: SharedMemory
 ) -> None:
     header = 24
-    numbers(shared.buf, header)[:] = 5
-    with server.attach(shared, {"x": SPECS["x"]}, offset=header) as region:
+    numbers(shared_memory.buf, header)[:] = 5
+    with server.attach(shared_memory, {"x": SPECS["x"]}, offset=header) as region:
         assert server.infer("double", region)["output"][0, -1] == 10
-    with server.attach(shared) as region:
+    with server.attach(shared_memory) as region:
         assert region.specs == {"data": ((BOTH,), "UINT8")}
         x = numbers(region["data"], header)
         assert server.infer("double", x=x)["output"][0, -1] == 10
         del x
 
 
-async def test_asyncio_attaches(server: Server, hosted: LocalServer, shared: SharedMemory) -> None:
-    numbers(shared.buf)[:] = 1
-    async with shmserve.client.aio.connect(hosted.run_dir) as other:
-        region = await other.attach(shared.name, SPECS)
+async def test_asyncio_attaches(
+    server: Server, local_server: LocalServer, shared_memory: SharedMemory
+) -> None:
+    numbers(shared_memory.buf)[:] = 1
+    async with shmserve.client.aio.connect(local_server.run_dir) as other:
+        region = await other.attach(shared_memory.name, SPECS)
         await other.infer("double", region)
-    assert (numbers(shared.buf, AT) == 2).all()
+    assert (numbers(shared_memory.buf, AT) == 2).all()
 
 
-@pytest.mark.parametrize(
-    ("seals", "flags"),
-    [(0, 0), (0, SEALING), (fcntl.F_SEAL_SHRINK, SEALING)],
-)
+@pytest.mark.parametrize(("seals", "flags"), [(0, 0), (0, SEALING), (fcntl.F_SEAL_SHRINK, SEALING)])
 def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) -> None:
     fd = os.memfd_create("frames", flags)
     os.ftruncate(fd, BOTH)
@@ -138,8 +137,8 @@ def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) 
     os.close(fd)
 
 
-def test_unsuitable_objects_cannot_be_attached(server: Server, shared: SharedMemory) -> None:
-    with open(__file__) as file, open(f"/dev/shm/{shared.name}", "rb") as reader:
+def test_unsuitable_objects_cannot_be_attached(server: Server, shared_memory: SharedMemory) -> None:
+    with open(__file__) as file, open(f"/dev/shm/{shared_memory.name}", "rb") as reader:
         for given, kind, text in (
             ("nosuch", shmserve.client.NotFound, "no shared memory 'nosuch' in /dev/shm"),
             (-1, shmserve.client.InvalidArgument, "got -1"),
@@ -151,9 +150,9 @@ def test_unsuitable_objects_cannot_be_attached(server: Server, shared: SharedMem
             with pytest.raises(kind, match=text):
                 server.attach(given, SPECS)
     with pytest.raises(shmserve.client.InvalidArgument, match=r"has 160000 bytes, and .* 240000"):
-        server.attach(shared, {**SPECS, "y": SPECS["x"]})
+        server.attach(shared_memory, {**SPECS, "y": SPECS["x"]})
     with pytest.raises(shmserve.client.InvalidArgument, match="offset must be"):
-        server.attach(shared, SPECS, offset=-1)
+        server.attach(shared_memory, SPECS, offset=-1)
     closed = SharedMemory(create=True, size=64)
     closed.unlink()
     closed.close()
@@ -166,20 +165,20 @@ def test_unsuitable_objects_cannot_be_attached(server: Server, shared: SharedMem
 
 
 def test_memory_that_others_may_truncate_is_copied(
-    server: Server, hosted: LocalServer, shared: SharedMemory
+    server: Server, local_server: LocalServer, shared_memory: SharedMemory
 ) -> None:
     """Its mode lets another user shrink it, so that a worker never maps it."""
-    path = Path("/dev/shm", shared.name)
+    path = Path("/dev/shm", shared_memory.name)
     path.chmod(0o666)
-    with contextlib.closing(Guest(hosted)) as guest, path.open("r+b") as file:  # type: ignore[arg-type]
+    with contextlib.closing(Guest(local_server)) as guest, path.open("r+b") as file:  # type: ignore[arg-type]
         os.posix_fallocate(file.fileno(), 0, BOTH)
         answered = guest.hello().request(ShareMemory(1, BOTH, False), file.fileno())
         memory = unpack_memory(answered.payload["memory"])
         assert memory.copied and not memory.sealed
-    with server.attach(shared, SPECS) as region:
+    with server.attach(shared_memory, SPECS) as region:
         region["x"][:] = 3
         server.infer("double", region)
-    assert (numbers(shared.buf, AT) == 6).all()
+    assert (numbers(shared_memory.buf, AT) == 6).all()
 
 
 def test_truncated_memory_fails_its_requests_only(server: Server) -> None:
@@ -245,13 +244,13 @@ def test_a_region_is_the_same_memory_in_another_process(
 
 @pytest.mark.parametrize("start", CONTEXTS)
 def test_a_region_is_used_with_the_server_by_every_process(
-    server: Server, hosted: LocalServer, start: str
+    server: Server, local_server: LocalServer, start: str
 ) -> None:
     context: Any = multiprocessing.get_context(start)
     here, there = context.Pipe()
     with server.allocate(SPECS) as region:
         region["x"][:] = 2
-        child = context.Process(target=infer_there, args=(region, there, hosted.run_dir))
+        child = context.Process(target=infer_there, args=(region, there, local_server.run_dir))
         child.start()
         there.close()
         assert here.recv() == 4 and (region["output"] == 4).all()
@@ -261,10 +260,12 @@ def test_a_region_is_used_with_the_server_by_every_process(
         assert server.infer("double", region)["output"][0, 0] == 4
 
 
-def test_a_region_of_another_client_of_this_process(server: Server, hosted: LocalServer) -> None:
+def test_a_region_of_another_client_of_this_process(
+    server: Server, local_server: LocalServer
+) -> None:
     region = server.allocate(SPECS)
     region["x"][:] = 1
-    with shmserve.client.connect(hosted.run_dir) as other:
+    with shmserve.client.connect(local_server.run_dir) as other:
         other.infer("double", region)
         assert (region["output"] == 2).all()
         outputs = server.allocate({"output": SPECS["output"]})
@@ -296,10 +297,10 @@ def regions_of(server: LocalServer) -> int:
         return response.read().count(b"shmserve.client")
 
 
-def test_killed_processes_leave_nothing(server: Server, hosted: LocalServer) -> None:
+def test_killed_processes_leave_nothing(server: Server, local_server: LocalServer) -> None:
     """Killing the creator or a user of memory leaks nothing in /dev/shm or in the server."""
-    before, listed = regions_of(hosted), set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-c", MAKER, str(hosted.run_dir)]
+    before, listed = regions_of(local_server), set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", MAKER, str(local_server.run_dir)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as maker:
@@ -315,7 +316,7 @@ def test_killed_processes_leave_nothing(server: Server, hosted: LocalServer) -> 
         user.join()
         assert Path("/dev/shm", name).exists(), "a user of memory does not unlink it"
         maker.kill()
-    until("memory is released", lambda: regions_of(hosted) <= before)
+    until("memory is released", lambda: regions_of(local_server) <= before)
     until("its maker's tracker unlinks it", lambda: not Path("/dev/shm", name).exists())
     left = {each for each in os.listdir("/dev/shm") if "shmserve" in each}
     assert left <= listed

@@ -31,7 +31,7 @@ ROW = 8192  # elements: 32 KB, which do not travel inside messages
 
 
 @pytest.fixture(scope="module")
-def rows(models: Path, start: Start) -> Server:
+def rows_server(models: Path, start: Start) -> Server:
     """A server of models whose sizes are known beforehand, and of one whose are not."""
     repositories.add(models, "simple", "identity", "text", "echo_request", "types")
     repositories.add_identity(models, "rows", "FP32", [ROW], max_batch_size=8)
@@ -40,8 +40,8 @@ def rows(models: Path, start: Start) -> Server:
 
 
 @pytest.fixture
-def client(rows: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(rows.run_dir) as connected:
+def client(rows_server: Server) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(rows_server.run_dir) as connected:
         yield connected
 
 
@@ -165,11 +165,11 @@ def test_slots_are_used_again(client) -> None:
         x = frames(seed=seed)
         assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
     gc.collect()
-    (prepared,) = client._session.connection().models.resolve("rows", "").prepared._values.values()
+    (prepared,) = client._session.connection().models.resolve("rows", "").templates._values.values()
     assert 1 <= len(prepared._ring) <= 2
 
 
-def test_large_outputs_of_unknown_size(client, rows) -> None:
+def test_large_outputs_of_unknown_size(client, rows_server) -> None:
     x = np.random.default_rng(3).random(100_000).astype(np.float32)
     y = client.infer("identity", INPUT0=x)["OUTPUT0"]
     assert (y == x).all()
@@ -343,7 +343,7 @@ def test_finished_calls_keep_no_memory(client) -> None:
         for _ in range(8):
             assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
         (prepared,) = (
-            client._session.connection().models.resolve("rows", "").prepared._values.values()
+            client._session.connection().models.resolve("rows", "").templates._values.values()
         )
         assert 1 <= len(prepared._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
@@ -404,12 +404,12 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     assert len(client._channels) <= 15
 
 
-def test_more_at_once_than_a_frame_may_have(client, rows: Server) -> None:
+def test_more_at_once_than_a_frame_may_have(client, rows_server: Server) -> None:
     x = np.ones(4000, np.float32)
     count = (64 << 20) // x.nbytes + 100
 
     async def ask() -> list[shmserve.client.Result | BaseException]:
-        async with aio.connect(rows.run_dir) as server:
+        async with aio.connect(rows_server.run_dir) as server:
             asked = (server.infer("identity", INPUT0=x) for _ in range(count))
             answers = await asyncio.gather(*asked, return_exceptions=True)
             assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
@@ -456,7 +456,7 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     lost[0] = 2
     future = client.infer_async("identity", INPUT0=x)
     assert isinstance(future.exception(20), shmserve.client.Unavailable)
-    (prepared,) = connection.models.resolve("identity", "").prepared._values.values()
+    (prepared,) = connection.models.resolve("identity", "").templates._values.values()
     assert len({id(slot) for slot in prepared._ring}) == len(prepared._ring) == 1
 
 
@@ -475,8 +475,8 @@ def test_a_stream_of_one_response(client) -> None:
     assert (only["OUTPUT0"] == A + B).all()
 
 
-async def test_asyncio(rows: Server) -> None:
-    async with aio.connect(rows.run_dir) as server:
+async def test_asyncio(rows_server: Server) -> None:
+    async with aio.connect(rows_server.run_dir) as server:
         arrays = [frames(seed=seed) for seed in range(20)]
         results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in arrays))
         assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, arrays, strict=True))
@@ -490,8 +490,8 @@ async def test_asyncio(rows: Server) -> None:
             await server.infer("nobody", INPUT0=A)
 
 
-def test_a_client_of_another_event_loop_is_refused(rows: Server) -> None:
-    server = asyncio.run(_connected(rows))
+def test_a_client_of_another_event_loop_is_refused(rows_server: Server) -> None:
+    server = asyncio.run(_connected(rows_server))
     for _ in range(2):
         with pytest.raises(shmserve.client.InvalidArgument, match="another event loop"):
             asyncio.run(server.infer("simple", INPUT0=A, INPUT1=B, timeout=5))
@@ -504,8 +504,8 @@ async def _connected(rows: Server) -> aio.Server:
     return server
 
 
-def test_calls_of_a_closed_client_are_refused(rows: Server) -> None:
-    client = shmserve.client.connect(rows.run_dir)
+def test_calls_of_a_closed_client_are_refused(rows_server: Server) -> None:
+    client = shmserve.client.connect(rows_server.run_dir)
     y = client.infer("rows", INPUT0=frames())["OUTPUT0"]
     client.close()
     client.close()
@@ -515,8 +515,8 @@ def test_calls_of_a_closed_client_are_refused(rows: Server) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 1e-9, 1e12, float("inf")])
-def test_any_patience_with_the_listener(rows: Server, seconds: float) -> None:
+def test_any_patience_with_the_listener(rows_server: Server, seconds: float) -> None:
     with contextlib.ExitStack() as stack:
         if seconds < 1:
             stack.enter_context(contextlib.suppress(shmserve.client.Disconnected))
-        stack.enter_context(shmserve.client.connect(rows.run_dir, timeout=seconds))
+        stack.enter_context(shmserve.client.connect(rows_server.run_dir, timeout=seconds))

@@ -73,7 +73,7 @@ class TritonPythonModel:
 
 
 @pytest.fixture(scope="module")
-def served(models: Path, start: Start) -> Server:
+def streaming_server(models: Path, start: Start) -> Server:
     repositories.add(models, "repeat", "simple")
     repositories.write(models, "steps", CONFIG, MODEL)
     repositories.add_identity(models, "rows", "FP32", [8192], max_batch_size=8)
@@ -81,8 +81,8 @@ def served(models: Path, start: Start) -> Server:
 
 
 @pytest.fixture
-def client(served: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(served.run_dir) as connected:
+def client(streaming_server: Server) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(streaming_server.run_dir) as connected:
         yield connected
 
 
@@ -263,8 +263,8 @@ def test_a_stream_past_its_timeout_is_cancelled(
     until("the model sees it", (tmp_path / "seen").exists)
 
 
-def test_a_client_that_is_closed_ends_its_streams(served: Server, tmp_path: Path) -> None:
-    with shmserve.client.connect(served.run_dir) as client:
+def test_a_client_that_is_closed_ends_its_streams(streaming_server: Server, tmp_path: Path) -> None:
+    with shmserve.client.connect(streaming_server.run_dir) as client:
         stream = client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")])
         assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.Disconnected):
@@ -272,10 +272,10 @@ def test_a_client_that_is_closed_ends_its_streams(served: Server, tmp_path: Path
     until("the model sees it", (tmp_path / "seen").exists)
 
 
-def test_a_program_that_dies_cancels(served: Server, tmp_path: Path) -> None:
+def test_a_program_that_dies_cancels(streaming_server: Server, tmp_path: Path) -> None:
     program = f"""
 import shmserve.client, sys
-server = shmserve.client.connect({str(served.run_dir)!r})
+server = shmserve.client.connect({str(streaming_server.run_dir)!r})
 stream = server.stream("steps", STEPS=[b"1", {left(tmp_path / "seen")!r}])
 print(next(stream)["OUT"][0], flush=True)
 next(stream)
@@ -363,14 +363,14 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
 # --- asyncio
 
 
-def test_asyncio(served: Server) -> None:
+def test_asyncio(streaming_server: Server) -> None:
     async def one(client: aio.Server, count: int) -> list[int]:
         return [
             int(response["OUT"][0]) async for response in client.stream("repeat", repeat(count))
         ]
 
     async def all_of_them() -> list[list[int]]:
-        async with aio.connect(served.run_dir) as client:
+        async with aio.connect(streaming_server.run_dir) as client:
             with pytest.raises(shmserve.client.Unsupported):
                 await client.infer("repeat", repeat(1))
             return await asyncio.gather(*(one(client, count) for count in (0, 1, 40, 200)))
@@ -380,9 +380,9 @@ def test_asyncio(served: Server) -> None:
 
 @pytest.mark.parametrize("how", ["aclose", "with", "collected", "cancelled", "timeout"])
 async def test_closing_a_stream_in_asyncio_cancels_its_request(
-    served: Server, tmp_path: Path, how: str
+    streaming_server: Server, tmp_path: Path, how: str
 ) -> None:
-    async with aio.connect(served.run_dir) as client:
+    async with aio.connect(streaming_server.run_dir) as client:
         steps = [b"1", left(tmp_path / "seen")]
         stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)
         assert (await anext(stream))["OUT"][0] == 1

@@ -17,9 +17,9 @@ from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 
 @pytest.fixture(scope="module")
-def server(models: Path, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     repositories.add(models, "gated", "identity")
-    return host(models)
+    return serve_models(models)
 
 
 def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:

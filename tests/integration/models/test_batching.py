@@ -37,13 +37,13 @@ def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -
 
 
 @pytest.fixture(scope="module")
-def server(models: Path, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """Start a server of the model "gated" with several batching configurations."""
     for name, config in MODELS.items():
         repositories.add_as(models, name, "gated", config)
     add_two(models, "two", MODELS["eager"])
     add_two(models, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
-    return host(models)
+    return serve_models(models)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Models that call decoupled models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -134,7 +134,7 @@ NOT_READY = (
 
 
 @pytest.fixture(scope="module")
-def served(models: Path, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     repositories.write(models, "steps", STEPS, STEPS_MODEL)
     repositories.write(models, "ordinary", ORDINARY, ORDINARY_MODEL)
     repositories.write(models, "caller", CALLER, CALLER_MODEL % ("def", "def", ""))
@@ -147,13 +147,7 @@ def served(models: Path, host: Callable[[Path], Server]) -> Server:
     repositories.write(models, "ensemble", ENSEMBLE, "")
     asynchronous = CALLER_MODEL % ("async def", "async def", "await ")
     repositories.write(models, "async_caller", CALLER, asynchronous)
-    return host(models)
-
-
-@pytest.fixture
-def http(served: Server) -> Iterator[Http]:
-    with served.http() as connection:
-        yield connection
+    return serve_models(models)
 
 
 def ran(http: Http, model: str, code: str, *steps: str) -> list[str]:

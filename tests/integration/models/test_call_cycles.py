@@ -87,7 +87,7 @@ def add(repository: Path, name: str, code: str, more: str = "", *targets: str) -
 
 
 @pytest.fixture(scope="module")
-def cycles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server_of_cycles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("cycles") / "models"
     for name, code in (("exec", BLOCKING), ("async", COROUTINE)):
         add(repository, f"{name}_itself", code, "", f"{name}_itself")
@@ -128,44 +128,46 @@ def ask(http: Http, model: str, value: int = 0) -> Reply:
         ("holder", "holder -> between -> limited"),
     ],
 )
-def test_a_cycle_fails_at_once_with_its_chain(cycles: Server, model: str, chain: str) -> None:
-    with cycles.http(timeout_s=5) as http:
+def test_a_cycle_fails_at_once_with_its_chain(
+    server_of_cycles: Server, model: str, chain: str
+) -> None:
+    with server_of_cycles.http(timeout_s=5) as http:
         for _ in range(2):
             reply = ask(http, model)
             assert reply.status == 500
             assert "deadlock" in reply.error and f"({chain})" in reply.error
 
 
-def test_a_recursion_fails_only_where_it_cannot_go_on(cycles: Server) -> None:
-    with cycles.http(timeout_s=5) as http:
+def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) -> None:
+    with server_of_cycles.http(timeout_s=5) as http:
         assert [ask(http, "deep", depth).status for depth in (0, 1, 2, 3)] == [200, 200, 200, 500]
         assert ask(http, "streams").status == 200
     with ThreadPoolExecutor(6) as pool:
 
         def one(_: int) -> int:
-            with cycles.http(timeout_s=10) as http:
+            with server_of_cycles.http(timeout_s=10) as http:
                 return ask(http, "deep", 1).status
 
         assert set(pool.map(one, range(24))) <= {200, 500}
-    with cycles.http(timeout_s=5) as http:
+    with server_of_cycles.http(timeout_s=5) as http:
         assert ask(http, "deep", 2).status == 200
 
 
 @pytest.mark.parametrize("model", ["exec_leaf", "async_leaf", "stream_leaf", "outer_leaf"])
 def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
-    cycles: Server, model: str
+    server_of_cycles: Server, model: str
 ) -> None:
-    with ThreadPoolExecutor(1) as other, cycles.http() as occupant:
-        with holding(cycles.gate) as wait_held:
+    with ThreadPoolExecutor(1) as other, server_of_cycles.http() as occupant:
+        with holding(server_of_cycles.gate) as wait_held:
             occupied = other.submit(ask, occupant, "leaf")
             wait_held()
-            with cycles.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
+            with server_of_cycles.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
                 ask(http, model)
             # The outer model can serve the next request while the called model is still busy.
             nested = model == "outer_leaf"
-            with cycles.http(timeout_s=5) as http:
+            with server_of_cycles.http(timeout_s=5) as http:
                 assert ask(http, "exec_leaf" if nested else model, 20).status == 200
-            until("the calls are gone", lambda: not pending(cycles, "leaf"))
+            until("the calls are gone", lambda: not pending(server_of_cycles, "leaf"))
             assert not occupied.done()
         assert occupied.result().status == 200
 
@@ -174,12 +176,12 @@ def pending(server: Server, model: str) -> float:
     return server.metric("nv_inference_pending_request_count", model=model)
 
 
-def test_a_deadline_holds_along_the_chain(cycles: Server) -> None:
+def test_a_deadline_holds_along_the_chain(server_of_cycles: Server) -> None:
     limit = {"X-Request-Timeout-Ms": "300"}
-    with holding(cycles.gate), cycles.http(timeout_s=5) as http:
+    with holding(server_of_cycles.gate), server_of_cycles.http(timeout_s=5) as http:
         body = {"inputs": [json_input("X", np.zeros(1, np.int32))]}
         assert http.infer("outer_leaf", body, limit).status >= 500
-    with cycles.http(timeout_s=5) as http:
+    with server_of_cycles.http(timeout_s=5) as http:
         assert ask(http, "outer_leaf").status == 200
 
 

@@ -19,7 +19,7 @@ TABLE = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def backend_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Install the example into a folder, as its README says; return the environment variables."""
     folder = tmp_path_factory.mktemp("backend")
     # A copy, because the build writes into the folder.
@@ -39,10 +39,10 @@ def add(repository: Path, name: str, table: np.ndarray) -> None:
 
 
 def test_a_backend_of_another_package_serves(
-    repository: Path, serve: Callable[..., Server], installed: dict[str, str]
+    repository: Path, serve: Callable[..., Server], backend_environment: dict[str, str]
 ) -> None:
     add(repository, "rows", TABLE)
-    client = triton.InferenceServerClient(serve(repository, environment=installed).url)
+    client = triton.InferenceServerClient(serve(repository, environment=backend_environment).url)
     metadata = client.get_model_metadata("rows")
     assert metadata["platform"] == "table"
     assert metadata["outputs"] == [{"name": "ROW", "datatype": "FP32", "shape": [-1, -1, 3]}]
@@ -56,16 +56,20 @@ def test_a_backend_of_another_package_serves(
     client.close()
 
 
-def test_it_is_among_what_a_check_runs(repository: Path, installed: dict[str, str]) -> None:
+def test_it_is_among_what_a_check_runs(
+    repository: Path, backend_environment: dict[str, str]
+) -> None:
     add(repository, "rows", TABLE)
     add(repository, "cube", TABLE.reshape(2, 2, 3))
-    done = run_command("check", str(repository), env={**os.environ, **installed})
+    done = run_command("check", str(repository), env={**os.environ, **backend_environment})
     assert done.returncode == 2
     assert "table.npy must have 2 dimensions, it has 3" in done.stdout + done.stderr
 
 
-def test_without_it_the_error_names_the_backends_there_are(explicit: tuple[Server, Path]) -> None:
-    server, repository = explicit
+def test_without_it_the_error_names_the_backends_there_are(
+    empty_server: tuple[Server, Path],
+) -> None:
+    server, repository = empty_server
     add(repository, "rows", TABLE)
     with server.http() as http:
         response = http.load("rows")

@@ -369,8 +369,8 @@ def test_check_runs_a_sequence_of_one_request(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_a_file_that_is_too_short_is_a_load_error(explicit: tuple[Server, Path]) -> None:
-    server, repository = explicit
+def test_a_file_that_is_too_short_is_a_load_error(empty_server: tuple[Server, Path]) -> None:
+    server, repository = empty_server
     initial = INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
     state_text = SUM.format(dims="dims: [ 1 ]", how=initial) + "]"
     folder = add(repository, "short", IN_PLACE, state_text, rows=1)

@@ -85,10 +85,10 @@ def add_simple(repository: Path) -> Path:
 
 
 def test_a_removal_of_instances_is_answered_after_their_finalize(
-    explicit: Explicit, tmp_path: Path
+    empty_server: Explicit, tmp_path: Path
 ) -> None:
     """Holds for a reload in place and for an unload."""
-    server, repository = explicit
+    server, repository = empty_server
     finalized = tmp_path / "finalized"
     code = f"""\
 import time
@@ -112,13 +112,13 @@ class TritonPythonModel:
         assert workers(server, "counted") == set()
 
 
-def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
+def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
     """The count is changed in the repository and by an override.
 
     The scheduler and the remaining instance keep their processes, the statistics continue, and no
     request fails.
     """
-    server, repository = explicit
+    server, repository = empty_server
     folder = add_simple(repository)
     with server.http() as http:
         http.load("simple").ok()
@@ -148,11 +148,11 @@ def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
 
 
 @pytest.mark.parametrize("change", ["code", "config", "nothing"])
-def test_other_changes_start_another_deployment(explicit: Explicit, change: str) -> None:
+def test_other_changes_start_another_deployment(empty_server: Explicit, change: str) -> None:
     """A changed file of the model, another changed field, or no change at all replaces all
     processes.
     """
-    server, repository = explicit
+    server, repository = empty_server
     folder = add_simple(repository)
     with server.http() as http:
         http.load("simple").ok()
@@ -199,9 +199,9 @@ def test_a_load_without_changed_instances_restarts_nothing(repository: Path, lim
         assert server.find_one("scheduler simple").pid == scheduler
 
 
-def test_an_instance_that_does_not_load_refuses_the_reload(explicit: Explicit) -> None:
+def test_an_instance_that_does_not_load_refuses_the_reload(empty_server: Explicit) -> None:
     """The other instances and the reported configuration are unchanged."""
-    server, repository = explicit
+    server, repository = empty_server
     folder, gate = add_simple(repository), repository.parent / "broken"
     repositories.insert(
         folder,
@@ -266,9 +266,9 @@ def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = F
 
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])
-def test_an_instance_ends_with_its_last_sequence(explicit: Explicit, strategy: str) -> None:
+def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strategy: str) -> None:
     """Its sequences continue there with their state. New sequences begin at other instances."""
-    with sums(explicit, strategy, 2) as (server, http, folder):
+    with sums(empty_server, strategy, 2) as (server, http, folder):
         runs = {who: step(http, who, who, start=True)[1] for who in (1, 2, 3, 4)}
         both = workers(server, "sums")
         assert set(runs.values()) == both
@@ -288,8 +288,8 @@ def test_an_instance_ends_with_its_last_sequence(explicit: Explicit, strategy: s
         ]
 
 
-def test_a_sequence_that_waits_for_a_slot_gets_one_that_is_added(explicit: Explicit) -> None:
-    with sums(explicit, "direct", 1) as (server, http, folder):
+def test_a_sequence_that_waits_for_a_slot_gets_one_that_is_added(empty_server: Explicit) -> None:
+    with sums(empty_server, "direct", 1) as (server, http, folder):
         for who in (1, 2):
             step(http, who, 1, start=True)
         (first,) = workers(server, "sums")

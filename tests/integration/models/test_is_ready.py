@@ -86,9 +86,9 @@ def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> Non
 @pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_native_model_reports_whether_it_is_ready(
-    explicit: tuple[Server, Path], form: str, streams: bool
+    empty_server: tuple[Server, Path], form: str, streams: bool
 ) -> None:
-    server, repository = explicit
+    server, repository = empty_server
     result = "AsyncIterator[INT32[ndarray, 1]]" if streams else "INT32[ndarray, 1]"
     code = NATIVE.format(result, "yield" if streams else "return") + form + SAID
     folder = repositories.write(repository, "moody", 'backend: "native"', code)
@@ -104,10 +104,10 @@ def test_a_native_model_reports_whether_it_is_ready(
 
 
 def test_one_that_takes_long_is_joined_and_holds_up_nothing(
-    explicit: tuple[Server, Path], tmp_path: Path
+    empty_server: tuple[Server, Path], tmp_path: Path
 ) -> None:
     """The first query times out as "not ready", and the next query waits for the same call."""
-    server, repository = explicit
+    server, repository = empty_server
     called, goes_on = tmp_path / "called", tmp_path / "goes_on"
     slow = f"""
     def is_ready(self):

@@ -21,9 +21,9 @@ TEXTS = re.compile(
 )
 
 
-def test_load_against_unload(explicit: Explicit) -> None:
+def test_load_against_unload(empty_server: Explicit) -> None:
     """Unloads return no error, and the last order determines the final state."""
-    server, repository = explicit
+    server, repository = empty_server
     repositories.add(repository, "constant")
 
     def orders(number: int) -> list[tuple[str, int, str]]:

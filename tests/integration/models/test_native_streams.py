@@ -49,8 +49,8 @@ NATIVE = 'backend: "native"\nparameters {{ key: "class" value {{ string_value: "
 
 
 @pytest.fixture(scope="module")
-def served(
-    models: Path, host: Callable[[Path], Server], explicit_server: tuple[Server, Path]
+def server_and_repository(
+    models: Path, serve_models: Callable[[Path], Server], explicit_server: tuple[Server, Path]
 ) -> tuple[Server, Path]:
     repositories.write(
         models,
@@ -60,12 +60,12 @@ def served(
     )
     for kind in ("Plain", "Asynchronous"):
         repositories.write(models, kind.lower(), NATIVE.format(kind), LASTING)
-    return host(models), explicit_server[1]
+    return serve_models(models), explicit_server[1]
 
 
 @pytest.fixture
-def client(served: tuple[Server, Path]) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(served[0].run_dir) as connected:
+def client(server_and_repository: tuple[Server, Path]) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(server_and_repository[0].run_dir) as connected:
         yield connected
 
 
@@ -79,21 +79,21 @@ def test_the_example_streams(client: shmserve.client.Server) -> None:
     assert words(client.stream("words", text=np.array([b""], object))) == []
 
 
-def test_the_example_over_grpc(served: tuple[Server, Path]) -> None:
+def test_the_example_over_grpc(server_and_repository: tuple[Server, Path]) -> None:
     text = b"one two three"
     request = pb.ModelInferRequest(model_name="words", id="w")
     request.inputs.add(name="text", datatype="BYTES", shape=[1])
     request.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
-    with stub(served[0]) as call:
+    with stub(server_and_repository[0]) as call:
         responses = list(call.ModelStreamInfer(iter([request]), timeout=30))
     assert [r.infer_response.raw_output_contents[0][4:] for r in responses] == text.split()
 
 
 @pytest.mark.parametrize("model", ["plain", "asynchronous"])
 def test_closing_a_stream_closes_the_models_generator(
-    served: tuple[Server, Path], client: shmserve.client.Server, model: str
+    server_and_repository: tuple[Server, Path], client: shmserve.client.Server, model: str
 ) -> None:
-    note = served[1] / model / "1" / "closed"
+    note = server_and_repository[1] / model / "1" / "closed"
     note.unlink(missing_ok=True)
     with client.stream(model, x=np.array([7], np.float32)) as responses:
         assert next(responses)["output"][0] == 7
@@ -111,9 +111,9 @@ def test_an_error_ends_it(client: shmserve.client.Server, model: str) -> None:
 
 @pytest.mark.parametrize("transport", ["native", "http", "grpc"])
 def test_the_shells_client_prints_each_response(
-    served: tuple[Server, Path], transport: str
+    server_and_repository: tuple[Server, Path], transport: str
 ) -> None:
-    server, _ = served
+    server, _ = server_and_repository
     where = {
         "native": f"--run-dir={server.run_dir}",
         "http": f"--url=http://{server.url}",

@@ -75,19 +75,19 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(repository: Path, start: Start) -> Server:
+def shared_server(repository: Path, start: Start) -> Server:
     return start(repository, "--load-on-demand", "--model-control-mode=explicit", grpc=True)
 
 
 @pytest.fixture
-def server(shared: Server) -> Iterator[Server]:
+def server(shared_server: Server) -> Iterator[Server]:
     """Yield the shared server, and afterwards unload the models that the test has loaded."""
-    yield shared
-    with shared.http() as http:
+    yield shared_server
+    with shared_server.http() as http:
         for name, state in states(http).items():
             if state != ON_DEMAND:
                 http.unload(name).ok()
-    until("all have ended", lambda: not shared.find("scheduler"))
+    until("all have ended", lambda: not shared_server.find("scheduler"))
 
 
 def loads(server: Server, name: str) -> int:

@@ -27,7 +27,7 @@ sequence_batching {
 
 
 @pytest.fixture(scope="module")
-def server(models: Path, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """Start a server of a model without a configuration and one with an older configuration."""
     save(
         models / "large" / "1",
@@ -50,7 +50,7 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
         [("next", FLOAT, both), ("y", FLOAT, both)],
     )
     (models / "accumulator" / "config.pbtxt").write_text(ACCUMULATOR)
-    return host(models)
+    return serve_models(models)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Metrics that Python models create with `pb_utils.MetricFamily`, on the metrics page."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +79,7 @@ class TritonPythonModel:
 
 
 @pytest.fixture(scope="module")
-def metered(models: Path, start: Start) -> Server:
+def server(models: Path, start: Start) -> Server:
     """Start a server of "metering" (two instances), a copy "other" (one instance), and
     "ticking".
     """
@@ -97,40 +96,34 @@ def metered(models: Path, start: Start) -> Server:
     return start(models)
 
 
-@pytest.fixture
-def http(metered: Server) -> Iterator[Http]:
-    with metered.http() as connection:
-        yield connection
-
-
 def meter(http: Http, amount: float, model: str = "metering") -> float:
     """Count an amount; return the total that the instance has counted."""
     tensor = json_input("AMOUNT", np.array([amount], np.float64))
     return float(http.infer(model, {"inputs": [tensor]}).tensors()["TOTAL"][0])
 
 
-def test_instances_and_models_are_one(metered: Server, http: Http) -> None:
+def test_instances_and_models_are_one(server: Server, http: Http) -> None:
     """The counts of all instances are added, and include each request that was answered."""
     totals = {meter(http, amount) for amount in (0.5, 4, 0.05, 4, 0.5, 20)}
     assert len(totals) == 6
     assert max(totals) < 29.05, "one instance has counted everything"
     meter(http, 7, "other")
-    assert metered.metric("metering_amounts", by="metering", unit=UNIT) == 29.05
-    assert metered.metric("metering_amounts", by="other", unit=UNIT) == 7
-    assert metered.metric("metering_running", by="metering") == 6
-    assert metered.samples("metering_level") == [({}, 7)]
-    assert metered.metric("metering_sizes_count", by="metering") == 6
-    assert metered.metric("metering_sizes_sum", by="metering") == 29.05
+    assert server.metric("metering_amounts", by="metering", unit=UNIT) == 29.05
+    assert server.metric("metering_amounts", by="other", unit=UNIT) == 7
+    assert server.metric("metering_running", by="metering") == 6
+    assert server.samples("metering_level") == [({}, 7)]
+    assert server.metric("metering_sizes_count", by="metering") == 6
+    assert server.metric("metering_sizes_sum", by="metering") == 29.05
     counts = [
-        metered.metric("metering_sizes_bucket", by="metering", le=bound)
+        server.metric("metering_sizes_bucket", by="metering", le=bound)
         for bound in ("0.1", "1", "10", "+Inf")
     ]
     assert counts == [1, 3, 5, 6]
 
 
-def test_the_text(metered: Server) -> None:
+def test_the_text(server: Server) -> None:
     """As in Triton: the given names and kinds, no suffix, each family once."""
-    lines = metered.metrics().splitlines()
+    lines = server.metrics().splitlines()
     assert [line for line in lines if line.startswith("# TYPE metering")] == [
         "# TYPE metering_amounts counter",
         "# TYPE metering_level gauge",
@@ -142,33 +135,33 @@ def test_the_text(metered: Server) -> None:
     assert amount.startswith('metering_amounts{by="other",unit="a \\"b\\"\\\\\\n"} ')
 
 
-def test_a_thread_of_the_model_changes_its_metrics(metered: Server) -> None:
-    until("the gauge is shown", lambda: metered.metric("ticks", **{"from": "thread"}) == 1000)
+def test_a_thread_of_the_model_changes_its_metrics(server: Server) -> None:
+    until("the gauge is shown", lambda: server.metric("ticks", **{"from": "thread"}) == 1000)
 
 
-def test_a_model_sees_on_the_page_what_it_has_just_done(metered: Server, http: Http) -> None:
-    tensor = json_input("INPUT0", np.array([metered.metrics_port], np.int32))
+def test_a_model_sees_on_the_page_what_it_has_just_done(server: Server, http: Http) -> None:
+    tensor = json_input("INPUT0", np.array([server.metrics_port], np.int32))
     for _ in range(2):
         http.infer("looking", {"inputs": [tensor]}).ok()
 
 
-def test_the_counts_of_a_dead_instance_stay(metered: Server, http: Http) -> None:
+def test_the_counts_of_a_dead_instance_stay(server: Server, http: Http) -> None:
     meter(http, 3)
-    before = metered.metric("metering_amounts", by="metering")
-    (worker,) = metered.find("worker metering.1")
+    before = server.metric("metering_amounts", by="metering")
+    (worker,) = server.find("worker metering.1")
     worker.kill()
     assert wait_exited(worker, 5)
     until(
         "the instance is back",
-        lambda: metered.metric("shmserve_instances", model="metering", state="idle") == 2,
+        lambda: server.metric("shmserve_instances", model="metering", state="idle") == 2,
     )
-    assert metered.metric("metering_amounts", by="metering") == before
+    assert server.metric("metering_amounts", by="metering") == before
     assert meter(http, 1) + meter(http, 1) > 0
-    assert metered.metric("metering_amounts", by="metering") == before + 2
+    assert server.metric("metering_amounts", by="metering") == before + 2
 
 
-def test_they_go_with_their_model(explicit: tuple[Server, Path]) -> None:
-    server, repository = explicit
+def test_they_go_with_their_model(empty_server: tuple[Server, Path]) -> None:
+    server, repository = empty_server
     repositories.add(repository, "metering")
     with server.http() as http:
         http.load("metering").ok()

@@ -60,7 +60,7 @@ TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
 
 
 @pytest.fixture(scope="module")
-def server(models: Path, host: Callable[[Path], Server]) -> Server:
+def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     """Start a server of models with priority levels and strategies, and a model that calls
     another one with a priority.
     """
@@ -69,7 +69,7 @@ def server(models: Path, host: Callable[[Path], Server]) -> Server:
     repositories.write(models, "caller", CALLER, CALLER_MODEL)
     repositories.add_as(models, "prefer_latency", "gated", STRATEGY % "prefer_latency")
     repositories.add_as(models, "adaptive", "gated", STRATEGY % "adaptive" + TARGET)
-    return host(models)
+    return serve_models(models)
 
 
 def number(value: int) -> np.ndarray:

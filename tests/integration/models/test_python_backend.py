@@ -83,9 +83,9 @@ class TritonPythonModel:
 """
 
 
-def test_a_failing_initialize_reports_its_reason(explicit: Explicit) -> None:
+def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None:
     """One or both of two instances report the failure before the load fails."""
-    server, repository = explicit
+    server, repository = empty_server
     two = "instance_group { kind: KIND_CPU count: 2 }"
     arguments = {
         "raise ValueError('not today')": "Internal: ValueError: not today",
@@ -154,9 +154,9 @@ class TritonPythonModel:
 '''
 
 
-def test_modules_beside_the_model(explicit: Explicit) -> None:
+def test_modules_beside_the_model(empty_server: Explicit) -> None:
     """Two models with modules of the same name each import their own."""
-    server, repository = explicit
+    server, repository = empty_server
     for name, answer in (("one", 1), ("two", 2)):
         config = repositories.identity_config(name, "FP32", [1])
         folder = repositories.write(repository, name, config, HELPERS)
@@ -187,9 +187,9 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_parses_its_command_line(explicit: Explicit) -> None:
+def test_a_model_that_parses_its_command_line(empty_server: Explicit) -> None:
     """Libraries of models parse sys.argv. It is empty, so every setting has its default."""
-    server, repository = explicit
+    server, repository = empty_server
     config = repositories.identity_config("settings", "INT32", [1])
     repositories.write(repository, "settings", config, SETTINGS)
     with server.http() as http:
@@ -228,8 +228,8 @@ class TritonPythonModel:
 """
 
 
-def test_an_error_message_that_is_not_unicode(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
+    server, repository = empty_server
     config = repositories.identity_config("speaker", "INT32", [1])
     repositories.write(repository, "speaker", config, SPEAKER)
     with server.http() as http:
@@ -272,8 +272,8 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_calls_itself(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
+    server, repository = empty_server
     config = repositories.identity_config("countdown", "INT32", [1])
     repositories.write(repository, "countdown", config, COUNTDOWN)
 
@@ -306,12 +306,12 @@ class TritonPythonModel:
 """
 
 
-def test_an_output_that_is_not_made_is_no_old_answer(explicit: Explicit) -> None:
+def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> None:
     """Triton's clients receive a response without the output, and the native client an error.
 
     The destination of the output no longer contains the earlier result.
     """
-    server, repository = explicit
+    server, repository = empty_server
     config = repositories.identity_config("partial", "INT32", [-1])
     repositories.write(repository, "partial", config, PARTIAL)
     sevens, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)

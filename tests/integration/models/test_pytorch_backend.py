@@ -149,8 +149,8 @@ def load_error(http: Http, name: str) -> str:
     return reply.error
 
 
-def test_files_that_are_no_models(explicit: tuple[Server, Path]) -> None:
-    server, repository = explicit
+def test_files_that_are_no_models(empty_server: tuple[Server, Path]) -> None:
+    server, repository = empty_server
     (
         add(repository, "garbage", ["x"], more='platform: "pytorch_libtorch"') / "model.pt"
     ).write_bytes(b"garbage")

@@ -59,7 +59,7 @@ def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
+def server_of_policies(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
     """Start a server of all models in two repositories, without flags."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     repositories.add(one, "constant")
@@ -77,8 +77,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server
     return start([one, two])
 
 
-def test_mode_none_serves_both_repositories_and_refuses_control(everything: Server) -> None:
-    with everything.http() as http:
+def test_mode_none_serves_both_repositories_and_refuses_control(server_of_policies: Server) -> None:
+    with server_of_policies.http() as http:
         models = index(http)
         assert set(models.values()) == {("READY", "")}
         assert {name for name, _ in models} == {"constant", "identity", "all", "some", "latest"}
@@ -91,8 +91,8 @@ def test_mode_none_serves_both_repositories_and_refuses_control(everything: Serv
             )
 
 
-def test_version_policies(everything: Server) -> None:
-    with everything.http() as http:
+def test_version_policies(server_of_policies: Server) -> None:
+    with server_of_policies.http() as http:
         versions = {
             name: http.get(f"/v2/models/{name}").json()["versions"]
             for name in ("all", "some", "latest")
@@ -106,7 +106,7 @@ def test_version_policies(everything: Server) -> None:
         "ignore version directory 'notes' which fails to convert to integral number",
         "ignore version directory '007' which contains leading zeros in its directory name",
     ):
-        assert line in everything.log()
+        assert line in server_of_policies.log()
 
 
 def test_a_model_in_two_repositories(tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
         assert "model 'constant': not unique across all model repositories" in server.log()
 
 
-def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add_as(repository, "good", "identity")
     repositories.add_as(repository, "bad", "constant")
     rewrite(repository, BROKEN, name="bad")
@@ -367,8 +367,8 @@ def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> 
         assert set(index(http, ready=True)) == {("constant", "1"), ("identity", "1")}
 
 
-def test_unloading_ends_the_processes(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_unloading_ends_the_processes(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add(repository, "constant")
     before = server.titles()
     with server.http() as http:
@@ -381,8 +381,8 @@ def test_unloading_ends_the_processes(explicit: Explicit) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "..%2Fescape", "%2E%2E", "a%2Fb"])
-def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
-    server, repository = explicit
+def test_loading_what_is_not_there(empty_server: Explicit, name: str) -> None:
+    server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http:
         before = index(http)
@@ -397,11 +397,11 @@ def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_an_invalid_load_request_does_not_change_the_model(explicit: Explicit) -> None:
+def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explicit) -> None:
     """Invalid content of a load request does not change the state of an existing model, nor of
     one that was removed.
     """
-    server, repository = explicit
+    server, repository = empty_server
     repositories.add_as(repository, "wronged", "constant")
     with server.http() as http:
         before = index(http)
@@ -421,8 +421,8 @@ def test_an_invalid_load_request_does_not_change_the_model(explicit: Explicit) -
             assert http.load("wronged").status == 500
 
 
-def test_load_rules(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_load_rules(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add(repository, "constant")
     rewrite(repository, BROKEN)
     with server.http() as http:
@@ -459,8 +459,8 @@ def test_load_rules(explicit: Explicit) -> None:
         assert answer(http) == 4
 
 
-def test_config_and_file_overrides(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_config_and_file_overrides(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http, triton.InferenceServerClient(server.url) as client:
         client.load_model("constant")
@@ -487,8 +487,8 @@ def test_config_and_file_overrides(explicit: Explicit) -> None:
         assert answer(http) == 1
 
 
-def test_a_model_that_is_only_in_the_request(explicit: Explicit) -> None:
-    server, _ = explicit
+def test_a_model_that_is_only_in_the_request(empty_server: Explicit) -> None:
+    server, _ = empty_server
     config = {
         "name": "given",
         "backend": "python",
@@ -513,8 +513,8 @@ def asked(server: Server, http: Http, repository: Path) -> Iterator[Load]:
     assert asking.troubles() == []
 
 
-def test_a_reload_loses_no_request(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
+    server, repository = empty_server
     counted = [server.metric("nv_inference_request_success")]
     with server.http() as http, asked(server, http, repository) as asking:
         for _ in range(3):
@@ -530,9 +530,9 @@ def test_a_reload_loses_no_request(explicit: Explicit) -> None:
 
 
 @pytest.mark.parametrize("between", [0, 2])
-def test_requests_of_an_old_generation_are_counted(explicit: Explicit, between: int) -> None:
+def test_requests_of_an_old_generation_are_counted(empty_server: Explicit, between: int) -> None:
     """Holds for any number of generations that ended in between without completing requests."""
-    server, repository = explicit
+    server, repository = empty_server
     repositories.add(repository, "gated")
 
     def counted() -> float:
@@ -558,8 +558,8 @@ def test_requests_of_an_old_generation_are_counted(explicit: Explicit, between: 
         until("all are counted", lambda: counted() == before + 1 + between)
 
 
-def test_a_failed_reload_keeps_the_old_one(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http, asked(server, http, repository):
         http.load("constant").ok()
@@ -581,9 +581,9 @@ def test_a_failed_reload_keeps_the_old_one(explicit: Explicit) -> None:
 
 
 def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
-    explicit: Explicit,
+    empty_server: Explicit,
 ) -> None:
-    server, repository = explicit
+    server, repository = empty_server
     repositories.add_as(repository, "versions", "constant", "version_policy: { all {} }\n")
     rewrite(repository, BROKEN, 2, "versions")
     with server.http() as http:
@@ -597,8 +597,8 @@ def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_configuration_errors_have_tritons_text(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_configuration_errors_have_tritons_text(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add(repository, "constant", config="instance_group { kind: KIND_GPU }\n")
     with server.http() as http:
         reply = http.load("constant")
@@ -629,8 +629,8 @@ def test_configuration_errors_have_tritons_text(explicit: Explicit) -> None:
         )
 
 
-def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_requests_in_flight_finish_on_the_model_they_began_with(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add(repository, "gated")
     with request_pool(server) as pool, server.http() as http:
         http.load("gated").ok()
@@ -648,8 +648,8 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explic
         assert old.result().status == 200
 
 
-def test_unload_waits_for_running_requests(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_unload_waits_for_running_requests(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add(repository, "gated")
     with request_pool(server) as pool, server.http() as http:
         http.load("gated").ok()
@@ -662,8 +662,8 @@ def test_unload_waits_for_running_requests(explicit: Explicit) -> None:
         until("it is unloaded", lambda: index(http)[("gated", "1")] == ("UNAVAILABLE", "unloaded"))
 
 
-def test_unload_while_a_worker_starts_again(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_unload_while_a_worker_starts_again(empty_server: Explicit) -> None:
+    server, repository = empty_server
     before = len(server.log())
     repositories.add(repository, "constant")
     waiting = (
@@ -687,8 +687,8 @@ def test_unload_while_a_worker_starts_again(explicit: Explicit) -> None:
     assert "Traceback" not in server.log()[before:]
 
 
-def test_a_failed_load_reports_the_exception_of_initialize(explicit: Explicit) -> None:
-    server, repository = explicit
+def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explicit) -> None:
+    server, repository = empty_server
     repositories.add(repository, "constant")
     fails = """\
     def initialize(self, args):
@@ -711,7 +711,7 @@ def test_a_failed_load_reports_the_exception_of_initialize(explicit: Explicit) -
 
 @pytest.fixture(scope="module")
 def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
-    """Yield the server of the fixture `polling`."""
+    """Yield the server of the fixture `empty_polling`."""
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
     with running([one, two], *flags) as started:
@@ -719,7 +719,7 @@ def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S
 
 
 @pytest.fixture
-def polling(polling_server: tuple[Server, Path, Path]) -> Iterator[tuple[Server, Path, Path]]:
+def empty_polling(polling_server: tuple[Server, Path, Path]) -> Iterator[tuple[Server, Path, Path]]:
     """Yield a server in poll mode with two repositories, which are empty when a test begins."""
     server, *folders = polling_server
     yield polling_server
@@ -731,9 +731,9 @@ def polling(polling_server: tuple[Server, Path, Path]) -> Iterator[tuple[Server,
     until("nothing is loaded", lambda: not server.find("scheduler"))
 
 
-def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
+def test_poll_mode(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> None:
     """Folders are moved atomically, because a poll could otherwise find an incomplete model."""
-    server, repository, _ = polling
+    server, repository, _ = empty_polling
     for name in ("constant", "simple", "identity"):
         repositories.add_as(tmp_path, name, name).rename(repository / name)
     with server.http() as http:
@@ -758,9 +758,11 @@ def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
         assert http.load("constant").status == 503
 
 
-def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
+def test_poll_mode_waits_for_no_model(
+    tmp_path: Path, empty_polling: tuple[Server, Path, Path]
+) -> None:
     """A model whose load is slow, or hangs, does not delay changes of other models."""
-    server, repository, _ = polling
+    server, repository, _ = empty_polling
     repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")
     with server.http() as http:
         until("it is served", lambda: http.infer("constant", ASK).status == 200)
@@ -774,12 +776,12 @@ def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Pat
 
 
 def test_a_model_that_appears_in_two_repositories(
-    tmp_path: Path, polling: tuple[Server, Path, Path]
+    tmp_path: Path, empty_polling: tuple[Server, Path, Path]
 ) -> None:
     """Polling unloads the ambiguous model without making the server unready, and loads it when
     one copy is removed.
     """
-    server, one, two = polling
+    server, one, two = empty_polling
     repositories.add_as(tmp_path, "twice", "constant").rename(one / "twice")
     with server.http() as http:
         until("it is served", lambda: http.infer("twice", ASK).status == 200)
@@ -803,9 +805,9 @@ def test_a_model_that_appears_in_two_repositories(
 
 
 def test_removing_a_broken_model_leaves_the_server_ready(
-    tmp_path: Path, polling: tuple[Server, Path, Path]
+    tmp_path: Path, empty_polling: tuple[Server, Path, Path]
 ) -> None:
-    server, repository, _ = polling
+    server, repository, _ = empty_polling
     for name in ("broken", "unread"):
         repositories.add_as(tmp_path, name, "constant")
     rewrite(tmp_path, BROKEN, name="broken")

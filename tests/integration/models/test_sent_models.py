@@ -130,7 +130,7 @@ def loads_of(
 
 
 @pytest.fixture(scope="module")
-def friendly() -> Iterator[tuple[Server, Path]]:
+def server_and_socket() -> Iterator[tuple[Server, Path]]:
     """Yield a server that other users can connect to, and its Unix socket."""
     with tempfile.TemporaryDirectory() as temporary_directory:
         folder = Path(temporary_directory)
@@ -145,9 +145,11 @@ def friendly() -> Iterator[tuple[Server, Path]]:
 
 @needs_users
 @pytest.mark.parametrize("listener", ["http", "unix", "grpc"])
-def test_which_users_may_send_a_model(friendly: tuple[Server, Path], listener: str) -> None:
+def test_which_users_may_send_a_model(
+    server_and_socket: tuple[Server, Path], listener: str
+) -> None:
     """On this host, only the server's user. Others may load only models of the repository."""
-    server, socket = friendly
+    server, socket = server_and_socket
     with server.http() as http:
 
         def answer() -> int:

@@ -311,7 +311,7 @@ def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def every_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Yield the flag for each way to connect to a server."""
     folder = tmp_path_factory.mktemp("doors")
     flags = ("--model-control-mode=explicit", "--load-model=*")
@@ -336,9 +336,9 @@ def infer(door: str, *arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
-def test_client_infer(every_door: dict[str, str], door: str, tmp_path: Path) -> None:
+def test_client_infer(connection_flags: dict[str, str], door: str, tmp_path: Path) -> None:
     """The response is the same over every protocol."""
-    there = every_door[door]
+    there = connection_flags[door]
     assert infer(there, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
         "id": "shell",
         "model_name": "completed",
@@ -359,13 +359,13 @@ def test_client_infer(every_door: dict[str, str], door: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
-def test_client_infer_that_is_refused(every_door: dict[str, str], door: str) -> None:
+def test_client_infer_that_is_refused(connection_flags: dict[str, str], door: str) -> None:
     """The error text is the same over every protocol, too."""
     for arguments, expected in (
         (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
         (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
     ):
-        done = run_command("client", "infer", *arguments, every_door[door])
+        done = run_command("client", "infer", *arguments, connection_flags[door])
         assert (done.returncode, done.stdout) == (1, "")
         assert expected in done.stderr and done.stderr.count("\n") == 1
 
@@ -377,10 +377,10 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[
     return status, [json.loads(line) for line in captured.out.splitlines()], captured.err
 
 
-def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     """They act and print the same over every protocol, with flags before or after the command."""
     printed = []
-    for there in every_door.values():
+    for there in connection_flags.values():
         assert ask(capsys, there, "unload", "halves") == (0, [], "")
         status, _, text = ask(capsys, "ready", "halves", there)
         assert status == 1 and "not ready" in text and text.count("\n") == 1
@@ -395,7 +395,7 @@ def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[
         assert [row["name"] for row in every] == ["completed", "halves", "text"]
         assert stats["inference_count"] == 0 and every[1].keys() == stats.keys()
         with SharedObject(4096) as shared_object:
-            url = every_door["http"].removeprefix("--url=http://127.0.0.1:")
+            url = connection_flags["http"].removeprefix("--url=http://127.0.0.1:")
             with contextlib.closing(Http(int(url))) as http:
                 http.register("r", shared_object.key, 4096).ok()
                 _, regions, _ = ask(capsys, "regions", there)

@@ -43,7 +43,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 
 @pytest.fixture(scope="module")
-def guarded(models: Path, start: Start) -> Server:
+def guarded_server(models: Path, start: Start) -> Server:
     repositories.add(models / "models", "identity")
     tokens = models / "tokens"
     tokens.write_text(f"{TOKEN} metrics\n{OTHER} inference\n")
@@ -51,8 +51,8 @@ def guarded(models: Path, start: Start) -> Server:
     return start(models / "models", f"--auth-token-file={tokens}")
 
 
-def test_it_needs_the_token_of_metrics(guarded: Server) -> None:
-    with contextlib.closing(Http(guarded.metrics_port)) as http:
+def test_it_needs_the_token_of_metrics(guarded_server: Server) -> None:
+    with contextlib.closing(Http(guarded_server.metrics_port)) as http:
         for path in ("/", "/live", "/metrics"):
             refused = http.get(path)
             assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
@@ -68,7 +68,7 @@ def test_it_needs_the_token_of_metrics(guarded: Server) -> None:
         # Without a token, the same page asks for one. It contains no data of the server.
         assert http.get("/").body == reply.body
         assert http.get("/live", {**headers, "Sec-Fetch-Site": "cross-site"}).status == 403
-    with Feed(guarded.metrics_port, headers) as feed:
+    with Feed(guarded_server.metrics_port, headers) as feed:
         assert feed.response.headers["Content-Type"].startswith("text/event-stream")
         assert set(feed.next()["models"]) == {"identity/1"}
 
@@ -275,8 +275,10 @@ CONTRAST = """(() => {
 
 
 @needs_chromium
-def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(guarded: Server, page: Page) -> None:
-    url = f"http://127.0.0.1:{guarded.metrics_port}/"
+def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(
+    guarded_server: Server, page: Page
+) -> None:
+    url = f"http://127.0.0.1:{guarded_server.metrics_port}/"
     page.navigate(url)
     page.wait("it asks", "!document.getElementById('ask').hidden")
     page.run("$('token').value = 'a-token-that-is-wrong'; $('ask').requestSubmit()")
@@ -287,15 +289,15 @@ def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(guarded: Server, pa
     page.navigate(f"{url}?again#token={TOKEN}")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
     assert TOKEN not in page.run("location.href")
-    assert TOKEN not in guarded.log()
+    assert TOKEN not in guarded_server.log()
 
 
 @needs_chromium
-def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -> None:
+def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: Page) -> None:
     """The page asks for a token; a token for inference suffices to list and call the models."""
     for phone in (False, True):
         page.size(390 if phone else 1280, 844, phone=phone)
-        page.navigate(f"http://{guarded.url}/docs?{phone}")
+        page.navigate(f"http://{guarded_server.url}/docs?{phone}")
         if not phone:
             page.wait("it asks for a token", "!$('ask').hidden")
             page.run(f"$('token').value = '{OTHER}'; $('ask').requestSubmit()")
@@ -307,7 +309,7 @@ def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -
         assert '"outputs":[{"name":"OUTPUT0"' in page.run(answer)
         assert page.run("document.documentElement.scrollWidth") <= (390 if phone else 1280)
     line = page.run("document.querySelector('#models pre').textContent")
-    assert line.startswith(f"curl -s http://{guarded.url}/v2/models/identity/infer -H ")
+    assert line.startswith(f"curl -s http://{guarded_server.url}/v2/models/identity/infer -H ")
     environment = {**os.environ, "TOKEN": OTHER}
     done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True)
     assert json.loads(done.stdout)["model_name"] == "identity"
@@ -316,7 +318,7 @@ def test_docs_has_a_request_to_try_for_each_model(guarded: Server, page: Page) -
     page.run(script + "'{\"x\": 1}'; area.oninput(); })()")
     edited = page.run("document.querySelector('#models pre').textContent")
     assert edited.endswith("-d '{\"x\": 1}'")
-    assert TOKEN not in guarded.log() and OTHER not in guarded.log()
+    assert TOKEN not in guarded_server.log() and OTHER not in guarded_server.log()
 
 
 @needs_chromium

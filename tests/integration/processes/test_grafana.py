@@ -100,12 +100,7 @@ ALARMS: list[tuple[str, dict[str, str], str, str]] = [
     ("ShmserveRequestsWait", {WAITED: "0+2400x60", BUCKET % "0.1": "0+30x60"}, "9m", "13m"),
     ("ShmserveRequestsWait", {WAITED: "0+2400x60"}, "20m", ""),  # requests wait, but only briefly
     ("ShmserveExecutionsOverrun", {f"shmserve_overruns_total{{{MODEL}}}": "1x10 2x50"}, "5m", "6m"),
-    (
-        "ShmserveBlocksRunOut",
-        {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+6x60"},
-        "9m",
-        "13m",
-    ),
+    ("ShmserveBlocksRunOut", {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+6x60"}, "9m", "13m"),
     ("ShmserveBlocksRunOut", {f"shmserve_llm_preemption_total{{{MODEL}}}": "0+2x60"}, "20m", ""),
 ]
 

@@ -29,7 +29,7 @@ REASONS = {"REJECTED", "CANCELED", "BACKEND", "OTHER"}
 
 
 @pytest.fixture(scope="module")
-def counted(models: Path, start: Start) -> Server:
+def metrics_server(models: Path, start: Start) -> Server:
     """Start a server with separate models for each test."""
     repositories.add(models, "simple", "crimes")
     for name in ("untouched", "closing"):
@@ -48,24 +48,24 @@ def stats(http: Http, model: str) -> dict:
     return dict(entry)
 
 
-def test_everything_exists_at_zero(counted: Server) -> None:
+def test_everything_exists_at_zero(metrics_server: Server) -> None:
     for name in COUNTERS:
-        samples = counted.samples(name)
+        samples = metrics_server.samples(name)
         assert all(labels["version"] == "1" for labels, _ in samples), name
         assert [n for labels, n in samples if labels["model"] == "untouched"] == [0], name
-    failures = counted.samples("nv_inference_request_failure")
+    failures = metrics_server.samples("nv_inference_request_failure")
     reasons = {labels["reason"]: n for labels, n in failures if labels["model"] == "untouched"}
     assert reasons == dict.fromkeys(REASONS, 0)
-    assert counted.metric("nv_inference_pending_request_count", model="untouched") == 0
-    assert counted.metric("nv_model_load_duration_secs", model="untouched") > 0
+    assert metrics_server.metric("nv_inference_pending_request_count", model="untouched") == 0
+    assert metrics_server.metric("nv_model_load_duration_secs", model="untouched") > 0
     for name in ("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"):
-        assert len(counted.samples(name)) == 1, name
+        assert len(metrics_server.samples(name)) == 1, name
     for name in ("nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes"):
-        assert counted.samples(name) == [({}, 0)], name
+        assert metrics_server.samples(name) == [({}, 0)], name
 
 
-def test_counts(counted: Server) -> None:
-    with counted.http() as http:
+def test_counts(metrics_server: Server) -> None:
+    with metrics_server.http() as http:
         for number in range(5):
             assert infer_simple(http, number) == ""
         http.infer("simple", rows(2)).ok()
@@ -93,16 +93,16 @@ def test_counts(counted: Server) -> None:
         everything = http.get("/v2/models/stats").ok().json()["model_stats"]
         names = ["closing", "crimes", "simple", "untouched"]
         assert sorted(item["name"] for item in everything) == names
-    assert counted.metric("nv_inference_request_success", model="simple") == 6
-    assert counted.metric("nv_inference_count", model="simple") == 7
-    assert counted.metric("nv_inference_exec_count", model="simple") == 6
-    assert counted.metric("nv_inference_request_duration_us", model="simple") > 0
-    assert counted.metric("nv_inference_count", model="untouched") == 0
+    assert metrics_server.metric("nv_inference_request_success", model="simple") == 6
+    assert metrics_server.metric("nv_inference_count", model="simple") == 7
+    assert metrics_server.metric("nv_inference_exec_count", model="simple") == 6
+    assert metrics_server.metric("nv_inference_request_duration_us", model="simple") > 0
+    assert metrics_server.metric("nv_inference_count", model="untouched") == 0
 
 
-def test_failures_are_counted_by_reason(counted: Server) -> None:
+def test_failures_are_counted_by_reason(metrics_server: Server) -> None:
     tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": ["error"]}
-    with counted.http() as http:
+    with metrics_server.http() as http:
         reply = http.infer(
             "crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]}
         )
@@ -111,15 +111,17 @@ def test_failures_are_counted_by_reason(counted: Server) -> None:
             "the failure is counted",
             lambda: stats(http, "crimes")["inference_stats"]["fail"]["count"] == 1,
         )
-    assert counted.metric("nv_inference_request_failure", model="crimes", reason="BACKEND") == 1
-    assert counted.metric("nv_inference_request_failure", model="crimes") == 1
+    assert (
+        metrics_server.metric("nv_inference_request_failure", model="crimes", reason="BACKEND") == 1
+    )
+    assert metrics_server.metric("nv_inference_request_failure", model="crimes") == 1
 
 
-def test_histograms_and_why_batches_closed(counted: Server) -> None:
-    with counted.http() as http:
+def test_histograms_and_why_batches_closed(metrics_server: Server) -> None:
+    with metrics_server.http() as http:
         for _ in range(4):
             http.infer("closing", rows(1)).ok()
-    page = counted.metrics()
+    page = metrics_server.metrics()
     families = {
         line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")
     }
@@ -130,7 +132,7 @@ def test_histograms_and_why_batches_closed(counted: Server) -> None:
         (labels, value)
         for name in families
         if "batch" in name and "clos" in name
-        for labels, value in counted.samples(name)
+        for labels, value in metrics_server.samples(name)
         if labels.get("model") == "closing"
     ]
     assert {labels["reason"].lower() for labels, _ in closed} >= {
@@ -143,8 +145,8 @@ def test_histograms_and_why_batches_closed(counted: Server) -> None:
     assert sum(value for _, value in closed) == 4
 
 
-def test_unloading_removes_a_models_metrics(explicit: tuple[Server, Path]) -> None:
-    server, repository = explicit
+def test_unloading_removes_a_models_metrics(empty_server: tuple[Server, Path]) -> None:
+    server, repository = empty_server
     repositories.add(repository, "simple", "constant")
     with server.http() as http:
         for name in ("simple", "constant"):
@@ -213,6 +215,6 @@ def test_latencies_appear_as_metrics_config_sets(
     assert "first_response" not in page, "only decoupled models have it"
 
 
-def test_summaries_are_off_by_default(counted: Server) -> None:
-    page = counted.metrics()
+def test_summaries_are_off_by_default(metrics_server: Server) -> None:
+    page = metrics_server.metrics()
     assert "_summary_us" not in page and "first_response" not in page

@@ -108,7 +108,7 @@ def until_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.fixture
-def own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder for temporary files and run directories of a test's processes."""
     path = folder / "own"
     path.mkdir()
@@ -265,49 +265,53 @@ async def nothing() -> bytes:
     return b""
 
 
-def test_a_server_is_started_and_ended(own: Path) -> None:
+def test_a_server_is_started_and_ended(own_folder: Path) -> None:
     async def use() -> None:
-        async with started({**FLAGS, "model-repository": own.parent / "models"}) as server:
+        async with started({**FLAGS, "model-repository": own_folder.parent / "models"}) as server:
             await server.wait_ready()
             await server.check()
-            assert "shmserve" in os.listdir(own)  # the folder in which clients on the node search
+            assert "shmserve" in os.listdir(
+                own_folder
+            )  # the folder in which clients on the node search
             async with await server.request("GET", "/v2/models/rows/ready", [], nothing) as answer:
                 assert answer.status == 200
 
     asyncio.run(use())
-    assert not list(own.iterdir())
+    assert not list(own_folder.iterdir())
 
 
 def test_a_server_that_is_there_is_found(
-    own: Path, serve: Callable[..., Server], repository: Path
+    own_folder: Path, serve: Callable[..., Server], repository: Path
 ) -> None:
-    there = serve(repository, "--exit-on-error=false", f"--http-unix-socket={own / 'http.sock'}")
+    there = serve(
+        repository, "--exit-on-error=false", f"--http-unix-socket={own_folder / 'http.sock'}"
+    )
 
     async def use() -> None:
-        async with started({"server": str(own / "http.sock")}) as server:
+        async with started({"server": str(own_folder / "http.sock")}) as server:
             await server.wait_ready()
             await server.check()
         assert there.answers("/v2/health/ready")
-        async with started({"server": str(own / "other.sock")}) as server:
+        async with started({"server": str(own_folder / "other.sock")}) as server:
             with pytest.raises(RuntimeError, match=r"no server responds at .*other.sock"):
                 await server.check()
 
     asyncio.run(use())
 
 
-def test_a_server_that_cannot_start_raises_its_error(own: Path) -> None:
+def test_a_server_that_cannot_start_raises_its_error(own_folder: Path) -> None:
     async def use() -> None:
         async with started({**FLAGS, "model-repository": "/missing"}) as server:
             with pytest.raises(RuntimeError, match=r"shmserve serve exited with status [12]; see"):
                 await server.wait_ready()
 
     asyncio.run(use())
-    assert not list(own.iterdir())
+    assert not list(own_folder.iterdir())
 
 
-def test_a_server_that_exits_raises_an_error(own: Path) -> None:
+def test_a_server_that_exits_raises_an_error(own_folder: Path) -> None:
     async def use() -> None:
-        async with started({**FLAGS, "model-repository": own.parent / "models"}) as server:
+        async with started({**FLAGS, "model-repository": own_folder.parent / "models"}) as server:
             await server.wait_ready()
             (launched,) = launched_here()
             kill_together(tree(launched.pid)[1:])
@@ -318,7 +322,7 @@ def test_a_server_that_exits_raises_an_error(own: Path) -> None:
                 await server.check()
 
     asyncio.run(use())
-    assert not list(own.glob("shmserve-ray-*"))
+    assert not list(own_folder.glob("shmserve-ray-*"))
 
 
 REPLICA = """
@@ -335,9 +339,9 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("with_its_child", [False, True])
-def test_nothing_outlives_a_replica(own: Path, with_its_child: bool) -> None:
+def test_nothing_outlives_a_replica(own_folder: Path, with_its_child: bool) -> None:
     """Ray kills the children of a replica, too, when it can."""
-    flags = json.dumps({**FLAGS, "model-repository": str(own.parent / "models")})
+    flags = json.dumps({**FLAGS, "model-repository": str(own_folder.parent / "models")})
     command = [sys.executable, "-c", REPLICA, flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as replica:
         assert replica.stdout
@@ -346,4 +350,4 @@ def test_nothing_outlives_a_replica(own: Path, with_its_child: bool) -> None:
         replica.kill()
         for child in children:
             child.kill()
-    until_nothing_is_left(own)
+    until_nothing_is_left(own_folder)

@@ -20,7 +20,7 @@ model_metrics {{ metric_control {{
 
 
 @pytest.fixture(scope="module")
-def repeating(models: Path, start: Start) -> Server:
+def repeating_server(models: Path, start: Start) -> Server:
     """Start a server with models that repeat each input element as a response, one for each
     test.
     """
@@ -30,14 +30,14 @@ def repeating(models: Path, start: Start) -> Server:
     return start(models, "--metrics-config=histogram_latencies=true", grpc=True)
 
 
-def test_responses_are_counted_by_their_index(repeating: Server) -> None:
-    with stream(repeating) as (client, results):
+def test_responses_are_counted_by_their_index(repeating_server: Server) -> None:
+    with stream(repeating_server) as (client, results):
         for count in (3, 1):
             # The statistics count the first-response time in whole ms.
             send_repeat(client, list(range(count)), delay_ms=2)
             assert ended(results) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
-    with repeating.http() as http:
+    with repeating_server.http() as http:
         (statistics,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
     rows = statistics["response_stats"]
     counts = {
@@ -66,46 +66,49 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     assert over_grpc_too == {"0": 2, "1": 1, "2": 1, "3": 0}
     first = {
         labels["le"]: n
-        for labels, n in repeating.samples(f"{FIRST}_bucket")
+        for labels, n in repeating_server.samples(f"{FIRST}_bucket")
         if labels["model"] == "repeat"
     }
     assert first == {"0.001": 0, "60000": 2, "+Inf": 2}
-    assert repeating.metric(f"{FIRST}_count", model="repeat") == 2
-    lines = [line for line in repeating.metrics().splitlines() if line.startswith(FIRST)]
+    assert repeating_server.metric(f"{FIRST}_count", model="repeat") == 2
+    lines = [line for line in repeating_server.metrics().splitlines() if line.startswith(FIRST)]
     full_text = rf'{FIRST}_sum{{model="repeat",version="1"}} [0-9]+'
     assert sum(re.fullmatch(full_text, line) is not None for line in lines) == 1
     assert f'{FIRST}_bucket{{model="repeat",version="1",le="60000"}} 2' in lines
     standard = {
         labels["le"]
-        for labels, _ in repeating.samples(f"{FIRST}_bucket")
+        for labels, _ in repeating_server.samples(f"{FIRST}_bucket")
         if labels["model"] == "standard"
     }
     assert standard == {"100", "500", "2000", "5000", "+Inf"}
 
 
-def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
-    with stream(repeating) as (client, results):
+def test_a_cancelled_request_is_counted_where_it_was(repeating_server: Server) -> None:
+    with stream(repeating_server) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="cancelled")
         for _ in range(2):
             results.get(timeout=30)
 
     def cancelled() -> int:
-        with repeating.http() as http:
+        with repeating_server.http() as http:
             (statistics,) = http.get("/v2/models/cancelled/stats").ok().json()["model_stats"]
         return sum(row["cancel"]["count"] for row in statistics["response_stats"].values())
 
     until("the cancellation is counted", lambda: cancelled() == 1)
     assert (
-        repeating.metric("nv_inference_request_failure", model="cancelled", reason="CANCELED") == 1
+        repeating_server.metric(
+            "nv_inference_request_failure", model="cancelled", reason="CANCELED"
+        )
+        == 1
     )
 
 
-def test_a_partly_answered_request_fails_with_its_worker(repeating: Server) -> None:
-    with stream(repeating) as (client, results):
+def test_a_partly_answered_request_fails_with_its_worker(repeating_server: Server) -> None:
+    with stream(repeating_server) as (client, results):
         send_repeat(client, [0] * 2000, delay_ms=20, model="killed")
         results.get(timeout=30)
-        repeating.find_one("worker killed.0").kill()
+        repeating_server.find_one("worker killed.0").kill()
         assert "died before this request's last response" in failed(results)
-        until("there is another worker", lambda: bool(repeating.find("worker killed.0")))
+        until("there is another worker", lambda: bool(repeating_server.find("worker killed.0")))
         send_repeat(client, [5], model="killed")
         assert ended(results) == 1

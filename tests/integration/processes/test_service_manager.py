@@ -181,10 +181,7 @@ def test_a_client_that_connects_during_a_load_is_answered_after_it(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_registrations_outlive_the_server(
-    manager: Manager,
-    repository: Path,
-    number: signal.Signals,
-    short_folder: Path,
+    manager: Manager, repository: Path, number: signal.Signals, short_folder: Path
 ) -> None:
     """The service manager stores the descriptors and passes them to the next server."""
     repositories.add(repository, "identity")

@@ -55,7 +55,7 @@ with shmserve.client.connect("/run/shmserve/server") as server:
 
 
 @pytest.fixture
-def installed(systemd: Systemd) -> Systemd:
+def installed_systemd(systemd: Systemd) -> Systemd:
     """Install the units, a journal, and a model in the default repository."""
     hidden = ("/home", "/root", "/tmp")
     if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
@@ -124,8 +124,8 @@ def status_of(systemd: Systemd, *more: str, groups: str) -> str:
     return systemd.run(*curl, *where, user=CLIENT, groups=groups).split("\n")[0]
 
 
-def test_a_server_is_installed_runs_and_is_removed(installed: Systemd) -> None:
-    systemd = installed
+def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -> None:
+    systemd = installed_systemd
     start(systemd, SERVICE)
     assert systemd.show(SERVICE, "StatusText") == "1/1 models ready"
     assert "model simple: loading\nmodel simple: ready" in log(systemd, "SHMSERVE_MODEL=simple")
@@ -170,8 +170,8 @@ def test_a_server_is_installed_runs_and_is_removed(installed: Systemd) -> None:
     assert not any(systemd.path("/dev/shm").iterdir())
 
 
-def test_a_reload_and_what_hangs(installed: Systemd) -> None:
-    systemd = installed
+def test_a_reload_and_what_hangs(installed_systemd: Systemd) -> None:
+    systemd = installed_systemd
     start(systemd, SERVICE)
     file = systemd.path("/etc/shmserve/shmserve.yaml")
     file.write_text(file.read_text() + "log-verbose: 1\nid: another\n")
@@ -191,9 +191,9 @@ def test_a_reload_and_what_hangs(installed: Systemd) -> None:
     wait_restarts(systemd, 2)
 
 
-def test_further_servers(installed: Systemd) -> None:
+def test_further_servers(installed_systemd: Systemd) -> None:
     """One server listens at the addresses of its flags, the other at its sockets."""
-    systemd = installed
+    systemd = installed_systemd
     flags = "model-repository: /var/lib/shmserve/models\n"
     green = flags + "http-port: 9000\nmetrics-port: 9002\nallow-grpc: no\n"
     systemd.path("/etc/shmserve/green.yaml").write_text(green)

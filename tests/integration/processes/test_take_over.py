@@ -36,7 +36,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slow_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a repository whose model waits at the gate while it is loaded."""
     folder = tmp_path_factory.mktemp("slow")
     repositories.add_slow(folder, "slow")
@@ -123,7 +123,9 @@ def test_another_users(repository: Path, run_dir: Path) -> None:
         assert_untouched(server)
 
 
-def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run_dir: Path) -> None:
+def test_the_next_one_fails_before_it_is_ready(
+    repository: Path, slow_models: Path, run_dir: Path
+) -> None:
     """The successor is killed, terminated, or has no model.
 
     The first server continues and can still be replaced.
@@ -131,7 +133,7 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
     with first(repository, run_dir) as server, server.http() as http:
         infer_in_memory = InferInMemory(http)
         for number in (signal.SIGKILL, signal.SIGTERM):
-            failing = next_to(server, slow)
+            failing = next_to(server, slow_models)
             failing.gate.next()
             assert "another successor is taking over" in refusal(run_dir, repository)
             failing.process.send_signal(number)
@@ -140,8 +142,8 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
             failing.discard()
             server.wait_log("this server continues")
             assert_untouched(server)
-        (slow / "slow" / "1" / "model.py").write_text("raise ValueError('not today')")
-        failing = next_to(server, slow)
+        (slow_models / "slow" / "1" / "model.py").write_text("raise ValueError('not today')")
+        failing = next_to(server, slow_models)
         assert failing.wait_exit(60) == 1
         failing.discard()
         assert infer_in_memory(http, 1) == ""
@@ -149,9 +151,9 @@ def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run
         assert_untouched(server)
 
 
-def test_the_first_one_ends_meanwhile(repository: Path, slow: Path, run_dir: Path) -> None:
+def test_the_first_one_ends_meanwhile(repository: Path, slow_models: Path, run_dir: Path) -> None:
     with first(repository, run_dir) as server:
-        following = next_to(server, slow)
+        following = next_to(server, slow_models)
         visit = following.gate.next()
         server.process.terminate()
         assert server.wait_exit(30) == 0

@@ -72,7 +72,7 @@ def server(models: Path, start: Start) -> Server:
 
 
 @pytest.fixture
-def traced(models: Path, tmp_path: Path) -> Iterator[Server]:
+def tracing_server(models: Path, tmp_path: Path) -> Iterator[Server]:
     file = f"--trace-config=triton,file={tmp_path / 'traces'}"
     with running(models, "--trace-config=rate=1", file, grpc=True) as started:
         yield started
@@ -333,9 +333,9 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     return [(entry, {one["name"]: one["ns"] for one in stamps[entry["id"]]}) for entry in about]
 
 
-def test_trace_settings_are_changed_and_reset(traced: Server, tmp_path: Path) -> None:
+def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: Path) -> None:
     off = {**OFF, "trace_file": str(tmp_path / "traces")}
-    with httpclient.InferenceServerClient(traced.url) as client:
+    with httpclient.InferenceServerClient(tracing_server.url) as client:
         assert client.get_trace_settings() == off
         changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "log_frequency": "3"}
         assert client.update_trace_settings("one", changes) == {**off, **changes}
@@ -343,7 +343,7 @@ def test_trace_settings_are_changed_and_reset(traced: Server, tmp_path: Path) ->
         assert client.get_trace_settings("two") == {**off, "trace_count": "7"}
         back = {"trace_level": None, "trace_rate": None, "log_frequency": None}
         assert client.update_trace_settings("one", back) == {**off, "trace_count": "7"}
-    with grpcclient.InferenceServerClient(traced.grpc_url) as client:
+    with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
         given = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)["settings"]
         assert given["trace_rate"] == {"value": ["9"]}
         assert given["trace_level"] == {"value": ["OFF"]}
@@ -476,19 +476,19 @@ def test_unknown_trace_settings_are_refused(
             client.update_trace_settings(None, settings)
 
 
-def test_a_trace_file_is_as_tritons(traced: Server, tmp_path: Path) -> None:
+def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> None:
     path = tmp_path / "traces"
-    with traced.http() as http:
+    with tracing_server.http() as http:
         http.post("/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}).ok()
         batched = {"id": "me", "inputs": [json_input("IN", ROW)]}
         http.infer("both", batched).ok()
         http.infer("calls", X).ok()
         assert http.infer("boom", X).status == 500
-    with grpcclient.InferenceServerClient(traced.grpc_url) as client:
+    with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
         infer_input = grpcclient.InferInput("X", [1, 1], "FP32")
         infer_input.set_data_from_numpy(ROW)
         client.infer("one", [infer_input])
-    with shmserve.client.connect(traced.run_dir) as native:
+    with shmserve.client.connect(tracing_server.run_dir) as native:
         native.infer("two", X=ROW, request_id="native")
     until("8 requests are in the file", lambda: path.exists() and len(read(path)) == 8)
     traces = {(trace["model_name"], "parent_id" in trace): (trace, at) for trace, at in read(path)}
@@ -516,9 +516,11 @@ def test_a_trace_file_is_as_tritons(traced: Server, tmp_path: Path) -> None:
     assert "COMPUTE_START" in traces["boom", False][1]
 
 
-def test_one_of_so_many_is_traced_and_no_more_than_so_many(traced: Server, tmp_path: Path) -> None:
+def test_one_of_so_many_is_traced_and_no_more_than_so_many(
+    tracing_server: Server, tmp_path: Path
+) -> None:
     settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "trace_count": "3"}
-    with traced.http() as http:
+    with tracing_server.http() as http:
         http.post("/v2/models/one/trace/setting", settings | {"log_frequency": "2"}).ok()
         for number in range(12):
             http.infer("one", {"id": str(number), "inputs": [json_input("X", ROW)]}).ok()
@@ -531,7 +533,7 @@ def test_one_of_so_many_is_traced_and_no_more_than_so_many(traced: Server, tmp_p
 
 
 @pytest.fixture
-def collected(models: Path) -> Iterator[tuple[Server, Collector]]:
+def server_and_collector(models: Path) -> Iterator[tuple[Server, Collector]]:
     """Yield a server that sends its traces to a collector, and the collector."""
     with collector() as collected_spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
@@ -561,9 +563,9 @@ PARTS = ("queue", "compute_input", "compute", "compute_output")
 
 @pytest.mark.parametrize("door", ["http", "grpc", "native"])
 def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
-    collected: tuple[Server, Collector], door: str
+    server_and_collector: tuple[Server, Collector], door: str
 ) -> None:
-    server, collected_spans = collected
+    server, collected_spans = server_and_collector
     if door == "http":
         with server.http() as http:
             http.infer("both", {"inputs": [json_input("IN", ROW)]}, {"traceparent": TRACEPARENT})
@@ -599,8 +601,8 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
     assert collected_spans.resources[0]["deployment"] == "test"
 
 
-def test_spans_of_calls_and_of_failures(collected: tuple[Server, Collector]) -> None:
-    server, collected_spans = collected
+def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Collector]) -> None:
+    server, collected_spans = server_and_collector
     with server.http() as http:
         http.infer("calls", X).ok()
         spans = spans_of(collected_spans, 13)

@@ -44,7 +44,7 @@ def wait_workers(server: Server, count: int) -> None:
 
 @pytest.fixture(scope="module")
 def limiting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """See `limiting`."""
+    """See `empty_server`."""
     folder = tmp_path_factory.mktemp("limiting") / "models"
     folder.mkdir()
     flags = ("--rate-limit=execution_count", "--rate-limit-resource=R:3")
@@ -53,7 +53,7 @@ def limiting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 
 @pytest.fixture
-def limiting(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
+def empty_server(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
     """Start a server with a rate limit of three for the resource R, which loads models only on
     request.
 
@@ -70,12 +70,12 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_models_that_need_the_same_take_turns(
-    limiting: tuple[Server, Path], pool: ThreadPoolExecutor
+    empty_server: tuple[Server, Path], pool: ThreadPoolExecutor
 ) -> None:
     """Two instances of each of two models share the resources for one; a third model is not
     limited.
     """
-    server, repository = limiting
+    server, repository = empty_server
     for name in ("one", "two"):
         add(repository, name, limited(2))
     add(repository, "small", limited(1, "S"))
@@ -114,9 +114,9 @@ def test_without_the_flag_nothing_is_limited(
     assert [future.result() for future in waiting] == [200, 200]
 
 
-def test_models_that_could_never_run_do_not_load(limiting: tuple[Server, Path]) -> None:
+def test_models_that_could_never_run_do_not_load(empty_server: tuple[Server, Path]) -> None:
     """The texts of a load, and that nothing of it stays."""
-    server, repository = limiting
+    server, repository = empty_server
     add(repository, "greedy", limited(4))
     add(repository, "fine", limited(3))
     add(repository, "world", limited(1, more="global: true"))
@@ -134,12 +134,12 @@ def test_models_that_could_never_run_do_not_load(limiting: tuple[Server, Path]) 
         http.load("world").ok()
 
 
-def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
+def test_other_instances_in_place(empty_server: tuple[Server, Path]) -> None:
     """A reload changes the number of instances, or their needs.
 
     The scheduler stays, and new instances take part in the rate limit.
     """
-    server, repository = limiting
+    server, repository = empty_server
     folder = repositories.add_as(repository, "simple", "simple")
     config = folder / "config.pbtxt"
     kept = [line for line in config.read_text().splitlines() if "instance_group" not in line]

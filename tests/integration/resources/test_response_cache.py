@@ -181,9 +181,9 @@ def test_the_bound_is_the_servers(server: Server) -> None:
     assert server.metric("shmserve_cache_bytes", model="counting") <= SIZE // 6
 
 
-def test_models_that_cannot_be_cached_do_not_load(explicit: tuple[Server, Path]) -> None:
+def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Path]) -> None:
     """Rule 3.8.1: the texts of a load."""
-    server, repository = explicit
+    server, repository = empty_server
     add_model(repository, "sequence", COUNTING, more=CACHED + " sequence_batching {}")
     decoupled = CACHED + " model_transaction_policy { decoupled: true }"
     add_model(repository, "decoupled", COUNTING, more=decoupled)
@@ -200,9 +200,9 @@ def test_models_that_cannot_be_cached_do_not_load(explicit: tuple[Server, Path])
 
 
 def test_a_model_on_a_server_without_a_cache_serves_all_the_same(
-    explicit: tuple[Server, Path],
+    empty_server: tuple[Server, Path],
 ) -> None:
-    server, repository = explicit
+    server, repository = empty_server
     add_model(repository, "alone", COUNTING, more=CACHED)
     server.load("alone")
     array = np.ones(2, np.float32)

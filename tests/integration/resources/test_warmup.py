@@ -258,10 +258,10 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
     ],
 )
 def test_a_sample_that_fails_fails_the_load(
-    explicit: tuple[Server, Path], name: str, warmup: str, says: str
+    empty_server: tuple[Server, Path], name: str, warmup: str, says: str
 ) -> None:
     """Rule 3.9.5."""
-    server, repository = explicit
+    server, repository = empty_server
     add(repository, name, warmup, values=b"1234")
     with server.http() as http:
         http.post("/v2/logging", {"log_verbose_level": 1}).ok()
@@ -277,9 +277,9 @@ def test_a_sample_that_fails_fails_the_load(
             assert f"{where} {log_text}" in server.log()
 
 
-def test_an_instance_that_starts_again_is_warm_again(explicit: tuple[Server, Path]) -> None:
+def test_an_instance_that_starts_again_is_warm_again(empty_server: tuple[Server, Path]) -> None:
     """Per instance: each process has seen the sample before it serves."""
-    server, repository = explicit
+    server, repository = empty_server
     add(repository, "again", _SAMPLE % (1, 1, "zero_data: true"))
     server.load("again")
     assert seen(server, "again") == [[ROW]]

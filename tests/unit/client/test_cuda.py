@@ -145,7 +145,7 @@ def cuda() -> FakeCuda:
 def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
     """Return the driver as the client uses it; the memory that it allocates is host memory."""
     export = cuda.exporting()
-    monkeypatch.setattr("shmserve.client.session.exporting", lambda: export)
+    monkeypatch.setattr("shmserve.client.session.open_exporter", lambda: export)
     monkeypatch.setattr(DeviceView, "__dlpack_device__", lambda view: (1, 0))
     return export
 
@@ -175,13 +175,13 @@ def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[Supervis
 
 
 @pytest.fixture
-def host(tmp_path: Path, cuda: FakeCuda, device: FakeDevice) -> Iterator[SupervisorContext]:
+def context(tmp_path: Path, cuda: FakeCuda, device: FakeDevice) -> Iterator[SupervisorContext]:
     yield from started(tmp_path, cuda)
 
 
 @pytest.fixture
-def client(host: SupervisorContext, exporting: FakeExporting) -> Iterator[Server]:
-    with shmserve.client.connect(host.folder) as native_client:
+def client(context: SupervisorContext, exporting: FakeExporting) -> Iterator[Server]:
+    with shmserve.client.connect(context.folder) as native_client:
         yield native_client
 
 
@@ -195,36 +195,36 @@ def ask(
 
 
 def test_a_region_on_the_device_is_used_in_place(
-    host: SupervisorContext, client: Server, cuda: FakeCuda, device: FakeDevice
+    context: SupervisorContext, client: Server, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     with client.allocate(TENSORS, device="cuda:1") as region:
         assert repr(region["x"]) == "<FP32 (1, 4) on cuda:1>"
         for turn in range(3):
             region["x"].fill(ROW + turn)
-            result = ask(host, client, region)
+            result = ask(context, client, region)
             assert type(result["y"]) is DeviceView
             assert (region["y"].numpy() == (ROW + turn) * 2).all()
             assert (result["y"].numpy() == (ROW + turn) * 2).all()
             # Inputs are copied on the device until the model is known not to write to them.
-            assert host.worker.finished.copied_in == (0 if turn else 16)
+            assert context.worker.finished.copied_in == (0 if turn else 16)
             assert cuda.asked[-1] == ("synchronize", 1)
         assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes by host memory"
         assert cuda.opened == 1
 
 
-def test_a_view_as_an_input_and_an_output(host: SupervisorContext, client: Server) -> None:
+def test_a_view_as_an_input_and_an_output(context: SupervisorContext, client: Server) -> None:
     region = client.allocate({"in": ((4, 4), "FP32"), "out": ((4, 4), "FP32")}, device="cuda")
     region["in"].fill(7)
     two = region.view("in", (2, 4))
-    result = ask(host, client, x=two, outputs={"y": region.view("out", (2, 4))})
+    result = ask(context, client, x=two, outputs={"y": region.view("out", (2, 4))})
     assert result["y"].shape == (2, 4)
     assert region["out"].numpy().tolist() == [[14] * 4] * 2 + [[0] * 4] * 2
     # From the device to a message, and from a message to the device.
-    assert (ask(host, client, x=two)["y"] == 14).all()
-    ask(host, client, x=ROW, outputs={"y": region.view("out", (1, 4))})
+    assert (ask(context, client, x=two)["y"] == 14).all()
+    ask(context, client, x=ROW, outputs={"y": region.view("out", (1, 4))})
     assert (region["out"].numpy()[0] == ROW * 2).all()
     with pytest.raises(InvalidArgument, match="unexpected shape"):
-        ask(host, client, x=region.view("in", (2, 3)))
+        ask(context, client, x=region.view("in", (2, 3)))
 
 
 def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
@@ -254,7 +254,7 @@ def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
 
 
 def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
-    client: Server, exporting: FakeExporting, host: SupervisorContext
+    client: Server, exporting: FakeExporting, context: SupervisorContext
 ) -> None:
     region = client.allocate(TENSORS, device="cuda:0")
     view = region["x"]
@@ -266,7 +266,7 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
             use()
     del use
     with pytest.raises(shmserve.client.Released):
-        ask(host, client, x=view)
+        ask(context, client, x=view)
     with pytest.raises(shmserve.client.Released):
         region.view("x")
     del view, region
@@ -276,13 +276,13 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
     del kept
     client._session.memories.settle()
     assert not exporting.allocated
-    until("workers are told", lambda: bool(host.processes.workers))
+    until("workers are told", lambda: bool(context.processes.workers))
 
 
 def test_memory_on_a_device_stays_with_its_client(
-    host: SupervisorContext, exporting: FakeExporting
+    context: SupervisorContext, exporting: FakeExporting
 ) -> None:
-    with shmserve.client.connect(host.folder) as client:
+    with shmserve.client.connect(context.folder) as client:
         region = client.allocate(TENSORS, device="cuda:0")
         for attempt in (pickle.dumps, client.attach):
             with pytest.raises(shmserve.client.Unsupported, match="cannot be sent"):
@@ -290,11 +290,11 @@ def test_memory_on_a_device_stays_with_its_client(
 
 
 def test_the_end_of_the_connection_ends_it_in_the_workers(
-    host: SupervisorContext, exporting: FakeExporting, cuda: FakeCuda
+    context: SupervisorContext, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
-    client = shmserve.client.connect(host.folder)
+    client = shmserve.client.connect(context.folder)
     region = client.allocate(TENSORS, device="cuda:0")
-    ask(host, client, region)
+    ask(context, client, region)
     assert cuda.opened == 1
     work = pack_inference(
         inference(tensor("x", ROW, region.memory_range("x")), outputs=(RequestedOutput("y"),))
@@ -303,12 +303,12 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     client.close()
     with pytest.raises(shmserve.client.Released, match="closed"):
         region.view("x")
-    until("workers are told", lambda: bool(host.processes.workers))
-    host.drop()
+    until("workers are told", lambda: bool(context.processes.workers))
+    context.drop()
     assert cuda.opened == 0
     # A request that a worker had not begun by then is not run, since no process would close the
     # handle.
-    (reply,) = host.worker.raw_batch([work])
+    (reply,) = context.worker.raw_batch([work])
     assert reply.code == "UNAVAILABLE" and cuda.opened == 0
     assert len(exporting.allocated) == 1 and (view.numpy() == 0).all(), "it is the program's"
     del region, view
@@ -317,31 +317,31 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
 
 
 def test_one_mapping_for_one_handle_under_all_its_requests(
-    host: SupervisorContext, client: Server, cuda: FakeCuda
+    context: SupervisorContext, client: Server, cuda: FakeCuda
 ) -> None:
     first = client.allocate(TENSORS, device="cuda:0")
     second = client.allocate(TENSORS, device="cuda:0")
     for region in (first, second, first, second):
-        ask(host, client, region)
+        ask(context, client, region)
     assert cuda.opened == 2 and cuda.asked.count(("open", 0)) == 2
 
 
 def test_a_dead_exporter_fails_its_own_requests_only(
-    host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
+    context: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     dead, alive = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
     cuda.revoke(exporting.allocated[dead.segment.address])
     with pytest.raises(InvalidArgument, match="cannot be opened: its owner has exited"):
-        ask(host, client, dead)
-    ask(host, client, alive)
+        ask(context, client, dead)
+    ask(context, client, alive)
 
 
 def test_pinned_host_memory(
-    host: SupervisorContext, client: Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    context: SupervisorContext, client: Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with client.allocate(TENSORS, pin=True) as region:
         region["x"][:] = ROW
-        ask(host, client, region)
+        ask(context, client, region)
         assert (region["y"] == ROW * 2).all()
         assert list(cuda.pinned.values()) == [4096]
         limits = (8191, 8191)
@@ -350,9 +350,9 @@ def test_pinned_host_memory(
             client.allocate(TENSORS, pin=True)
         forged = dataclasses.replace(region.memory_range("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Range(forged, 0, 16))
-    until("workers are told", lambda: bool(host.processes.workers))
-    host.drop()
+            context.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Range(forged, 0, 16))
+    until("workers are told", lambda: bool(context.processes.workers))
+    context.drop()
     assert not cuda.pinned
     client.allocate(TENSORS, pin=True)
     for wrong_value in ({"pin": True}, {"huge_pages": True}):
@@ -364,7 +364,7 @@ def test_pinned_host_memory(
 
 
 def test_invalid_allocations_are_rejected(
-    host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
+    context: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     for name in ("gpu:0", "cuda:x", "cuda:", "npu:0", "", None, 0, torch.device("meta")):
         with pytest.raises(InvalidArgument, match="is unknown"):
@@ -375,7 +375,7 @@ def test_invalid_allocations_are_rejected(
     with pytest.raises(Unavailable, match="cannot be allocated on 'cuda:0'"):
         client.allocate(TENSORS, device="cuda:0")
     exporting.most = 1 << 30
-    host.looking = True
+    context.looking = True
     cuda.uuid = lambda device: bytes(16)  # type: ignore[method-assign]
     monkey = exporting.uuid
     exporting.uuid = lambda device: bytes([9]) * 16  # type: ignore[method-assign]
@@ -406,8 +406,8 @@ def test_a_server_without_a_device(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a CUDA device")
-def test_a_program_without_a_device(host: SupervisorContext) -> None:
-    with shmserve.client.connect(host.folder) as client:
+def test_a_program_without_a_device(context: SupervisorContext) -> None:
+    with shmserve.client.connect(context.folder) as client:
         with pytest.raises(Unavailable, match=r"cannot allocate device memory: .*GPU"):
             client.allocate(TENSORS, device="cuda:0")
         assert client.allocate(TENSORS)["x"].shape == (1, 4)
@@ -416,11 +416,11 @@ def test_a_program_without_a_device(host: SupervisorContext) -> None:
 def test_a_program_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match=r"\[cuda]"):
-        client_device.exporting()
+        client_device.open_exporter()
 
 
 def test_a_local_client_uses_no_handle_that_it_did_not_share(
-    host: SupervisorContext, client: Server
+    context: SupervisorContext, client: Server
 ) -> None:
     region = client.allocate(TENSORS, device="cuda:0")
     memory = region.memory_range("x").memory
@@ -437,7 +437,7 @@ def test_a_local_client_uses_no_handle_that_it_did_not_share(
     ):
         assert not SEALS.owns(number, forged)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.listener._rules._check_owner(number, Range(forged, 0, 16))
+            context.listener._rules._check_owner(number, Range(forged, 0, 16))
 
 
 def test_the_same_handle_shared_again_is_another_memory() -> None:
@@ -463,7 +463,7 @@ def test_the_same_handle_shared_again_is_another_memory() -> None:
     ],
 )
 def test_invalid_handles_are_rejected(
-    host: SupervisorContext,
+    context: SupervisorContext,
     client: Server,
     handle: bytes,
     device: int,

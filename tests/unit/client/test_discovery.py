@@ -18,7 +18,7 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 
 @pytest.fixture
-def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def usual_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the default run directory of a first server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
@@ -31,25 +31,25 @@ def ended(server: RunDirectory) -> None:
     os.close(server.lock_fd)
 
 
-def test_none(usual: Path) -> None:
+def test_none(usual_dir: Path) -> None:
     with pytest.raises(
         Disconnected,
-        match=f"no server .* there is no run directory {usual}; start one by `shmserve serve`",
+        match=f"no server .* there is no run directory {usual_dir}; start one by `shmserve serve`",
     ):
         discovery.find(None)
 
 
-def test_a_run_directory_whose_server_has_ended_is_disconnected(usual: Path) -> None:
+def test_a_run_directory_whose_server_has_ended_is_disconnected(usual_dir: Path) -> None:
     ended(RunDirectory.default())
-    for named in (None, usual):
+    for named in (None, usual_dir):
         with pytest.raises(
             Disconnected,
-            match=(f"no server is running: the server of the run directory {usual} has exited"),
+            match=(f"no server is running: the server of the run directory {usual_dir} has exited"),
         ):
             discovery.find(named)
 
 
-def test_of_two_one_must_be_named(usual: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_one_must_be_named(usual_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = RunDirectory.default(), RunDirectory.default()
     file = endpoints.addresses(second.path)
     file.parent.mkdir()
@@ -68,9 +68,9 @@ def test_of_two_one_must_be_named(usual: Path, monkeypatch: pytest.MonkeyPatch) 
     ended(second)
 
 
-def test_the_default_directory_of_another_user_is_rejected(usual: Path, tmp_path: Path) -> None:
-    usual.symlink_to(tmp_path)
-    with pytest.raises(InvalidArgument, match=f"{usual} belongs to another user; name it"):
+def test_the_default_directory_of_another_user_is_rejected(usual_dir: Path, tmp_path: Path) -> None:
+    usual_dir.symlink_to(tmp_path)
+    with pytest.raises(InvalidArgument, match=f"{usual_dir} belongs to another user; name it"):
         discovery.find(None)
 
 

@@ -71,11 +71,11 @@ def published(name: str = "m", version: str = "1", latest: bool = True) -> m.Mod
 def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memories) -> None:
     blocks = [memories.allocate(1 << 20) for _ in range(3)]
     assert len({block.segment for block in blocks}) == 1
-    alone = memories.allocate(100, alone=True)
-    assert alone.segment not in {block.segment for block in blocks}
+    whole_segment = memories.allocate(100, whole_segment=True)
+    assert whole_segment.segment not in {block.segment for block in blocks}
     with pytest.raises(Unavailable, match="may use 67108864 bytes"):
         memories.allocate(100 << 20)
-    for block in [*blocks, alone]:
+    for block in [*blocks, whole_segment]:
         block.recycle()
     memories.settle()
     assert memories.find(blocks[0].segment.address, 1) is None
@@ -110,9 +110,9 @@ def test_unused_slots_are_evicted_for_new_ones(memories: Memories) -> None:
         request.end()
     in_use = prepare(memories, model, {"x": x}, None, PLAIN)
     with pytest.raises(Unavailable, match="may use 67108864 bytes"):
-        memories.allocate(60 << 20, alone=True)
+        memories.allocate(60 << 20, whole_segment=True)
     in_use.end()
-    assert memories.allocate(60 << 20, alone=True)
+    assert memories.allocate(60 << 20, whole_segment=True)
 
 
 def test_memory_returned_after_close_is_freed(memories: Memories) -> None:
@@ -255,7 +255,7 @@ def test_options_of_one_call_are_not_in_the_template(memories: Memories, large: 
             assert built.options is value
             works.append((built.schema, built.data))
             built.end()
-    assert works == works[:1] * 6 and len(model.prepared) == 1
+    assert works == works[:1] * 6 and len(model.templates) == 1
 
 
 def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> None:
@@ -271,7 +271,7 @@ def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> No
         (output,) = inference.outputs
         assert output.memory_range is not None and output.memory_range.byte_size == 4 * 8192
         built.end()
-    assert len(model.prepared) == 1 and len(schemas) == 1
+    assert len(model.templates) == 1 and len(schemas) == 1
 
 
 def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
@@ -304,7 +304,7 @@ def test_every_form_is_checked(memories: Memories) -> None:
     for inputs, text in wrong_cases:
         with pytest.raises(InvalidArgument, match=text):
             prepare(memories, model, inputs, None, PLAIN)
-    assert not model.prepared
+    assert not model.templates
 
 
 def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> None:
@@ -312,14 +312,14 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
     first = prepare(memories, model, x, None, PLAIN)
-    (key,) = model.prepared._values
+    (key,) = model.templates._values
     prepared = ClientTemplate(
         model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
     )
-    assert model.remember(key, prepared) is first.prepared
+    assert model.store_template(key, prepared) is first.template
     model.close()
     late = prepare(memories, model, x, None, PLAIN)
-    assert not model.prepared
+    assert not model.templates
     first.end()
     late.end()
     memories.settle()
@@ -503,7 +503,7 @@ def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> No
     tensor = TensorRef("x", "FP32", (1, size), array.tobytes())
     for parameters in (None, {"n": 1}):
         expected = pack_inference(Inference((tensor,), (), parameters or {}))
-        assert prepared.packed([array], None, parameters) == expected
+        assert prepared.pack_request([array], None, parameters) == expected
 
 
 def test_local_clients_cannot_forge_identities_or_memory() -> None:

@@ -24,7 +24,7 @@ ALL, SOME = "all-scopes-token", "inference-token!"
 
 
 @pytest.fixture
-def tokens(tmp_path: Path) -> Path:
+def tokens_file(tmp_path: Path) -> Path:
     path = tmp_path / "tokens"
     path.write_text(f"# ours\n\n{ALL}\n  {SOME} inference,metadata # a program\n")
     path.chmod(0o600)
@@ -35,8 +35,8 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-def test_a_token_opens_its_scopes(tokens: Path) -> None:
-    rules = Authorisation(read_tokens(tokens), {})
+def test_a_token_opens_its_scopes(tokens_file: Path) -> None:
+    rules = Authorisation(read_tokens(tokens_file), {})
     assert rules.authorise(SIGNATURE, bearer(SOME)) is None
     for scope in SCOPES:
         assert rules.authorise(scope, bearer(ALL)) is None
@@ -71,8 +71,8 @@ def test_the_inference_scope_may_read_signatures(tmp_path: Path, scopes: str, st
         *(f"Bearer {ALL.upper()}", "Bearer \udcff\udcfe", f"Bearer {ALL},{SOME}"),
     ],
 )
-def test_a_header_without_a_token_opens_only_health(tokens: Path, header: str) -> None:
-    rules = Authorisation(read_tokens(tokens), {})
+def test_a_header_without_a_token_opens_only_health(tokens_file: Path, header: str) -> None:
+    rules = Authorisation(read_tokens(tokens_file), {})
     for metadata in ({"authorization": header}, {}):
         for scope in SCOPES:
             refused = rules.authorise(scope, metadata)
@@ -83,8 +83,8 @@ def test_a_header_without_a_token_opens_only_health(tokens: Path, header: str) -
                 assert (refused.status, refused.code) == (401, "UNAUTHENTICATED")
 
 
-def test_the_kind_of_authorisation_is_spelled_as_anyone_likes(tokens: Path) -> None:
-    rules = Authorisation(read_tokens(tokens), {})
+def test_the_kind_of_authorisation_is_spelled_as_anyone_likes(tokens_file: Path) -> None:
+    rules = Authorisation(read_tokens(tokens_file), {})
     assert rules.authorise("inference", {"authorization": f"bearer  {ALL} "}) is None
 
 
@@ -93,9 +93,9 @@ def test_without_tokens_everything_is_open() -> None:
     assert all(rules.authorise(scope, {}) is None for scope in SCOPES)
 
 
-def test_tokens_are_kept_as_digests(tokens: Path) -> None:
+def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
     """R22: no token is stored by the server, passed to its processes, or printable."""
-    parsed = read_tokens(tokens)
+    parsed = read_tokens(tokens_file)
     assert set(parsed) == {hashlib.sha256(t.encode()).hexdigest() for t in (ALL, SOME)}
     assert ALL not in repr(parsed)
 
@@ -111,24 +111,24 @@ def test_tokens_are_kept_as_digests(tokens: Path) -> None:
         (f"{ALL}\n{ALL} inference\n", "line 2: duplicate token"),
     ],
 )
-def test_wrong_files(tokens: Path, text: str, said: str) -> None:
-    tokens.write_text(text)
+def test_wrong_files(tokens_file: Path, text: str, said: str) -> None:
+    tokens_file.write_text(text)
     with pytest.raises(InvalidArgument) as caught:
-        read_tokens(tokens)
+        read_tokens(tokens_file)
     assert said in caught.value.message
     assert ALL not in caught.value.message
 
 
-def test_files_that_cannot_be_read_or_that_others_write(tokens: Path) -> None:
+def test_files_that_cannot_be_read_or_that_others_write(tokens_file: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot read"):
-        read_tokens(tokens / "nothing")
-    tokens.write_bytes(b"\xff\xfe\n")
+        read_tokens(tokens_file / "nothing")
+    tokens_file.write_bytes(b"\xff\xfe\n")
     with pytest.raises(InvalidArgument, match="cannot read"):
-        read_tokens(tokens)
-    tokens.write_text(ALL)
-    tokens.chmod(0o620)
+        read_tokens(tokens_file)
+    tokens_file.write_text(ALL)
+    tokens_file.chmod(0o620)
     with pytest.raises(InvalidArgument, match="is writable by users other"):
-        read_tokens(tokens)
+        read_tokens(tokens_file)
 
 
 # --- Triton's restricted APIs
@@ -196,8 +196,8 @@ def test_a_restricted_protocol_has_a_longer_header() -> None:
     assert refused.message == text
 
 
-def test_a_restriction_holds_for_tokens_too(tokens: Path) -> None:
-    rules = Authorisation(read_tokens(tokens), {"trace": Restriction("k", "v")})
+def test_a_restriction_holds_for_tokens_too(tokens_file: Path) -> None:
+    rules = Authorisation(read_tokens(tokens_file), {"trace": Restriction("k", "v")})
     assert rules.authorise("trace", {**bearer(ALL), "k": "v"}) is None
     assert rules.authorise("trace", bearer(ALL)) is not None
     assert rules.authorise("trace", {"k": "v"}) is not None

@@ -15,12 +15,7 @@ from shmserve.common import peers
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.common.peers import REMOTE, SHM_DISABLED, Peer, groups_of, loopback_peer, unix_peer
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
-from shmserve.gateway.listener import (
-    ClientIdentity,
-    ListenerKind,
-    ListenerRules,
-    listener_kind,
-)
+from shmserve.gateway.listener import ClientIdentity, ListenerKind, ListenerRules, listener_kind
 from tests.support.users import ALICE, FRIENDS, as_user, needs_users
 
 OPEN = Authorisation(None, {})

@@ -122,14 +122,8 @@ ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
         "max_batch_size: 8\nmax_tokens_per_batch: 4",
         (":2:1: max_tokens_per_batch: 4 is less than max_batch_size 8",),
     ),
-    "twice": (
-        "block_size: 8\nblock_size: 16",
-        (":2:1: block_size: it is already set in line 1",),
-    ),
-    "a list": (
-        "- block_size",
-        ("engine.yaml: expected a mapping", "a mapping"),
-    ),
+    "twice": ("block_size: 8\nblock_size: 16", (":2:1: block_size: it is already set in line 1",)),
+    "a list": ("- block_size", ("engine.yaml: expected a mapping", "a mapping")),
     "no YAML": ("block_size: [8", ("engine.yaml:1:15: it is not YAML",)),
 }
 

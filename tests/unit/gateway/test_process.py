@@ -59,7 +59,7 @@ async def test_a_drain_during_the_start_completes_without_connections() -> None:
     records: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as sock:
         acceptor: Any = SimpleNamespace(connections=[], drain=lambda done, **_: done())
-        front.drain(lambda: records.append(True), followed=False)
+        front.drain(lambda: records.append(True), has_successor=False)
         await front.listen(sock, acceptor)
         await asyncio.sleep(0)
         await front.accept()

@@ -88,10 +88,7 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a response": (
-        {"previous_response_id": "r"},
-        "previous_response_id: 'r': responses are not",
-    ),
+    "a response": ({"previous_response_id": "r"}, "previous_response_id: 'r': responses are not"),
     "a conversation": ({"conversation": "c"}, "conversation: .* are not stored"),
     "background": ({"background": True}, "background: True: supported is False"),
     "truncation": ({"truncation": "auto"}, "truncation: 'auto': supported is 'disabled'"),

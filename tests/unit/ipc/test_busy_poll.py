@@ -92,9 +92,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
     return wait
 
 
-def test_a_worker_with_frequent_requests_polls(
-    waits: Callable[..., list[float | None]],
-) -> None:
+def test_a_worker_with_frequent_requests_polls(waits: Callable[..., list[float | None]]) -> None:
     assert waits(SHORT, 1, looks=3) == [0.0, 0.0, 0.0]
     assert waits(SHORT, 1, looks=1 << 40, tick_ns=SPIN_NS // 2) == [0.0, None]
 

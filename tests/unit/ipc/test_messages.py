@@ -50,7 +50,7 @@ EXAMPLES: dict[Any, Any] = {
     list[m.Reply]: [m.Reply(1, "", "", b"x", [b"y"])],
     list[g.Resumed]: [g.Resumed(1, b"x", 2, "x")],
     list[g.BeamSearch]: [g.BeamSearch(1, 0.5, "x", [1, 2])],
-    list[g.Begin]: [g.Begin(1, 2, 3, 4, 5)],
+    list[g.NewSequence]: [g.NewSequence(1, 2, 3, 4, 5)],
     list[g.Row]: [g.Row(1, 2, 3, 4, [1, 2], 5, False)],
     list[g.RowResult]: [g.RowResult(1, [2], "x", 3, [4], [0.5])],
     list[g.Hypothesis]: [g.Hypothesis(b"x", "x", 0.5)],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US, Response, make_submit
+from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Response, make_submit
 from shmserve.ipc.scheduler_client import (
     CANNOT_RUN_AGAIN,
     LOST_AFTER_RESPONSE,
@@ -283,10 +283,7 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
     """
     fresh, begun, once, left, early, answered = (
         Request(
-            client,
-            number=number,
-            request_id="me",
-            work=in_place_work() if number == 3 else REQUEST,
+            client, number=number, request_id="me", work=in_place_work() if number == 3 else REQUEST
         )
         for number in range(1, 7)
     )
@@ -389,9 +386,7 @@ EVENTS = (
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=30))
-def test_each_request_is_ended_once_and_its_memory_freed_once(
-    story: list[tuple[str, int]],
-) -> None:
+def test_each_request_is_ended_once_and_its_memory_freed_once(story: list[tuple[str, int]]) -> None:
     """Holds for any messages of a scheduler in any order."""
     client = Client()
     requests = {number: Request(client, number=number) for number in (1, 2, 3)}
@@ -451,7 +446,7 @@ def check(client: Client, request: Request) -> None:
         ({"timeout_us": 5}, None),
         ({"limit_us": 7, "limit": "--x"}, 7),
         ({"timeout_us": 10**30}, None),
-        ({"limit_us": 10**30}, LONGEST_TIMEOUT_US),
+        ({"limit_us": 10**30}, MAX_TIMEOUT_US),
         ({"ends_ns": 1_003_000}, 3),
         ({"ends_ns": 1_003_000, "limit_us": 2, "limit": "--x"}, 2),
         ({"ends_ns": 1_003_000, "limit_us": 4, "limit": "--x"}, 3),
@@ -461,7 +456,7 @@ def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us:
     arrived_ns = 1_000_000
     submit = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
-    timeout_us = min(limits.get("timeout_us", 0), LONGEST_TIMEOUT_US)
+    timeout_us = min(limits.get("timeout_us", 0), MAX_TIMEOUT_US)
     limit = limits.get("limit", "") if deadline_us != 3 else ""
     fields = (7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
     assert submit == m.Submit(*fields, limit=limit)

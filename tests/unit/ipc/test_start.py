@@ -30,7 +30,7 @@ STARTS = [
         capability_key=b"\0\xff",
         limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),
         snapshot=[{"name": "m"}, []],
-        alive=[1, 2],
+        worker_pids=[1, 2],
     ),
     WorkerStart(
         number=3,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shmserve.model_config import GraphProblem, ModelConfig, compose, parse_pbtxt
-from shmserve.model_config.diagnostics import shown
+from shmserve.model_config.diagnostics import key_text
 
 
 def config(text: str) -> ModelConfig:
@@ -146,7 +146,7 @@ def test_steps_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(GraphProblem, match=f"^{re.escape(expected)}$") as caught:
         composed(*steps, more=more)
-    assert shown(caught.value.key).removeprefix("ensemble_scheduling.") == key
+    assert key_text(caught.value.key).removeprefix("ensemble_scheduling.") == key
 
 
 def test_an_optional_input_need_not_be_mapped() -> None:

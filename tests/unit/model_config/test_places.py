@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import ModelConfig, Source, normalise, read_json, read_pbtxt, validate
-from shmserve.model_config.diagnostics import Key, shown
+from shmserve.model_config.diagnostics import Key, key_text
 from tests.rigs.marked_configs import IO, PYTHON, positions, problems
 from tests.unit.model_config.test_parse import FRAGMENTS, configs
 
@@ -160,7 +160,7 @@ def test_errors_of_a_generated_configuration_have_keys_but_no_lines() -> None:
     ],
 )
 def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
-    assert shown(key) == expected
+    assert key_text(key) == expected
 
 
 # --- errors that follow from unreadable fields --------------------------------------------------

@@ -416,10 +416,7 @@ def test_a_reshape_keeps_the_elements(
     ("text", "expected"),
     [
         (IO, "backend: must specify 'platform' or 'backend' for 'm'"),
-        (
-            '@platform: "tensor_plan"' + IO,
-            "platform: unexpected platform type 'tensor_plan' for m",
-        ),
+        ('@platform: "tensor_plan"' + IO, "platform: unexpected platform type 'tensor_plan' for m"),
         (
             'backend: "pytorch" @platform: "onnxruntime_onnx"' + IO,
             "platform: unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch",

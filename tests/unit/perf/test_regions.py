@@ -62,7 +62,7 @@ def test_slots_have_ranges_of_their_own() -> None:
 
 def test_memory_of_a_device_is_registered_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda().exporting()
-    monkeypatch.setattr(targets, "exporting", lambda: cuda)
+    monkeypatch.setattr(targets, "open_exporter", lambda: cuda)
     transport: Any = Transport()
     with Regions(transport, "cuda") as regions:
         placed = regions.inputs(ITEMS)

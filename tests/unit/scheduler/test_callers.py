@@ -108,7 +108,7 @@ def test_a_response_in_order_waits_for_its_callers_response() -> None:
 
 @pytest.mark.parametrize("callers", ["x", "1/2", "1//m", "\n\n", "-1/2/m", f"{'9' * 30}/1/m"])
 def test_malformed_callers_are_none(callers: str) -> None:
-    assert Caller.read(callers) == []
+    assert Caller.parse(callers) == []
     caller_rig = rig()
     caller_rig.begin()
     caller_rig.submit(callers=callers)

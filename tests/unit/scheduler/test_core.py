@@ -50,11 +50,11 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     first, second = rig.submit(2)
     _, batch = rig.execute()
     assert [request.data[0] for request in batch.requests] == [b"w1"]
-    assert (batch.requests[0].client_pid, batch.live) == (7000, 2)
+    assert (batch.requests[0].client_pid, batch.in_flight) == (7000, 2)
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(first, b"done", [b"done"])]
     _, batch = rig.execute()
-    assert batch.live == 1
+    assert batch.in_flight == 1
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(second, b"done", [b"done"])]
     assert rig.wake_ns == NEVER

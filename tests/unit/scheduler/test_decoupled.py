@@ -72,9 +72,7 @@ def test_an_error_may_be_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(
-    failed: bool,
-) -> None:
+def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(failed: bool) -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key)
     rig.respond(peer, key, b"", code="INTERNAL", message="no", final=True, failed=failed)
@@ -232,10 +230,7 @@ def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
         rig.returned(peer, batch)
     assert rig.wake_ns < NEVER
     rig.pass_time(6 * MS)
-    assert rig.answers() == [
-        part(number),
-        m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True),
-    ]
+    assert rig.answers() == [part(number), m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True)]
     assert rig.to_workers() == [m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.answers() == []

@@ -8,7 +8,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT as FIRST
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.inference import LONGEST_TIMEOUT_US
+from shmserve.ipc.messages.inference import MAX_TIMEOUT_US
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
@@ -58,7 +58,7 @@ def test_when_a_request_arrived_is_believed_within_a_second(said: int, believed:
         (NOW + SECOND, 500, 400, NOW - 7 + 400_000),
         (NOW + SECOND, 300, 400, NOW - 7 + 300_000),
         (-1, -1, 400, NOW - 7 + 400_000),
-        (0, (1 << 64) - 1, 0, NOW - 7 + LONGEST_TIMEOUT_US * 1000),
+        (0, (1 << 64) - 1, 0, NOW - 7 + MAX_TIMEOUT_US * 1000),
     ],
 )
 def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit_us: int, end: int) -> None:

@@ -37,7 +37,7 @@ def give(rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **field
     """Send a response with these compute and output times."""
     rig.now += infer_ns + output_ns
     given = rig.now - output_ns
-    rig.respond(peer, key, given_ns=given, written_ns=rig.now, **fields)
+    rig.respond(peer, key, computed_ns=given, written_ns=rig.now, **fields)
 
 
 def test_each_response_counts_from_the_one_before_it() -> None:
@@ -104,9 +104,9 @@ def test_requests_add_up_by_index() -> None:
 
 def test_times_that_cannot_be_are_cut() -> None:
     rig, peer, _, key = begun()
-    for given_ns, written in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
+    for computed_ns, written in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
         rig.pass_time(10)
-        rig.respond(peer, key, given_ns=given_ns, written_ns=written)
+        rig.respond(peer, key, computed_ns=computed_ns, written_ns=written)
     figures = stats(rig)
     assert figures["0"]["success"] == (1, 10)
     assert all(ns >= 0 for row in figures.values() for _, ns in row.values())

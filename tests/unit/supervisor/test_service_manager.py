@@ -17,7 +17,9 @@ from shmserve.supervisor.host.service_manager import ServiceManager, progress_li
 
 
 @pytest.fixture(params=["path", "abstract"])
-def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+def address_and_socket(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[str, socket.socket]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         if request.param == "path":
             address = str(tmp_path / "notify")
@@ -29,8 +31,8 @@ def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         yield address, sock
 
 
-def test_each_state_is_notified_once(heard: tuple[str, socket.socket]) -> None:
-    address, sock = heard
+def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socket]) -> None:
+    address, sock = address_and_socket
     environment = {"NOTIFY_SOCKET": address, "OTHER": "1"}
     manager = ServiceManager.from_environment(environment)
     assert environment == {"OTHER": "1"}
@@ -67,16 +69,16 @@ def test_each_state_is_notified_once(heard: tuple[str, socket.socket]) -> None:
     ],
 )
 def test_it_may_ask_for_signs_of_life(
-    heard: tuple[str, socket.socket], said: dict[str, str], watchdog_s: float
+    address_and_socket: tuple[str, socket.socket], said: dict[str, str], watchdog_s: float
 ) -> None:
-    environment = {"NOTIFY_SOCKET": heard[0], **said}
+    environment = {"NOTIFY_SOCKET": address_and_socket[0], **said}
     manager = ServiceManager.from_environment(environment)
     assert (manager.watchdog_s, environment) == (watchdog_s, {})
     manager.close()
 
 
-async def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
-    address, sock = heard
+async def test_it_is_asked_to_wait(address_and_socket: tuple[str, socket.socket]) -> None:
+    address, sock = address_and_socket
     manager = ServiceManager(address)
     waiting = asyncio.ensure_future(manager.keep_waiting())
     await asyncio.sleep(0)
@@ -86,9 +88,9 @@ async def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
 
 
 def test_notifications_queue_up_without_watchdog_messages(
-    heard: tuple[str, socket.socket],
+    address_and_socket: tuple[str, socket.socket],
 ) -> None:
-    address, sock = heard
+    address, sock = address_and_socket
     count = 40  # more than the kernel queues (net.unix.max_dgram_qlen, 10 by default)
     names = [f"FDSTORE=1\nFDNAME=kept-{number}\nFDPOLL=0" for number in range(count)]
 
@@ -119,8 +121,10 @@ def test_notifications_queue_up_without_watchdog_messages(
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
-def test_a_flush_returns_when_no_notification_waits(heard: tuple[str, socket.socket]) -> None:
-    address, sock = heard
+def test_a_flush_returns_when_no_notification_waits(
+    address_and_socket: tuple[str, socket.socket],
+) -> None:
+    address, sock = address_and_socket
     count = 40  # as above
 
     async def keep() -> int:

@@ -530,11 +530,7 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("data", "count", "copied"),
-    [
-        (b"\1\0\0\0a", 1, False),
-        (b"\0\0\0\0", 1, False),
-        (b"\1\0\0\0a" * 2, 2, True),
-    ],
+    [(b"\1\0\0\0a", 1, False), (b"\0\0\0\0", 1, False), (b"\1\0\0\0a" * 2, 2, True)],
 )
 def test_one_text_is_checked_without_a_copy_on_request(
     data: bytes, count: int, copied: bool

@@ -33,23 +33,23 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def rigged(tmp_path: Path) -> Iterator[Rig]:
+def worker(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path) as model_rig:
         yield model_rig
 
 
 @pytest.fixture
-def others(rigged: Rig, tmp_path: Path) -> Iterator[CalledModels]:
-    called_models = CalledModels(tmp_path, rigged.supervisor)
-    rigged.context.control.send(WorkerStarted(1))
+def callees(worker: Rig, tmp_path: Path) -> Iterator[CalledModels]:
+    called_models = CalledModels(tmp_path, worker.supervisor)
+    worker.context.control.send(WorkerStarted(1))
     called_models.supervisor.next(WorkerStarted)  # type: ignore[type-var]
     yield called_models
     called_models.close()
 
 
 @pytest.fixture
-def calls(rigged: Rig) -> Iterator[CallRouter]:
-    call_router = CallRouter(rigged.context.control, 64 * MIB)
+def router(worker: Rig) -> Iterator[CallRouter]:
+    call_router = CallRouter(worker.context.control, 64 * MIB)
     yield call_router
     call_router.close()
 
@@ -86,8 +86,8 @@ def doubled(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
     return finished(submit, tensor("Y", 2 * array, memory_range), note="doubled")
 
 
-def test_a_call_and_its_answer(calls: CallRouter, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
+def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
     what = request(
         outputs=["Y"],
         request_id="me",
@@ -96,8 +96,8 @@ def test_a_call_and_its_answer(calls: CallRouter, others: CalledModels) -> None:
         flags=1,
         timeout_us=10,
     )
-    running = others.run(call, calls, what)
-    question = others.answer_find("s1")
+    running = callees.run(call, router, what)
+    question = callees.answer_find("s1")
     assert (question.name, question.version) == ("other", "")
     submit = scheduler.next(m.Submit)
     assert (submit.request_id, submit.timeout_us) == ("me", 10)
@@ -112,29 +112,31 @@ def test_a_call_and_its_answer(calls: CallRouter, others: CalledModels) -> None:
     reply.outputs[0].numpy()[:] = 0  # writable, because the memory belongs to the model
 
 
-def test_the_endpoint_of_a_model_is_looked_up_once(calls: CallRouter, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
+def test_the_endpoint_of_a_model_is_looked_up_once(
+    router: CallRouter, callees: CalledModels
+) -> None:
+    scheduler = callees.scheduler("s1")
     for turn in range(3):
-        running = others.run(call, calls, request())
+        running = callees.run(call, router, request())
         if not turn:
-            others.answer_find("s1")
+            callees.answer_find("s1")
         scheduler.send(doubled(scheduler.next(m.Submit)))
         running.result(10)
-    calls.invalidate("other")
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+    router.invalidate("other")
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     scheduler.send(doubled(scheduler.next(m.Submit)))
     running.result(10)
 
 
 @pytest.mark.parametrize("own_us", [0, 10**9])
 def test_a_call_ends_when_its_caller_does(
-    calls: CallRouter, others: CalledModels, own_us: int
+    router: CallRouter, callees: CalledModels, own_us: int
 ) -> None:
-    scheduler = others.scheduler("s1")
+    scheduler = callees.scheduler("s1")
     deadline_ns = time.monotonic_ns() + 10**9
-    running = others.run(call, calls, request(timeout_us=own_us, deadline_ns=deadline_ns))
-    others.answer_find("s1")
+    running = callees.run(call, router, request(timeout_us=own_us, deadline_ns=deadline_ns))
+    callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
     assert submit.deadline_ns == deadline_ns
     scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
@@ -142,47 +144,47 @@ def test_a_call_ends_when_its_caller_does(
         running.result(10)
 
 
-def test_errors(calls: CallRouter, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
-    running = others.run(call, calls, request(model="nobody"))
-    question = others.supervisor.next(FindModel)
-    others.supervisor.send(Refused(question.id, "NOT_FOUND", "no such model"))
+def test_errors(router: CallRouter, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
+    running = callees.run(call, router, request(model="nobody"))
+    question = callees.supervisor.next(FindModel)
+    callees.supervisor.send(Refused(question.id, "NOT_FOUND", "no such model"))
     with pytest.raises(NotFound, match="no such model"):
         running.result(10)
 
-    running = others.run(call, calls, request(outputs=["Z"]))
-    others.answer_find("s1")
+    running = callees.run(call, router, request(outputs=["Z"]))
+    callees.answer_find("s1")
     with pytest.raises(InvalidArgument, match="unexpected inference output 'Z'"):
         running.result(10)
 
-    running = others.run(call, calls, request())
+    running = callees.run(call, router, request())
     submit = scheduler.next(m.Submit)
     scheduler.send(m.Failed(submit.id, "INVALID_ARG", "not these numbers", 0, False))
     with pytest.raises(InvalidArgument, match="not these numbers"):
         running.result(10)
 
 
-def test_a_malformed_answer_is_an_error(calls: CallRouter, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+def test_a_malformed_answer_is_an_error(router: CallRouter, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     scheduler.send(m.Finished(scheduler.next(m.Submit).id, b"garbage", []))
     with pytest.raises(ShmserveError, match="internal error"):
         running.result(10)
 
 
-def test_large_tensors_lie_in_memory(calls: CallRouter, others: CalledModels) -> None:
+def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) -> None:
     """The caller's arena holds the input until the response.
 
     The output is copied and then released.
     """
-    scheduler = others.scheduler("s1")
+    scheduler = callees.scheduler("s1")
     theirs, mappings = Arena(MIB), Mappings()
     big = np.arange(INLINE_LIMIT, dtype=np.float32)
     for turn in range(3):
-        running = others.run(call, calls, request(big))
+        running = callees.run(call, router, request(big))
         if not turn:
-            others.answer_find("s1")
+            callees.answer_find("s1")
         submit = scheduler.next(m.Submit)
         (given,) = work(submit).inputs
         assert isinstance(given.data, Range)
@@ -199,13 +201,13 @@ def test_large_tensors_lie_in_memory(calls: CallRouter, others: CalledModels) ->
 
 
 def test_inputs_in_memory_of_the_request_stay_there(
-    calls: CallRouter, others: CalledModels
+    router: CallRouter, callees: CalledModels
 ) -> None:
-    scheduler, region = others.scheduler("s1"), Region(4096)
+    scheduler, region = callees.scheduler("s1"), Region(4096)
     memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
     what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
-    running = others.run(call, calls, what)
-    others.answer_find("s1")
+    running = callees.run(call, router, what)
+    callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
     assert work(submit).inputs[0].data == memory_range
     scheduler.send(finished(submit))
@@ -214,15 +216,15 @@ def test_inputs_in_memory_of_the_request_stay_there(
 
 
 def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
-    calls: CallRouter, others: CalledModels
+    router: CallRouter, callees: CalledModels
 ) -> None:
-    scheduler = others.scheduler("s1")
+    scheduler = callees.scheduler("s1")
     big = np.zeros(INLINE_LIMIT)
 
     def offset(expect_question: bool, *before: m.Settled) -> tuple[int, int]:
-        running = others.run(call, calls, request(big))
+        running = callees.run(call, router, request(big))
         if expect_question:
-            others.answer_find("s1")
+            callees.answer_find("s1")
         submit = scheduler.next(m.Submit)
         memory_range = work(submit).inputs[0].data
         assert isinstance(memory_range, Range)
@@ -241,11 +243,11 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
             return
 
 
-def test_no_memory_left(rigged: Rig, others: CalledModels) -> None:
-    calls = CallRouter(rigged.context.control, MIB)
-    others.scheduler("s1")
-    running = others.run(call, calls, request(np.zeros(MIB)))
-    others.answer_find("s1")
+def test_no_memory_left(worker: Rig, callees: CalledModels) -> None:
+    calls = CallRouter(worker.context.control, MIB)
+    callees.scheduler("s1")
+    running = callees.run(call, calls, request(np.zeros(MIB)))
+    callees.answer_find("s1")
     allowed = r"4194304 bytes .* --arena-byte-size allows 1048576"
     with pytest.raises(InvalidArgument, match=allowed):
         running.result(10)
@@ -253,132 +255,134 @@ def test_no_memory_left(rigged: Rig, others: CalledModels) -> None:
 
 
 def test_a_lost_scheduler_s_calls_go_to_its_successor(
-    calls: CallRouter, others: CalledModels
+    router: CallRouter, callees: CalledModels
 ) -> None:
-    first, second = others.scheduler("s1"), others.scheduler("s2")
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+    first, second = callees.scheduler("s1"), callees.scheduler("s2")
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     lost = first.next(m.Submit)
-    others.supervisor.send(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     again = second.next(m.Submit)
     assert again == lost
     second.send(doubled(again))
     assert values(running.result(10)) == [2.0, 4.0]
     # New calls are sent to the scheduler that the supervisor names.
-    running = others.run(call, calls, request())
-    others.answer_find("s2")
+    running = callees.run(call, router, request())
+    callees.answer_find("s2")
     second.send(doubled(second.next(m.Submit)))
     running.result(10)
 
 
 def test_no_descriptor_for_a_link_to_the_successor(
-    calls: CallRouter, others: CalledModels, monkeypatch: pytest.MonkeyPatch
+    router: CallRouter, callees: CalledModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails at once, instead of waiting for a response that cannot arrive."""
 
     def full(endpoint: str, identity: str) -> NoReturn:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    scheduler = others.scheduler("s1")
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+    scheduler = callees.scheduler("s1")
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     scheduler.next(m.Submit)
     monkeypatch.setattr(dealer, "Dealer", full)
-    others.supervisor.send(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     with pytest.raises(Unavailable, match="cannot connect to a scheduler: Too many open"):
         running.result(10)
-    running = others.run(call, calls, request())
-    others.answer_find("s2")
+    running = callees.run(call, router, request())
+    callees.answer_find("s2")
     with pytest.raises(Unavailable, match="cannot connect"):
         running.result(10)
-    assert not calls.schedulers
+    assert not router.schedulers
 
 
-def test_calls_too_late_for_a_retired_version(calls: CallRouter, others: CalledModels) -> None:
+def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: CalledModels) -> None:
     """The old scheduler rejects the calls or exits before it reads them.
 
     The new version serves them.
     """
-    first, second, third = (others.scheduler(name) for name in ("s1", "s2", "s3"))
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+    first, second, third = (callees.scheduler(name) for name in ("s1", "s2", "s3"))
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     submit = first.next(m.Submit)
     first.send(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
-    others.answer_find("s2")
+    callees.answer_find("s2")
     second.next(m.Submit)
-    others.supervisor.send(SchedulerLost(others.endpoint("s2"), ""))
-    others.answer_find("s3")
+    callees.supervisor.send(SchedulerLost(callees.endpoint("s2"), ""))
+    callees.answer_find("s3")
     third.send(doubled(third.next(m.Submit)))
     assert values(running.result(10)) == [2.0, 4.0]
 
 
 def test_a_call_fails_if_no_scheduler_serves_its_model(
-    calls: CallRouter, others: CalledModels
+    router: CallRouter, callees: CalledModels
 ) -> None:
-    scheduler = others.scheduler("s1")
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+    scheduler = callees.scheduler("s1")
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     scheduler.next(m.Submit)
-    others.supervisor.send(SchedulerLost(others.endpoint("s1"), ""))
-    question = others.supervisor.next(FindModel)
-    others.supervisor.send(Refused(question.id, "NOT_FOUND", "it is not loaded"))
+    callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), ""))
+    question = callees.supervisor.next(FindModel)
+    callees.supervisor.send(Refused(question.id, "NOT_FOUND", "it is not loaded"))
     with pytest.raises(Internal, match="Model 'other' is not ready"):
         running.result(10)
 
 
-def test_an_unavailable_model_is_looked_up_again(calls: CallRouter, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+def test_an_unavailable_model_is_looked_up_again(router: CallRouter, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
     scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "the queue is full", 1, False))
-    others.answer_find("s1")
+    callees.answer_find("s1")
     with pytest.raises(Unavailable, match="the queue is full"):
         running.result(10)
     assert scheduler.is_silent()
 
 
-def test_news_of_a_withdrawn_model(calls: CallRouter, others: CalledModels) -> None:
-    first, second = others.scheduler("s1"), others.scheduler("s2")
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) -> None:
+    first, second = callees.scheduler("s1"), callees.scheduler("s2")
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     submit = first.next(m.Submit)
-    others.supervisor.send(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
-    until("it is heard", lambda: not calls._targets)
+    callees.supervisor.send(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
+    until("it is heard", lambda: not router._targets)
     first.send(doubled(submit))  # a call in flight is answered by its old scheduler
     running.result(10)
-    running = others.run(call, calls, request())
-    others.answer_find("s2")
+    running = callees.run(call, router, request())
+    callees.answer_find("s2")
     second.send(doubled(second.next(m.Submit)))
     running.result(10)
 
 
-def test_many_at_once_from_a_coroutine(calls: CallRouter, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
+def test_many_at_once_from_a_coroutine(router: CallRouter, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
 
     async def many() -> list[list[float]]:
-        replies = [call_soon(calls, request([n])) for n in range(20)]
+        replies = [call_soon(router, request([n])) for n in range(20)]
         return [values(reply) for reply in await asyncio.gather(*replies)]
 
-    running = others.run(asyncio.run, many())
-    others.answer_find("s1")
+    running = callees.run(asyncio.run, many())
+    callees.answer_find("s1")
     submits = [scheduler.next(m.Submit) for _ in range(20)]
     for submit in reversed(submits):
         scheduler.send(doubled(submit))
     assert running.result(10) == [[2.0 * n] for n in range(20)]
 
 
-def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
+def test_a_coroutine_that_no_longer_waits_cancels(
+    router: CallRouter, callees: CalledModels
+) -> None:
+    scheduler = callees.scheduler("s1")
 
     async def impatient() -> list[float]:
-        reply = call_soon(calls, request())
+        reply = call_soon(router, request())
         await asyncio.sleep(0)
         reply.cancel()
-        return values(await call_soon(calls, request([5])))
+        return values(await call_soon(router, request([5])))
 
-    running = others.run(asyncio.run, impatient())
-    others.answer_find("s1")
+    running = callees.run(asyncio.run, impatient())
+    callees.answer_find("s1")
     first = scheduler.next(m.Submit)
     # The loop detects the cancellation one iteration later, after the second call has begun.
     second = scheduler.next(m.Submit)
@@ -388,38 +392,38 @@ def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: Cal
 
 
 def test_a_coroutine_is_notified_of_losses_and_errors(
-    calls: CallRouter, others: CalledModels
+    router: CallRouter, callees: CalledModels
 ) -> None:
-    first, second = others.scheduler("s1"), others.scheduler("s2")
+    first, second = callees.scheduler("s1"), callees.scheduler("s2")
 
     async def both() -> tuple[list[float], str]:
-        one, two = call_soon(calls, request()), call_soon(calls, request())
+        one, two = call_soon(router, request()), call_soon(router, request())
         reply = await one
         with pytest.raises(InvalidArgument) as caught:
             await two
         return values(reply), str(caught.value)
 
-    running = others.run(asyncio.run, both())
-    others.answer_find("s1")
+    running = callees.run(asyncio.run, both())
+    callees.answer_find("s1")
     first.next(m.Submit)
     first.next(m.Submit)
-    others.supervisor.send(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     second.send(doubled(second.next(m.Submit)))
     second.send(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
     assert running.result(10) == ([2.0, 4.0], "no")
 
 
-def test_threads_take_answers_for_each_other(calls: CallRouter, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
-    running = [others.run(call, calls, request([n])) for n in range(6)]
+def test_threads_take_answers_for_each_other(router: CallRouter, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
+    running = [callees.run(call, router, request([n])) for n in range(6)]
     asked = 0
     submits: list[m.Submit] = []
 
     def all_are_submitted() -> bool:
         nonlocal asked
         # Each thread that begins before the first lookup is answered looks up the endpoint itself.
-        if not others.supervisor.is_silent():
-            others.answer_find("s1")
+        if not callees.supervisor.is_silent():
+            callees.answer_find("s1")
             asked += 1
         if not scheduler.is_silent():
             submits.append(scheduler.next(m.Submit))
@@ -433,17 +437,17 @@ def test_threads_take_answers_for_each_other(calls: CallRouter, others: CalledMo
 
 
 def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
-    calls: CallRouter, others: CalledModels
+    router: CallRouter, callees: CalledModels
 ) -> None:
-    scheduler = others.scheduler("s1")
-    running = others.run(call, calls, request([1]))
-    others.answer_find("s1")
+    scheduler = callees.scheduler("s1")
+    running = callees.run(call, router, request([1]))
+    callees.answer_find("s1")
     first = scheduler.next(m.Submit)
 
     async def one() -> list[float]:
-        return values(await call_soon(calls, request([2])))
+        return values(await call_soon(router, request([2])))
 
-    other = others.run(asyncio.run, one())
+    other = callees.run(asyncio.run, one())
     second = scheduler.next(m.Submit)
     scheduler.send(doubled(second), doubled(first))
     assert other.result() == [4.0]
@@ -451,27 +455,27 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
 
 
 def test_the_memory_of_an_exited_process_is_unmapped(
-    calls: CallRouter, others: CalledModels
+    router: CallRouter, callees: CalledModels
 ) -> None:
-    scheduler, theirs = others.scheduler("s1"), Arena(MIB)
+    scheduler, theirs = callees.scheduler("s1"), Arena(MIB)
     memory_range = theirs.allocate(8)
-    running = others.run(call, calls, request())
-    others.answer_find("s1")
+    running = callees.run(call, router, request())
+    callees.answer_find("s1")
     scheduler.send(doubled(scheduler.next(m.Submit)))
     running.result(10)
     before = _descriptors()
 
-    running = others.run(call, calls, request())
+    running = callees.run(call, router, request())
     answer = TensorRef("Y", "FP32", (1, 2), memory_range)
     scheduler.send(finished(scheduler.next(m.Submit), answer))
     running.result(10)
     scheduler.next(m.Release)
     assert _descriptors() > before
 
-    running = others.run(call, calls, request())
+    running = callees.run(call, router, request())
     submit = scheduler.next(m.Submit)
-    others.supervisor.send(ProcessExited(theirs.memory.pid, ""))
-    until("it is heard", lambda: not calls.mappings)
+    callees.supervisor.send(ProcessExited(theirs.memory.pid, ""))
+    until("it is heard", lambda: not router.mappings)
     scheduler.send(doubled(submit))
     running.result(10)
     assert _descriptors() == before

@@ -9,7 +9,7 @@ import pytest
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import Answered, FindModel, Refused
-from shmserve.ipc.messages.publications import Losses, MemoryDropped, ModelWithdrawn
+from shmserve.ipc.messages.publications import Loss, MemoryDropped, ModelWithdrawn
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.links.supervisor import SupervisorLink
@@ -19,7 +19,7 @@ NAME = b"worker.1.0.1"
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[SupervisorLink, Router]]:
+def link_and_router(tmp_path: Path) -> Iterator[tuple[SupervisorLink, Router]]:
     router = Router(f"ipc://{tmp_path}/control")
     control = SupervisorLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
     control.send(m.WorkerStarted(1))
@@ -39,8 +39,8 @@ def asked(router: Router) -> FindModel:
     return message
 
 
-def test_an_answer_and_a_refusal(ends: tuple[SupervisorLink, Router]) -> None:
-    control, router = ends
+def test_an_answer_and_a_refusal(link_and_router: tuple[SupervisorLink, Router]) -> None:
+    control, router = link_and_router
 
     def supervise() -> None:
         router.post(NAME, Answered(asked(router).id, {"version": "1"}))
@@ -57,15 +57,15 @@ def test_an_answer_and_a_refusal(ends: tuple[SupervisorLink, Router]) -> None:
 
 
 def test_a_message_that_arrives_with_a_response_wakes_the_loop(
-    ends: tuple[SupervisorLink, Router],
+    link_and_router: tuple[SupervisorLink, Router],
 ) -> None:
     """A thread of the model reads a message from the socket.
 
     The waiting loop must still wake up.
     """
-    control, router = ends
-    losseses: list[Losses] = []
-    control.follow_models(losseses.append)
+    control, router = link_and_router
+    losses: list[Loss] = []
+    control.follow_models(losses.append)
     news = ModelWithdrawn("other", "1", 0)
     asking = threading.Thread(target=control.ask, args=(question,))
     asking.start()
@@ -75,16 +75,16 @@ def test_a_message_that_arrives_with_a_response_wakes_the_loop(
         router.post(NAME, message)
     router.flush()
     asking.join()
-    assert losseses == [news]
+    assert losses == [news]
     control.wait()
     assert list(control.inbox) == [MemoryDropped(7), m.Stop()]
 
 
 def test_the_loop_does_not_wait_for_a_message_it_has_read(
-    ends: tuple[SupervisorLink, Router],
+    link_and_router: tuple[SupervisorLink, Router],
 ) -> None:
     """A request sent within `execute` reads its response together with a message for the loop."""
-    control, router = ends
+    control, router = link_and_router
 
     def supervise() -> None:
         number = asked(router).id

@@ -87,7 +87,7 @@ def model(tmp_path: Path) -> Iterator[Model]:
 
 
 @pytest.fixture
-def pumping(model: Model) -> Iterator[Callable[[], None]]:
+def pump(model: Model) -> Iterator[Callable[[], None]]:
     """Yield a function that starts to read the socket, as the idle loop does."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(model.pumping())
@@ -209,7 +209,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
 
 
 def test_one_that_cannot_be_written_is_an_error_and_no_end(
-    model: Model, pumping: Callable[[], None]
+    model: Model, pump: Callable[[], None]
 ) -> None:
     region = Region(4096)
     model.serve(
@@ -224,7 +224,7 @@ def test_one_that_cannot_be_written_is_an_error_and_no_end(
         """
     )
     model.begin(0, output=region.memory_range(0, 4))
-    pumping()
+    pump()
     (text,) = model.responses(1, 1)
     assert "shared memory size specified with the request for output 'Y' (4 bytes)" in text
     model.credit(1, 1)
@@ -511,7 +511,7 @@ def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
 # --- back-pressure
 
 
-def test_a_client_that_does_not_read_stops_send(model: Model, pumping: Callable[[], None]) -> None:
+def test_a_client_that_does_not_read_stops_send(model: Model, pump: Callable[[], None]) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -525,7 +525,7 @@ def test_a_client_that_does_not_read_stops_send(model: Model, pumping: Callable[
         """
     )
     model.begin(0)
-    pumping()
+    pump()
     assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
     assert model.rig.sent(0.1) == []
     assert len(model.said) == FIRST_CREDIT + 1
@@ -559,7 +559,7 @@ def test_so_it_is_in_execute_itself(model: Model) -> None:
 
 
 def test_responses_to_one_memory_range_are_sent_one_at_a_time(
-    model: Model, pumping: Callable[[], None]
+    model: Model, pump: Callable[[], None]
 ) -> None:
     region = Region(64)
     model.serve(
@@ -574,7 +574,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
         """
     )
     model.begin(0, output=region.memory_range(0, 4))
-    pumping()
+    pump()
     for n in (1, 2):
         assert model.responses(1, n) == ["in its place"] * n
         assert model.rig.sent(0.1) == []
@@ -584,7 +584,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
     region.close()
 
 
-def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[], None]) -> None:
+def test_bytes_that_are_not_read_stop_send_too(model: Model, pump: Callable[[], None]) -> None:
     size = MAX_UNREAD_BYTES // 2
     model.serve(
         f"""
@@ -598,7 +598,7 @@ def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[
         """
     )
     model.begin(0)
-    pumping()
+    pump()
     assert len(model.responses(1, 2)) == 2
     assert model.rig.sent(0.1) == []
     model.credit(1, 2)
@@ -606,7 +606,7 @@ def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[
 
 
 def test_a_client_that_never_reads_is_disconnected(
-    model: Model, pumping: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    model: Model, pump: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_stream, "MAX_CREDIT_WAIT_S", 0.2)
     model.serve(
@@ -628,7 +628,7 @@ def test_a_client_that_never_reads_is_disconnected(
     assert model.backend._model.sender.is_cancelled()
 
 
-def test_a_cancelled_request_does_not_wait(model: Model, pumping: Callable[[], None]) -> None:
+def test_a_cancelled_request_does_not_wait(model: Model, pump: Callable[[], None]) -> None:
     model.serve(
         """
         def execute(self, requests):

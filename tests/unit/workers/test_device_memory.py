@@ -376,8 +376,7 @@ def test_requests_of_both_kinds_in_one_batch(
     memory = exported.memory()
     exported.write(0, ROW)
     replies = worker.batch(
-        inference(at(memory, 0, ROW)),
-        inference(tensor("x", ROW + 5), outputs=out(memory, 32)),
+        inference(at(memory, 0, ROW)), inference(tensor("x", ROW + 5), outputs=out(memory, 32))
     )
     assert (replies[0].array("y") == ROW * 2).all()
     assert replies[1].code == ""

@@ -590,9 +590,7 @@ def test_a_histogram() -> None:
     metric = family.Metric(buckets=[1, 2.5])
     for value in (0, 1, 2, 9):
         metric.observe(value)
-    assert metrics.changes() == [
-        ["h", "", "HISTOGRAM", [[(), [12, 2, 1, 1], (1, 2.5)]]],
-    ]
+    assert metrics.changes() == [["h", "", "HISTOGRAM", [[(), [12, 2, 1, 1], (1, 2.5)]]]]
     for call in (metric.value, lambda: metric.set(1), lambda: metric.increment(1)):
         with pytest.raises(TritonModelException, match="HISTOGRAM does not support"):
             call()

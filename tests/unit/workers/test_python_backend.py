@@ -110,7 +110,7 @@ def region() -> Iterator[Region]:
 
 
 @pytest.fixture
-def others(model: Model, tmp_path: Path) -> Iterator[CalledModels]:
+def callees(model: Model, tmp_path: Path) -> Iterator[CalledModels]:
     called_models = CalledModels(tmp_path, model.rig.supervisor)
     model.rig.context.control.send(WorkerStarted(1))
     called_models.supervisor.next(WorkerStarted)  # type: ignore[type-var]
@@ -826,23 +826,23 @@ def doubled(submit: Submit) -> Finished:
     return finished(submit, tensor("Y", 2 * np.frombuffer(item.data, "f4").reshape(item.shape)))
 
 
-def test_a_call(model: Model, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
+def test_a_call(model: Model, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
     model.serve(CALL)
-    running = others.run(model.ask, 1, 2)
-    assert others.answer_find("s1").version == ""
+    running = callees.run(model.ask, 1, 2)
+    assert callees.answer_find("s1").version == ""
     scheduler.send(doubled(scheduler.next(Submit)))
     scheduler.send(doubled(scheduler.next(Submit)))
     assert running.result(10) == [[2], [4]]
 
 
-def test_a_call_ends_with_the_request_it_is_for(model: Model, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
+def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
     model.serve(CALL)
     deadline_ns = time.monotonic_ns() + 10**10
     parameters = {"model_version": 1, "timeout": 10**12, "request_id": "q"}
-    running = others.run(lambda: model.ask(1, deadline_ns=deadline_ns, parameters=parameters))
-    assert others.answer_find("s1").version == "1"
+    running = callees.run(lambda: model.ask(1, deadline_ns=deadline_ns, parameters=parameters))
+    assert callees.answer_find("s1").version == "1"
     submit = scheduler.next(Submit)
     assert (submit.deadline_ns, submit.timeout_us) == (deadline_ns, 10**12)
     assert submit.request_id == "q"
@@ -867,27 +867,27 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, others: CalledMode
     ],
 )
 def test_a_call_without_a_scheduler_fails(
-    model: Model, others: CalledModels, answer: Callable[[m.FindModel], Any], code: str, text: str
+    model: Model, callees: CalledModels, answer: Callable[[m.FindModel], Any], code: str, text: str
 ) -> None:
     model.serve(CALL)
-    running = others.run(model.rig.batch, inference(x(1)))
-    others.supervisor.send(answer(others.supervisor.next(m.FindModel)))
+    running = callees.run(model.rig.batch, inference(x(1)))
+    callees.supervisor.send(answer(callees.supervisor.next(m.FindModel)))
     (reply,) = running.result(10)
     assert (reply.code, reply.message) == (code, text)
 
 
-def test_a_call_that_does_not_fit(model: Model, others: CalledModels) -> None:
+def test_a_call_that_does_not_fit(model: Model, callees: CalledModels) -> None:
     model.serve(CALL.replace("[None]", "[None].astype('f8')"))
-    running = others.run(model.ask, 1)
-    others.answer_find("s1")
+    running = callees.run(model.ask, 1)
+    callees.answer_find("s1")
     assert running.result(10) == [
         "Model other - Error when running inference: [request id: <id_unknown>] inference input "
         "'X' data-type is 'FP64', but model 'other' expects 'FP32'"
     ]
 
 
-def test_calls_at_the_same_time(model: Model, others: CalledModels) -> None:
-    scheduler = others.scheduler("s1")
+def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
+    scheduler = callees.scheduler("s1")
     model.serve(
         """
         async def execute(self, requests):
@@ -909,8 +909,8 @@ def test_calls_at_the_same_time(model: Model, others: CalledModels) -> None:
             return response(sum(t.as_numpy()[0] for t in tensors))
         """
     )
-    running = others.run(model.ask, 1, 2, 3)
-    others.answer_find("s1")
+    running = callees.run(model.ask, 1, 2, 3)
+    callees.answer_find("s1")
     submits = [scheduler.next(Submit) for _ in range(6)]
     failing = submits[4]
     scheduler.send(Failed(failing.id, "INVALID_ARG", "not three", 0, False))
@@ -921,9 +921,9 @@ def test_calls_at_the_same_time(model: Model, others: CalledModels) -> None:
 
 
 def test_an_input_is_passed_on_where_it_is(
-    model: Model, others: CalledModels, region: Region
+    model: Model, callees: CalledModels, region: Region
 ) -> None:
-    scheduler = others.scheduler("s1")
+    scheduler = callees.scheduler("s1")
     model.serve(
         """
         def execute(self, requests):
@@ -938,8 +938,8 @@ def test_an_input_is_passed_on_where_it_is(
     )
     array = np.ones((1, BIG // 4), np.float32)
     memory_range = region.write(0, array)
-    running = others.run(model.rig.batch, inference(tensor("X", array, memory_range)))
-    others.answer_find("s1")
+    running = callees.run(model.rig.batch, inference(tensor("X", array, memory_range)))
+    callees.answer_find("s1")
     submit = scheduler.next(Submit)
     assert work(submit).inputs[0].data == memory_range
     scheduler.send(finished(submit, tensor("Y", np.ones((1, 1), "f4"))))
@@ -962,7 +962,7 @@ def test_no_calls_while_loading(model: Model, tmp_path: Path) -> None:
     assert isinstance(text, str) and "only supported during the 'execute' function" in text
 
 
-def test_loading_other_models(model: Model, others: CalledModels) -> None:
+def test_loading_other_models(model: Model, callees: CalledModels) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -983,15 +983,15 @@ def test_loading_other_models(model: Model, others: CalledModels) -> None:
             return [response(np.array(ready, "f4"))]
         """
     )
-    supervisor = others.supervisor
-    running = others.run(model.ask, 0)
+    supervisor = callees.supervisor
+    running = callees.run(model.ask, 0)
     load = supervisor.next(m.LoadModel)
     assert (load.name, load.config, load.files) == ("other", "{}", {"1/model.py": b"x"})
     supervisor.send(m.Answered(load.id, {}))
     unload = supervisor.next(m.UnloadModel)  # type: ignore[type-var]
     assert (unload.name, unload.unload_dependents) == ("other", True)
     supervisor.send(m.Answered(unload.id, {}))
-    assert others.answer_find("s1").version == "2"
+    assert callees.answer_find("s1").version == "2"
     question = supervisor.next(m.FindModel)
     supervisor.send(m.Refused(question.id, "NOT_FOUND", "no"))
     supervisor.send(m.Refused(supervisor.next(m.LoadModel).id, "INVALID_ARG", "it cannot be"))

@@ -31,7 +31,7 @@ class Step:
 
     number: int
     requests: list[m.Work] = field(default_factory=list)
-    live: int = 1
+    in_flight: int = 1
 
 
 class StepBackend(FunctionBackend):
@@ -70,7 +70,7 @@ def test_a_backend_serves_messages_of_its_own(
         model_rig.serve(backend, CONFIG)
         instance = model_rig.instance
         link = instance.link
-        link._dispatch(Step(7, [work(1, 3.0), work(2, 4.0)], live=5))
+        link._dispatch(Step(7, [work(1, 3.0), work(2, 4.0)], in_flight=5))
         # The cancellation arrives after the step that began the request.
         link._dispatch(m.CancelExecution(2))
         link._dispatch(Step(-1))
@@ -94,7 +94,7 @@ def test_batches_are_the_default(tmp_path: Path) -> None:
             model_rig.context, lambda requests: [Response() for _ in requests]
         )
         model_rig.serve(backend, CONFIG)
-        model_rig.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], live=4))
+        model_rig.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], in_flight=4))
         model_rig.instance.serve_commands()
         (finished,) = model_rig.sent()
         assert (finished.batch, len(finished.replies), model_rig.instance._in_flight) == (3, 1, 4)

@@ -153,9 +153,7 @@ async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
     assert sorted(order) == list(range(8))
 
 
-async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(
-    worker: OnDevice,
-) -> None:
+async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevice) -> None:
     holds = asyncio.Event()
     leave = asyncio.Event()
 

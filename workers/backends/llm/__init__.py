@@ -146,7 +146,7 @@ class LlmBackend(Backend):
             except Exception as error:
                 texts.fail_requests(engine.request_keys(message), error)
                 return Stepped(
-                    message.step, [], 0, 0, 0, lost=[row.sequence for row in message.rows]
+                    message.step, [], 0, 0, 0, skipped=[row.sequence for row in message.rows]
                 )
 
         def choose(message: Choose, _: list[WorkerRequest]) -> None:

@@ -83,10 +83,10 @@ class WorkerEngine:
     _last_step: int = 0
 
     def step(self, message: Step) -> Stepped:
-        """Execute a step; sequences whose requests have ended are skipped and reported as lost."""
+        """Execute a step; sequences whose requests have ended are reported as skipped."""
         started = time.perf_counter_ns()
         self._begin_sequences(message)
-        self.passes.cache.copy(message.out, message.back, message.within)
+        self.passes.cache.copy(message.swap_out, message.swap_in, message.copies)
         rows = self._prepare_rows(message)
         prepared = time.perf_counter_ns()
         plans = self._plan_rows(rows)
@@ -94,7 +94,7 @@ class WorkerEngine:
         logits = self._forward(plans)
         computed = time.perf_counter_ns()
         results = self._sample_rows(plans, logits)
-        lost = [row.sequence for row in message.rows if row.sequence not in self._sequences]
+        skipped = [row.sequence for row in message.rows if row.sequence not in self._sequences]
         for sequence in message.ended:
             self._sequences.pop(sequence, None)
         return Stepped(
@@ -104,7 +104,7 @@ class WorkerEngine:
             forward_ns=computed - planned,
             sample_ns=time.perf_counter_ns() - computed,
             draft_ns=planned - prepared,
-            lost=lost,
+            skipped=skipped,
         )
 
     def request_keys(self, message: Step) -> set[int]:
@@ -117,7 +117,7 @@ class WorkerEngine:
             # A successor of the scheduler numbers sequences and steps from the beginning.
             self._sequences.clear()
         self._last_step = message.step
-        for begin in message.begin:
+        for begin in message.new_sequences:
             parent = self._sequences.get(begin.parent) if begin.parent else None
             prompt = self.prompts.get(begin.key)
             if parent is not None:
@@ -125,7 +125,7 @@ class WorkerEngine:
             elif prompt is not None and not begin.parent:
                 sequence = prompt.begin_sequence(begin.sequence, begin.sample)
             else:
-                continue  # its request has ended; `step` reports the sequence as lost
+                continue  # its request has ended; `step` reports the sequence as skipped
             self._sequences[begin.sequence] = sequence
 
     def _prepare_rows(self, message: Step) -> list[tuple[TokenSequence, Row]]:
@@ -142,7 +142,7 @@ class WorkerEngine:
 
     def _plan_rows(self, rows: list[tuple[TokenSequence, Row]]) -> list[RowPlan]:
         """Propose draft tokens, and compute the tokens that grammars allow after each of them."""
-        draft_rows = [pair for pair in rows if pair[1].draft] if self.proposer else []
+        draft_rows = [pair for pair in rows if pair[1].draft_count] if self.proposer else []
         proposals = self.proposer.propose(draft_rows) if self.proposer and draft_rows else {}
         plans: list[RowPlan] = []
         for sequence, row in rows:
@@ -153,7 +153,7 @@ class WorkerEngine:
                 error = matcher_error(sequence.matcher)
                 if error is not None:
                     self.fail({sequence.prompt.key}, error)
-                    del self._sequences[row.sequence]  # `step` reports the sequence as lost
+                    del self._sequences[row.sequence]  # `step` reports the sequence as skipped
                     continue
             plans.append(RowPlan(sequence, row, proposal, masks))
         return plans

@@ -90,10 +90,10 @@ class TokenSequence:
         return TokenSequence(number, self.prompt, sample, *state)
 
     def add_blocks(self, row: Row, block_size: int) -> None:
-        """Replace the block table from entry `row.keep` on by the blocks of a row."""
-        if row.keep < len(self.block_table):
-            self.draft_computed = min(self.draft_computed, row.keep * block_size)
-        self.block_table[row.keep :] = row.blocks
+        """Replace the block table from entry `row.kept_blocks` on by the blocks of a row."""
+        if row.kept_blocks < len(self.block_table):
+            self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
+        self.block_table[row.kept_blocks :] = row.blocks
 
     def sampled_row(self, drafts: list[int], allowed: Any = None) -> SampledRow:
         """Return the row to sample from after the tokens and `drafts`."""

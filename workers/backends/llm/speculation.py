@@ -26,7 +26,7 @@ class Proposer(Protocol):
     """The interface of the methods that propose draft tokens."""
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
-        """Return a proposal of up to `row.draft` tokens for each sequence, by sequence number."""
+        """Return up to `row.draft_count` proposed tokens for each sequence, by sequence number."""
 
 
 class NgramProposer(Proposer):
@@ -34,7 +34,7 @@ class NgramProposer(Proposer):
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
         return {
-            sequence.number: Proposal(ngram_draft(sequence.tokens, row.draft))
+            sequence.number: Proposal(ngram_draft(sequence.tokens, row.draft_count))
             for sequence, row in rows
         }
 
@@ -68,13 +68,15 @@ class DraftModel(Proposer):
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
         ready_rows = self._catch_up(rows)
-        max_drafts = max((row.draft for _, row in ready_rows), default=0)
+        max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for round_ in range(max_drafts):
-            draft_rows = [(sequence, row) for sequence, row in ready_rows if row.draft > round_]
+            draft_rows = [
+                (sequence, row) for sequence, row in ready_rows if row.draft_count > round_
+            ]
             logits = self._next_logits(draft_rows, proposals)
             self._append_drafts(logits, draft_rows, proposals)
         for sequence, row in ready_rows:
-            sequence.draft_computed = len(sequence.tokens) + row.draft - 1
+            sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
         return proposals
 
     def _catch_up(

@@ -3,13 +3,7 @@
 import asyncio
 import sys
 
-from agents import (
-    Agent,
-    Runner,
-    function_tool,
-    set_default_openai_client,
-    set_tracing_disabled,
-)
+from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
 from openai import AsyncOpenAI
 
 

@@ -15,9 +15,7 @@ class get_weather(BaseModel):
 
 client = instructor.from_openai(OpenAI(base_url=sys.argv[1], api_key="none"))
 completion = client.chat.completions.create(
-    model="direct",
-    messages=[{"role": "user", "content": "Weather?"}],
-    response_model=get_weather,
+    model="direct", messages=[{"role": "user", "content": "Weather?"}], response_model=get_weather
 )
 assert completion.city, completion
 print("all is right")

@@ -36,10 +36,7 @@ def request(contents: Sequence[bytes]) -> ModelInferRequest:
 
 
 def arrive(
-    raw: bytes,
-    cuts: Sequence[int],
-    sizes: Sequence[int] | None,
-    in_place: Collection[int] = (),
+    raw: bytes, cuts: Sequence[int], sizes: Sequence[int] | None, in_place: Collection[int] = ()
 ) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
     """Pass the bytes in pieces, and read the bytes with these numbers in place if possible.
 

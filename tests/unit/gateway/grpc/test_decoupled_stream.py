@@ -35,7 +35,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def repeat(gateway: Rig) -> Scheduler:
+def scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(echo)
     scheduler.held = True
     gateway.publish(REPEAT, scheduler)
@@ -71,7 +71,7 @@ class Stream:
 
 
 @pytest.fixture
-def stream(gateway: Rig, repeat: Scheduler) -> Iterator[Stream]:
+def stream(gateway: Rig, scheduler: Scheduler) -> Iterator[Stream]:
     new_stream = Stream(gateway)
     yield new_stream
     new_stream.close()
@@ -104,32 +104,32 @@ def take(stream: Stream, number: int) -> list[Any]:
     return [next(stream.call) for _ in range(number)]
 
 
-def test_responses_of_many_requests_are_interleaved(repeat: Scheduler, stream: Stream) -> None:
+def test_responses_of_many_requests_are_interleaved(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("a")
     stream.ask("b")
-    (peer, a), (_, b) = asked(repeat, 2)
-    repeat.send(peer, response(b, 1), response(a, 2), response(b, 3, final=True))
+    (peer, a), (_, b) = asked(scheduler, 2)
+    scheduler.send(peer, response(b, 1), response(a, 2), response(b, 3, final=True))
     assert values(take(stream, 3)) == [("b", 1, False), ("a", 2, False), ("b", 3, True)]
-    repeat.send(peer, *(response(a, value) for value in range(10)), end(a))
+    scheduler.send(peer, *(response(a, value) for value in range(10)), end(a))
     stream.end()
     assert values(list(stream.call)) == [("a", value, False) for value in range(10)]
 
 
-def test_a_response_has_the_models_name_and_version(repeat: Scheduler, stream: Stream) -> None:
+def test_a_response_has_the_models_name_and_version(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("a")
-    ((peer, a),) = asked(repeat, 1)
-    repeat.send(peer, response(a, 1))
+    ((peer, a),) = asked(scheduler, 1)
+    scheduler.send(peer, response(a, 1))
     said = take(stream, 1)[0].infer_response
     assert (said.model_name, said.model_version) == ("repeat", "1")
     assert (said.outputs[0].name, said.outputs[0].datatype) == ("OUT", "INT32")
     assert list(said.outputs[0].shape) == [1]
 
 
-def test_an_empty_final_response_is_sent_on_request(repeat: Scheduler, stream: Stream) -> None:
+def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("silent")
     stream.ask("said", **{EMPTY_FINAL: True})
-    (peer, silent), (_, said) = asked(repeat, 2)
-    repeat.send(peer, end(silent), end(said))
+    (peer, silent), (_, said) = asked(scheduler, 2)
+    scheduler.send(peer, end(silent), end(said))
     stream.end()
     (only,) = stream.call
     inferred = only.infer_response
@@ -138,10 +138,12 @@ def test_an_empty_final_response_is_sent_on_request(repeat: Scheduler, stream: S
     assert not inferred.outputs and not only.error_message
 
 
-def test_an_error_response_does_not_end_the_stream(repeat: Scheduler, stream: Stream) -> None:
+def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("a")
-    ((peer, a),) = asked(repeat, 1)
-    repeat.send(peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True))
+    ((peer, a),) = asked(scheduler, 1)
+    scheduler.send(
+        peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True)
+    )
     stream.end()
     first, mid, second, last = stream.call
     assert values([first, second]) == [("a", 1, False), ("a", 2, False)]
@@ -153,29 +155,30 @@ def test_an_error_response_does_not_end_the_stream(repeat: Scheduler, stream: St
         assert "triton_final_response" in inferred.parameters
 
 
-def test_a_failed_request_has_one_error_response(repeat: Scheduler, stream: Stream) -> None:
+def test_a_failed_request_has_one_error_response(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("a")
-    ((peer, a),) = asked(repeat, 1)
-    repeat.send(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
+    ((peer, a),) = asked(scheduler, 1)
+    scheduler.send(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
     stream.end()
     _, failed = stream.call
     assert failed.error_message == "gone"
     assert failed.infer_response.parameters["triton_final_response"].bool_param
 
 
-def test_an_error_response_ends_a_strict_stream(gateway: Rig, repeat: Scheduler) -> None:
+def test_an_error_response_ends_a_strict_stream(gateway: Rig, scheduler: Scheduler) -> None:
     stream = Stream(gateway, (("triton_grpc_error", "true"),))
     stream.ask("a")
     stream.ask("b")
-    (peer, a), (_, b) = asked(repeat, 2)
-    repeat.send(peer, response(a, 1), error(a, "mid"), response(a, 2))
+    (peer, a), (_, b) = asked(scheduler, 2)
+    scheduler.send(peer, response(a, 1), error(a, "mid"), response(a, 2))
     assert values(take(stream, 1)) == [("a", 1, False)]
     with pytest.raises(grpc.RpcError) as caught:
         next(stream.call)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert caught.value.details() == "mid"
     until(
-        "both are cancelled", lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_key, repeat.notices))
+        "both are cancelled",
+        lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_key, scheduler.notices)),
     )
     stream.close()
 
@@ -184,15 +187,15 @@ def _key(message: Any) -> Any:
     return m.Cancel(message.id) if isinstance(message, m.Cancel) else None
 
 
-def test_a_disconnect_cancels_all_requests(gateway: Rig, repeat: Scheduler) -> None:
+def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -> None:
     stream = Stream(gateway)
     for number in range(3):
         stream.ask(str(number))
-    waiting = asked(repeat, 3)
-    repeat.send(waiting[0][0], response(waiting[0][1], 1))
+    waiting = asked(scheduler, 3)
+    scheduler.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
-    until("all are cancelled", lambda: _cancelled(repeat) == {number for _, number in waiting})
+    until("all are cancelled", lambda: _cancelled(scheduler) == {number for _, number in waiting})
     stream.close()
 
 
@@ -209,10 +212,12 @@ def until_granted(scheduler: Scheduler, number: int, least: int) -> None:
     until("there is credit", lambda: granted(scheduler, number) >= least)
 
 
-def test_credit_is_returned_for_responses_that_are_read(repeat: Scheduler, stream: Stream) -> None:
+def test_credit_is_returned_for_responses_that_are_read(
+    scheduler: Scheduler, stream: Stream
+) -> None:
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.ask("a")
-    ((peer, a),) = asked(repeat, 1)
+    ((peer, a),) = asked(scheduler, 1)
     got: list[Any] = []
 
     def read() -> None:
@@ -222,45 +227,45 @@ def test_credit_is_returned_for_responses_that_are_read(repeat: Scheduler, strea
     reader.start()
     sent = 0
     while sent < 1000:
-        credit = FIRST_CREDIT + granted(repeat, a) - sent
-        repeat.send(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
+        credit = FIRST_CREDIT + granted(scheduler, a) - sent
+        scheduler.send(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
         sent += min(credit, 1000 - sent)
-        until_granted(repeat, a, sent - FIRST_CREDIT + 1)
-    repeat.send(peer, end(a))
+        until_granted(scheduler, a, sent - FIRST_CREDIT + 1)
+    scheduler.send(peer, end(a))
     stream.end()
     reader.join(20)
     assert values(got) == [("a", value, False) for value in range(1000)]
-    grants = [message for message in repeat.notices if isinstance(message, m.Credit)]
+    grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
     assert len(grants) <= 1000 // 16
 
 
 def test_a_client_that_does_not_read_receives_no_credit(
-    gateway: Rig, repeat: Scheduler, tmp_path: Path
+    gateway: Rig, scheduler: Scheduler, tmp_path: Path
 ) -> None:
     """The bytes that gRPC buffers for a slow client are bounded, and other streams continue."""
     deaf, other = Stream(gateway), Stream(gateway)
     deaf.ask("deaf")
-    ((peer, number),) = asked(repeat, 1)
+    ((peer, number),) = asked(scheduler, 1)
     big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
     message = m.Responded(number, "", "", *pack_inferred(big), False)
     credit, sent, count_of_other = FIRST_CREDIT, 0, 0
     while credit > sent and sent < 100_000:
-        repeat.send(peer, *[message] * (credit - sent))
+        scheduler.send(peer, *[message] * (credit - sent))
         sent = credit
         count_of_other += 1
         other.ask(f"other {count_of_other}")
-        peer, last = asked(repeat, 1 + count_of_other)[-1]
-        repeat.send(peer, response(last, sent, final=True))
+        peer, last = asked(scheduler, 1 + count_of_other)[-1]
+        scheduler.send(peer, response(last, sent, final=True))
         assert values(take(other, 1)) == [(f"other {count_of_other}", sent, True)]
-        credit = FIRST_CREDIT + granted(repeat, number)
+        credit = FIRST_CREDIT + granted(scheduler, number)
     assert sent * 16000 < 64 << 20
     deaf.call.cancel()
-    until("it is cancelled", lambda: number in _cancelled(repeat))
+    until("it is cancelled", lambda: number in _cancelled(scheduler))
     deaf.close()
     other.close()
 
 
-def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Stream) -> None:
+def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: Stream) -> None:
     """The memory of sent outputs is released, and that of outputs which arrive after the
     disconnect.
     """
@@ -274,29 +279,29 @@ def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Str
         return m.Responded(number, "", "", *pack_inferred(answer), False)
 
     def released() -> int:
-        releases = [message for message in repeat.notices if isinstance(message, m.Release)]
+        releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
         return sum(len(release.offsets) for release in releases)
 
     stream.ask("a")
-    ((peer, a),) = asked(repeat, 1)
-    repeat.send(peer, large(a), large(a), response(a, 1))
+    ((peer, a),) = asked(scheduler, 1)
+    scheduler.send(peer, large(a), large(a), response(a, 1))
     first, second, _ = take(stream, 3)
     assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [data, data]
     until("they are released", lambda: released() == 2)
     stream.call.cancel()
-    until("it is cancelled", lambda: a in _cancelled(repeat))
-    repeat.send(peer, large(a), end(a))
+    until("it is cancelled", lambda: a in _cancelled(scheduler))
+    scheduler.send(peer, large(a), end(a))
     until("what comes late is released", lambda: released() == 3)
     arena.close()
 
 
-def test_a_unary_call_of_a_decoupled_model_is_refused(gateway: Rig, repeat: Scheduler) -> None:
+def test_a_unary_call_of_a_decoupled_model_is_refused(gateway: Rig, scheduler: Scheduler) -> None:
     """Holds even if a stream has taught the schema of the request."""
     stream = Stream(gateway)
     for number in range(3):
         stream.ask(str(number))
-    for peer, request_id in asked(repeat, 3):
-        repeat.send(peer, end(request_id))
+    for peer, request_id in asked(scheduler, 3):
+        scheduler.send(peer, end(request_id))
     request = pb.ModelInferRequest(model_name="repeat", id="0")
     request.inputs.add(name="IN", datatype="INT32", shape=[1])
     request.raw_input_contents.append(bytes(4))

@@ -221,20 +221,20 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Rig]:
+def grpc_rig(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path, grpc=True) as model_rig:
         model_rig.open()
         yield model_rig
 
 
-def test_each_grpc_response_has_its_own_id(served: Rig) -> None:
-    scheduler = served.scheduler(add_sub)
-    served.publish(SIMPLE, scheduler)
+def test_each_grpc_response_has_its_own_id(grpc_rig: Rig) -> None:
+    scheduler = grpc_rig.scheduler(add_sub)
+    grpc_rig.publish(SIMPLE, scheduler)
     inputs = []
     for name in ("INPUT0", "INPUT1"):
         inputs.append(grpc_client.InferInput(name, [1, 16], "INT32"))
         inputs[-1].set_data_from_numpy(np.ones((1, 16), np.int32))
-    with grpc_client.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
+    with grpc_client.InferenceServerClient(f"127.0.0.1:{grpc_rig.port}") as client:
         for request_id, sequence, start, end in IDENTITIES * 3:
             sequence_parameters = {
                 "sequence_id": sequence,

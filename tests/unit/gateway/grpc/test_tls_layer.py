@@ -13,12 +13,12 @@ from shmserve.gateway.settings import Tls
 
 
 @pytest.fixture(scope="module")
-def context(keys: Path) -> ssl.SSLContext:
+def tls_context(keys: Path) -> ssl.SSLContext:
     return Tls(f"{keys}/server.pem", f"{keys}/server.key").context()
 
 
 @pytest.fixture(scope="module")
-def mutual(keys: Path) -> ssl.SSLContext:
+def mutual_tls(keys: Path) -> ssl.SSLContext:
     return Tls(f"{keys}/server.pem", f"{keys}/server.key", f"{keys}/ca.pem").context()
 
 
@@ -70,8 +70,10 @@ def connected(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_data_passes_in_both_directions(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
-    client, layer = Client(["http/1.1", "h2"], version), TlsLayer(context)
+def test_data_passes_in_both_directions(
+    tls_context: ssl.SSLContext, version: ssl.TLSVersion
+) -> None:
+    client, layer = Client(["http/1.1", "h2"], version), TlsLayer(tls_context)
     assert not layer.ready
     client.shake_hands(layer)
     assert layer.ready
@@ -83,8 +85,8 @@ def test_data_passes_in_both_directions(context: ssl.SSLContext, version: ssl.TL
     assert client.read() == b"a response and more"
 
 
-def test_data_may_follow_the_handshake_in_one_packet(context: ssl.SSLContext) -> None:
-    client, layer = Client(["h2"]), TlsLayer(context)
+def test_data_may_follow_the_handshake_in_one_packet(tls_context: ssl.SSLContext) -> None:
+    client, layer = Client(["h2"]), TlsLayer(tls_context)
     while True:
         try:
             client.tls.do_handshake()
@@ -98,8 +100,8 @@ def test_data_may_follow_the_handshake_in_one_packet(context: ssl.SSLContext) ->
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
-def test_records_are_decrypted_for_any_split(context: ssl.SSLContext, steps: list[int]) -> None:
-    client, layer = connected(context)
+def test_records_are_decrypted_for_any_split(tls_context: ssl.SSLContext, steps: list[int]) -> None:
+    client, layer = connected(tls_context)
     data = bytes(range(256)) * 600
     client.tls.write(data)
     sent = client.outgoing.read()
@@ -111,8 +113,8 @@ def test_records_are_decrypted_for_any_split(context: ssl.SSLContext, steps: lis
     assert came == data
 
 
-def test_large_data(context: ssl.SSLContext) -> None:
-    client, layer = connected(context)
+def test_large_data(tls_context: ssl.SSLContext) -> None:
+    client, layer = connected(tls_context)
     data = bytes(5 << 20)
     layer.send(data)
     client.incoming.write(layer.outgoing())
@@ -120,8 +122,10 @@ def test_large_data(context: ssl.SSLContext) -> None:
 
 
 @pytest.mark.parametrize("protocols", [[], ["http/1.1"]])
-def test_clients_without_http2_are_refused(context: ssl.SSLContext, protocols: list[str]) -> None:
-    client, layer = Client(protocols), TlsLayer(context)
+def test_clients_without_http2_are_refused(
+    tls_context: ssl.SSLContext, protocols: list[str]
+) -> None:
+    client, layer = Client(protocols), TlsLayer(tls_context)
     with pytest.raises(BrokenTls):
         client.shake_hands(layer)
     assert not layer.ready
@@ -129,8 +133,8 @@ def test_clients_without_http2_are_refused(context: ssl.SSLContext, protocols: l
 
 @given(st.binary(min_size=5, max_size=100))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-def test_clients_without_tls_are_refused(context: ssl.SSLContext, data: bytes) -> None:
-    layer = TlsLayer(context)
+def test_clients_without_tls_are_refused(tls_context: ssl.SSLContext, data: bytes) -> None:
+    layer = TlsLayer(tls_context)
     with contextlib.suppress(BrokenTls):
         assert layer.receive(data) == b""
     assert not layer.ready
@@ -138,13 +142,13 @@ def test_clients_without_tls_are_refused(context: ssl.SSLContext, data: bytes) -
     layer.close()
 
 
-def test_http2_without_tls_is_refused(context: ssl.SSLContext) -> None:
+def test_http2_without_tls_is_refused(tls_context: ssl.SSLContext) -> None:
     with pytest.raises(BrokenTls):
-        TlsLayer(context).receive(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        TlsLayer(tls_context).receive(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 
 
-def test_a_corrupt_record_is_refused(context: ssl.SSLContext) -> None:
-    client, layer = connected(context)
+def test_a_corrupt_record_is_refused(tls_context: ssl.SSLContext) -> None:
+    client, layer = connected(tls_context)
     client.tls.write(b"a request")
     sent = bytearray(client.outgoing.read())
     sent[-1] ^= 1
@@ -153,23 +157,23 @@ def test_a_corrupt_record_is_refused(context: ssl.SSLContext) -> None:
     layer.close()
 
 
-def test_certificates_of_clients(mutual: ssl.SSLContext, keys: Path) -> None:
-    known, layer = Client(["h2"], certificate=keys / "client.pem"), TlsLayer(mutual)
+def test_certificates_of_clients(mutual_tls: ssl.SSLContext, keys: Path) -> None:
+    known, layer = Client(["h2"], certificate=keys / "client.pem"), TlsLayer(mutual_tls)
     known.shake_hands(layer)
     assert layer.ready
     for stranger in (Client(["h2"]), Client(["h2"], certificate=keys / "stranger.pem")):
         with pytest.raises(BrokenTls):
-            stranger.shake_hands(TlsLayer(mutual))
+            stranger.shake_hands(TlsLayer(mutual_tls))
 
 
-def test_closing_tls_is_accepted(context: ssl.SSLContext) -> None:
+def test_closing_tls_is_accepted(tls_context: ssl.SSLContext) -> None:
     """Either side may close; late bytes are not an error of the server."""
-    client, layer = connected(context)
+    client, layer = connected(tls_context)
     layer.close()
     client.incoming.write(layer.outgoing())
     assert client.read() == b""
     layer.send(b"late")
-    other, layer = connected(context)
+    other, layer = connected(tls_context)
     with pytest.raises(ssl.SSLWantReadError):
         other.tls.unwrap()
     assert layer.receive(other.outgoing.read()) == b""

@@ -561,9 +561,7 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
 
 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
-def test_a_client_that_does_not_read_does_not_delay_the_close(
-    end: Callable[[Any], None],
-) -> None:
+def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any], None]) -> None:
     """Otherwise the connection could stay open beyond every limit."""
     ended = asyncio.Event()
 

@@ -375,7 +375,7 @@ def content(memory_range: Any) -> bytes:
 
 
 @pytest.fixture
-def large(gateway: Rig) -> Scheduler:
+def any_size(gateway: Rig) -> Scheduler:
     """Publish a model that accepts any input and returns one byte."""
 
     def compute(request: Inference) -> Inferred:
@@ -389,7 +389,7 @@ def large(gateway: Rig) -> Scheduler:
 
 
 @pytest.mark.parametrize("form", ["binary", "chunked", "json", "mixed", "gzip"])
-def test_large_tensors_go_through_the_arena(gateway: Rig, large: Scheduler, form: str) -> None:
+def test_large_tensors_go_through_the_arena(gateway: Rig, any_size: Scheduler, form: str) -> None:
     a = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
     strings = b"".join(len(s).to_bytes(4, "little") + s for s in (b"x" * 5001, b"", b"yy"))
     texts = ["x" * 5001, "", "yy"]
@@ -418,14 +418,14 @@ def test_large_tensors_go_through_the_arena(gateway: Rig, large: Scheduler, form
         headers["Content-Encoding"] = "gzip"
     elif form == "chunked":
         body = iter([body[at : at + 50_000] for at in range(0, len(body), 50_000)])
-    large.held = True
+    any_size.held = True
     caller = ClientIdentity(gateway.port, "large", body, headers)
-    until("the request is there", lambda: large.waiting)
-    first, second = inference_of(large.waiting[0][1]).inputs
+    until("the request is there", lambda: any_size.waiting)
+    first, second = inference_of(any_size.waiting[0][1]).inputs
     assert content(first.data) == a.tobytes()
     assert content(second.data) == strings
     assert first.data.offset % 64 == second.data.offset % 64 == 0  # type: ignore[union-attr]
-    large.answer_all()
+    any_size.answer_all()
     assert caller.reply().ok().json()["outputs"][0]["data"] == [7]
 
 
@@ -446,30 +446,30 @@ def range_of(submit: Submit) -> Range:
     return memory_range
 
 
-def test_a_block_is_free_after_the_response(gateway: Rig, large: Scheduler) -> None:
+def test_a_block_is_free_after_the_response(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
     for _ in range(3):  # the arena has room for one of these at a time
         http.infer("large", *large_body(ARENA - 12 * MIB)).ok()
-    assert len({range_of(submit).offset for submit in large.submits}) == 1
+    assert len({range_of(submit).offset for submit in any_size.submits}) == 1
 
 
-def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, large: Scheduler) -> None:
+def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
-    large.held = True
+    any_size.held = True
     caller = ClientIdentity(gateway.port, "large", *large_body(ARENA - 12 * MIB))
-    until("the request is there", lambda: large.waiting)
-    peer = large.waiting[0][0]
-    submit = fail(large, "Request timeout expired", early=True)
+    until("the request is there", lambda: any_size.waiting)
+    peer = any_size.waiting[0][0]
+    submit = fail(any_size, "Request timeout expired", early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
-    large.held = False
+    any_size.held = False
     refused = http.infer("large", *large_body(ARENA - 12 * MIB))
     assert refused.status == 503
     assert "server memory for tensors is full" in refused.error
-    large.send(peer, Settled(submit.id))
+    any_size.send(peer, Settled(submit.id))
     until("there is room", lambda: http.infer("large", *large_body(ARENA - 12 * MIB)).status == 200)
 
 
-def test_tensors_larger_than_the_arena_are_refused(gateway: Rig, large: Scheduler) -> None:
+def test_tensors_larger_than_the_arena_are_refused(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
     refused = http.infer("large", *large_body(ARENA + 8 * MIB))
     assert refused.status == 400
@@ -488,7 +488,7 @@ def test_tensors_larger_than_the_arena_are_refused(gateway: Rig, large: Schedule
 
 
 @pytest.mark.parametrize("part", ["header", "tensor"])
-def test_an_aborted_upload_releases_its_block(gateway: Rig, large: Scheduler, part: str) -> None:
+def test_an_aborted_upload_releases_its_block(gateway: Rig, any_size: Scheduler, part: str) -> None:
     body, headers = large_body(ARENA - 8 * MIB)
     size = int(headers["Inference-Header-Content-Length"])
     for _ in range(3):
@@ -501,10 +501,10 @@ def test_an_aborted_upload_releases_its_block(gateway: Rig, large: Scheduler, pa
                 size,
             )
     until("there is room", lambda: gateway.http.infer("large", body, headers).status == 200)
-    assert len(large.submits) == 1
+    assert len(any_size.submits) == 1
 
 
-def test_an_invalid_request_is_refused_before_its_upload(gateway: Rig, large: Scheduler) -> None:
+def test_an_invalid_request_is_refused_before_its_upload(gateway: Rig, any_size: Scheduler) -> None:
     body, headers = large_body(ARENA - 8 * MIB)
     body = body.replace(b'"FP32"', b'"INT8"', 1)
     size = int(headers["Inference-Header-Content-Length"])

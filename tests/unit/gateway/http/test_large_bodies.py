@@ -122,11 +122,7 @@ def test_messages_are_json_with_the_first_one_without_a_role(messages: Any, faul
 
 @pytest.mark.parametrize(
     ("tokens", "fault"),
-    [
-        ([0, 2**31 - 1], None),
-        ([7, 2**31, 2**40], 2**40),
-        ([7, -(2**31), 2**40], -(2**31)),
-    ],
+    [([0, 2**31 - 1], None), ([7, 2**31, 2**40], 2**40), ([7, -(2**31), 2**40], -(2**31))],
 )
 def test_the_token_out_of_range_is_reported(tokens: Any, fault: int | None) -> None:
     packed = parse({"prompt": tokens}, "prompt")["prompt"]

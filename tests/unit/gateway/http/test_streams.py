@@ -56,7 +56,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def repeat(gateway: Rig) -> Scheduler:
+def scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(echo)
     scheduler.held = True
     gateway.publish(REPEAT, scheduler)
@@ -130,12 +130,12 @@ INFER = {"id": "i1", "inputs": [{"name": "IN", "datatype": "INT32", "shape": [1]
 
 
 @pytest.fixture
-def ask(gateway: Rig, repeat: Scheduler) -> Iterator[Any]:
+def ask(gateway: Rig, scheduler: Scheduler) -> Iterator[Any]:
     asked_requests: list[Asked] = []
 
     def make(verb: str, body: Any = None, accept: str = "", version: str = "1.1") -> Asked:
         body = body or (INFER if verb == "infer" else {"IN": 1})
-        asked_requests.append(Asked(gateway, repeat, verb, body, accept, version))
+        asked_requests.append(Asked(gateway, scheduler, verb, body, accept, version))
         return asked_requests[-1]
 
     yield make
@@ -265,7 +265,7 @@ def test_an_error_after_the_first_is_an_event(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])
-def test_errors_before_the_submission(gateway: Rig, repeat: Scheduler, verb: str) -> None:
+def test_errors_before_the_submission(gateway: Rig, scheduler: Scheduler, verb: str) -> None:
     path = f"/v2/models/repeat/{verb}"
     http = Http(gateway.port)
     cases: list[tuple[int, str, Any, dict[str, str]]] = [
@@ -307,7 +307,7 @@ def test_errors_before_the_submission(gateway: Rig, repeat: Scheduler, verb: str
 
 
 def test_without_an_accept_header_a_decoupled_model_is_refused(
-    gateway: Rig, repeat: Scheduler
+    gateway: Rig, scheduler: Scheduler
 ) -> None:
     reply = gateway.http.infer("repeat", b"not json")
     text = "HTTP end point doesn't support models with decoupled transaction policy"
@@ -399,7 +399,9 @@ def released(scheduler: Scheduler) -> int:
 
 
 @pytest.mark.parametrize("verb", ["generate_stream", "infer"])
-def test_outputs_are_released_when_they_are_encoded(ask: Any, repeat: Scheduler, verb: str) -> None:
+def test_outputs_are_released_when_they_are_encoded(
+    ask: Any, scheduler: Scheduler, verb: str
+) -> None:
     arena = Arena(8 << 20)
     asked = ask(verb, accept=LINES)
     asked.say(*(in_arena(arena, asked.number, 20_000) for _ in range(3)), end(asked.number))
@@ -409,16 +411,16 @@ def test_outputs_are_released_when_they_are_encoded(ask: Any, repeat: Scheduler,
         values = said["OUT"] if verb == "generate_stream" else said["outputs"][0]["data"]
         assert values == list(range(20_000))
     assert len(lines) == 3
-    until("all are released", lambda: released(repeat) == 3)
+    until("all are released", lambda: released(scheduler) == 3)
     arena.close()
 
 
-def test_unread_outputs_are_released(ask: Any, repeat: Scheduler) -> None:
+def test_unread_outputs_are_released(ask: Any, scheduler: Scheduler) -> None:
     arena = Arena(8 << 20)
     asked = ask("generate")
     asked.say(*(in_arena(arena, asked.number, 10_000) for _ in range(5)))
     assert asked.reply().json() == {"error": NOT_ONE}
-    until("all are released", lambda: released(repeat) == 5)
+    until("all are released", lambda: released(scheduler) == 5)
     arena.close()
 
 

@@ -115,12 +115,7 @@ CASES = [
     Case(
         "5.3", "a chain of streams not begun", b"".join(priority(n, n + 2) for n in range(1, 9, 2))
     ),
-    Case(
-        "5.3",
-        "a stream that depends on itself",
-        BEGUN + priority(1, 1) + LAST,
-        served=SERVED,
-    ),
+    Case("5.3", "a stream that depends on itself", BEGUN + priority(1, 1) + LAST, served=SERVED),
     Case(
         "5.3",
         "HEADERS that depend on themselves",

@@ -119,10 +119,7 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     assert submit.deadline_ns == rig.now_ns + 10_000_000
     rig.pass_ms(11)
     failed = only(rig.client_messages(), m.Failed)
-    assert (failed.early, failed.message) == (
-        True,
-        _EXPIRED,
-    )
+    assert (failed.early, failed.message) == (True, _EXPIRED)
     assert rig.sent(m.Cancel) == [("a", m.Cancel(submit.id))]
     rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
     only(rig.client_messages(), m.Settled)

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.memory.lent import Holding
-from shmserve.scheduler.ensemble.flow import (
-    Firing,
-    Flow,
-    Graph,
-    ModelProperties,
-    Plan,
-    StepNode,
-)
+from shmserve.scheduler.ensemble.flow import Firing, Flow, Graph, ModelProperties, Plan, StepNode
 from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
 
 KIND = TensorKind("BYTES", (1,))
@@ -163,10 +156,7 @@ def test_a_step_that_waits_for_one_tensor_runs_in_the_order_of_the_outputs() -> 
 
 def test_a_skipped_stream_is_one_response_without_it() -> None:
     graph = Graph(
-        "e",
-        (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),),
-        ("IN",),
-        ("OUT",),
+        "e", (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),), ("IN",), ("OUT",)
     )
     flow = Flow(plan(graph, many=(0,)))
     flow.begin([("IN", value("IN", holds=False))])

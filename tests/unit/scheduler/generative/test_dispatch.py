@@ -77,7 +77,7 @@ class Llm:
         self.rig.worker(self.peer, prepared)
 
     def _step(self, message: g.Step) -> None:
-        ofs = {begin.sequence: (begin.key, begin.sample) for begin in message.begin}
+        ofs = {begin.sequence: (begin.key, begin.sample) for begin in message.new_sequences}
         known = {
             n: (sequence.key, sequence.sample) for n, sequence in self.worker.known.items()
         } | ofs
@@ -379,7 +379,7 @@ def test_a_step_that_failed_fails_its_requests_alone() -> None:
     (row,) = step.rows
     (key,) = llm.open
     rig.respond(llm.peer, key, b"", code="INTERNAL", final=True, failed=True)
-    rig.worker(llm.peer, g.Stepped(step.step, [], 0, 0, 0, lost=[row.sequence]))
+    rig.worker(llm.peer, g.Stepped(step.step, [], 0, 0, 0, skipped=[row.sequence]))
     assert ended(rig) == {number: "INTERNAL"}
     (next_number,) = submit(rig)
     llm.worker.known.clear()

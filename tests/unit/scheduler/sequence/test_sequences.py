@@ -540,9 +540,7 @@ def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig
     assert ended(rig) == [] and rig.batches() == {0: [2]}
 
 
-def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(
-    rig: SequenceRig,
-) -> None:
+def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: SequenceRig) -> None:
     begun(rig)
     rig.request(2, START)  # keeps the instance busy
     rig.request(1)

@@ -382,7 +382,7 @@ def test_a_process_is_measured() -> None:
 
 
 @pytest.fixture
-def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+def processor_times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """The processor time of processes that have no memory of their own."""
     latencies = {1: 10.0, 2: 20.0}
     monkeypatch.setattr(autoscaler, "processor_time_s", latencies.__getitem__)
@@ -391,27 +391,27 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return latencies
 
 
-def test_processors_suffice_for_all_busy_instances(times: dict[int, float]) -> None:
+def test_processors_suffice_for_all_busy_instances(processor_times: dict[int, float]) -> None:
     """Instances that take two processors each while they execute, or less while they wait."""
     host = HostCapacity(processors=4)
     host.sample([1], 5.0, 0.0)
     assert host.missing_resources(9) == ""  # the host's capacity is not known yet
-    times[1] += 2
+    processor_times[1] += 2
     host.sample([1, 2], 6.0, 0.1)
     assert host.missing_resources(2) == ""
     assert host.missing_resources(3) == "there are 4 processors, and a busy instance uses 2"
     for number in range(100):
-        times[1] += 1
+        processor_times[1] += 1
         host.sample([1, 2], 16.0 + 10 * number, 0.2)
         assert bool(host.missing_resources(3)) == (number < 14)
 
 
 def test_none_where_all_processors_are_busy_and_it_needs_some(
-    times: dict[int, float], monkeypatch: pytest.MonkeyPatch
+    processor_times: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = HostCapacity(processors=4)
     host.sample([1], 0.0, 0.0)
-    times[1] += 1
+    processor_times[1] += 1
     monkeypatch.setattr(CpuUtilization, "read", lambda meter: 0.97)
     host.sample([1], 1.0, 0.5)
     assert host.missing_resources(2) == ""  # that was half a second ago

@@ -130,7 +130,7 @@ OVER += "fetch, line 12 of 1/model.py"
 
 
 @pytest.fixture(autouse=True)
-def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def stack_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     pending_calls: list[str] = []
 
     async def stacks_of(instance: Instance) -> str:
@@ -186,14 +186,14 @@ def test_the_reported_frame_is_the_models_in_the_loading_thread(
 
 
 def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
-    written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stack_requests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
 
     async def story(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
         loading = asyncio.ensure_future(model.start())
-        await until_async(lambda: len(written) == 3)
+        await until_async(lambda: len(stack_requests) == 3)
         processes.load_held()
         await loading
         assert model.ready
@@ -223,7 +223,7 @@ def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None
 
 
 def test_a_hanging_restart_is_retried_and_abandoned(
-    written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stack_requests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 2)
 
@@ -233,13 +233,13 @@ def test_a_hanging_restart_is_retried_and_abandoned(
         processes.started[0].kill()
         await until_async(lambda: model.instances.failure)
         assert model.instances.failure == OVER
-        assert len(written) == 2 and not model.ready
+        assert len(stack_requests) == 2 and not model.ready
 
     live(story, *LIMIT)
     assert caplog.text.count(f"did not restart: {OVER}") == 2
 
 
-def test_without_a_limit_a_load_may_take_any_time(written: list[str]) -> None:
+def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:
     async def story(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
         loading = asyncio.ensure_future(model.start())
@@ -248,4 +248,4 @@ def test_without_a_limit_a_load_may_take_any_time(written: list[str]) -> None:
         await loading
 
     live(story)
-    assert written == []
+    assert stack_requests == []

@@ -226,10 +226,7 @@ def test_a_preferred_batch_size_is_compared_with_the_completed_size(tmp_path: Pa
 @pytest.mark.parametrize(
     ("agent", "text"),
     [
-        (
-            f'"checksum" parameters {{ key: "MD5:1/model.py" value: "{EMPTY}" }}',
-            "",
-        ),
+        (f'"checksum" parameters {{ key: "MD5:1/model.py" value: "{EMPTY}" }}', ""),
         (
             '"checksum" parameters { key: "MD5:1/model.py" value: "00" }',
             "Mismatched MD5 hash for file",

@@ -10,8 +10,8 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.publications import (
-    ModelNews,
     ModelOnDemand,
+    ModelPublication,
     ModelPublished,
     ModelWithdrawn,
     ReadinessChanged,
@@ -252,7 +252,12 @@ def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
     """Holds for all states of its versions."""
     gateway, publications = Gateway(), Publications()
     asleep = ModelOnDemand("m", 0)
-    sent: list[dict[str, ModelNews]] = [{"": asleep}, {"": asleep, "1": ONE}, {"": asleep}, {}]
+    sent: list[dict[str, ModelPublication]] = [
+        {"": asleep},
+        {"": asleep, "1": ONE},
+        {"": asleep},
+        {},
+    ]
     for published in sent:
         publications.update(gateway, "m", published, [])
     assert gateway.sent == [asleep, ONE, GONE, ModelWithdrawn("m", "", 0)]

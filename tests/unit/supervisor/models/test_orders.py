@@ -326,9 +326,7 @@ def test_generations_that_need_one_another_end() -> None:
     live(story)
 
 
-def test_an_ensemble_reports_a_step_that_failed_for_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
 
     async def story() -> None:

@@ -131,9 +131,7 @@ def test_the_progress_of_a_load_is_a_view_of_its_statuses(facts: ModelEntry, tex
     assert progress(facts) == text
 
 
-def test_the_start_report_logs_each_change_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     seen: dict[str, str] = {}
     observers: list[Callable[[], None]] = []

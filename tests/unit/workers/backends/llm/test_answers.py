@@ -210,7 +210,7 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
         scheduler.listen()
     scheduler.running.update(running)  # the scheduler has not been notified of the end yet
     assert not scheduler.step()
-    assert scheduler.stepped is not None and scheduler.stepped.lost == list(running)
+    assert scheduler.stepped is not None and scheduler.stepped.skipped == list(running)
 
 
 @pytest.mark.parametrize("told", [0, 5, 10])
@@ -294,7 +294,7 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
     scheduler.chunk = 4
     settings: dict[str, Any] = {"input_ids": prompt, "temperature": 0, "max_tokens": 4}
     scheduler.add(1, logprobs=2, prompt_logprobs=1, **settings)
-    assert scheduler.prepared[1].whole
+    assert scheduler.prepared[1].needs_whole_prompt
     scheduler.run()
     responses = scheduler.responses[1][0]["logprobs"][0]
     tokens = [*prompt, *scheduler.tokens(1)]
@@ -368,7 +368,7 @@ def test_no_token_is_generated_where_only_the_prompt_is_scored(scheduler: Schedu
 def test_the_text_alone_is_repeated_by_default(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 2, "logprobs": 0}
     scheduler.add(1, exclude_input_in_output=None, **settings)
-    assert not scheduler.prepared[1].whole
+    assert not scheduler.prepared[1].needs_whole_prompt
     scheduler.run()
     assert len(scheduler.responses[1][0]["logprobs"][0]["content"]) == 2
 
@@ -378,7 +378,7 @@ def test_beams_have_candidates_and_their_texts_are_chosen(
 ) -> None:
     scheduler.prepare(1, input_ids=PROMPT, use_beam_search=True, n=2, max_tokens=5)
     (beams,) = scheduler.prepared[1].beams
-    assert (beams.width, beams.ends, beams.early_stopping) == (2, [0], "false")
+    assert (beams.width, beams.end_tokens, beams.early_stopping) == (2, [0], "false")
     root = scheduler.enter(1, 0, PROMPT)
     (first,) = scheduler.step()
     with torch.inference_mode():
@@ -460,7 +460,7 @@ def test_a_step_that_fails_ends_its_requests(
     with monkeypatch.context() as patched:
         patched.setattr("shmserve.workers.backends.llm.engine.process", lambda *_: 1 / 0)
         assert not scheduler.step()
-    assert scheduler.stepped is not None and len(scheduler.stepped.lost) == 1
+    assert scheduler.stepped is not None and len(scheduler.stepped.skipped) == 1
     assert scheduler.errors[1][0] == "INTERNAL"
     scheduler.add(2, max_tokens=5, **GREEDY)
     scheduler.run()

@@ -183,8 +183,7 @@ SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
 
 
 @pytest.mark.parametrize(
-    ("spaces", "files"),
-    [*((False, file) for file in FILES), *((True, file) for file in SPACED)],
+    ("spaces", "files"), [*((False, file) for file in FILES), *((True, file) for file in SPACED)]
 )
 def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
     path = write_folder(tmp_path / "m")
@@ -430,11 +429,7 @@ def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
     reference, mine = AutoTokenizer.from_pretrained(folder()), Checkpoint.open(folder())
     prompted = not more.get("continue_final_message")
     expected = reference.apply_chat_template(
-        messages,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=prompted,
-        **more,
+        messages, chat_template=template, tokenize=False, add_generation_prompt=prompted, **more
     )
     given = {"messages": messages, **more}
     assert ChatTemplate({"default": template}, mine.special).render(given) == expected

@@ -20,7 +20,7 @@ def test_logits_have_the_bits_that_they_have_alone() -> None:
     assert all(counts[counter] for counter in ("swapped", "copied_on_write", "prefix_hits"))
 
 
-@pytest.mark.usefixtures("cleared")
+@pytest.mark.usefixtures("fresh_schedule_cache")
 def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "padded_count", lambda count: count)
     with pytest.raises(AssertionError, match="logits behind"):
@@ -28,7 +28,7 @@ def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cleared() -> None:
+def fresh_schedule_cache() -> None:
     """Clear the cached results of single requests before and after a test."""
     schedules.alone.cache_clear()
 

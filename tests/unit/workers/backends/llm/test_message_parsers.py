@@ -63,11 +63,7 @@ GOOD: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
         '<tool_call>{"name": "now", "arguments": null}</tool_call>',
         *("", [NOW]),
     ),
-    "hermes without a brace": (
-        "hermes",
-        f"<tool_call>{JSON[:-1]}\n</tool_call>",
-        *("", [WEATHER]),
-    ),
+    "hermes without a brace": ("hermes", f"<tool_call>{JSON[:-1]}\n</tool_call>", *("", [WEATHER])),
     "hermes without an end": ("hermes", f"<tool_call>{JSON}", "", [WEATHER]),
     "half a tag": ("hermes", "a <tool_call", "a <tool_call", []),
     "white space": ("hermes", "  a\n\n", "  a\n\n", []),

@@ -307,16 +307,8 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
             FP8,
             "q_proj.weight has no weight_scale_inv or weight_scale",
         ),
-        (
-            lambda w: ({"qweight": gptq(w)[0]["qweight"]}, w),
-            GPTQ,
-            "q_proj.qweight has no scales",
-        ),
-        (
-            lambda w: gptq(w, zeros=False),
-            {**GPTQ, "sym": False},
-            "q_proj.qweight has no qzeros",
-        ),
+        (lambda w: ({"qweight": gptq(w)[0]["qweight"]}, w), GPTQ, "q_proj.qweight has no scales"),
+        (lambda w: gptq(w, zeros=False), {**GPTQ, "sym": False}, "q_proj.qweight has no qzeros"),
         (
             lambda w: awq(w, zeros=False),
             {**AWQ, "zero_point": True},

@@ -23,7 +23,7 @@ def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Pat
                 key, input_ids=[key, 60, 7], temperature=temperature, max_tokens=41, seed=5
             )
         scheduler.run()
-        full = [len(result.tokens) for result in scheduler.results if result.drafted == 3]
+        full = [len(result.tokens) for result in scheduler.results if result.draft_count == 3]
         assert set(full) == {4}  # the three proposed tokens, and one more
         assert len(full) == 30
         assert scheduler.tokens(1) == generated(path, [1, 60, 7], max_new_tokens=41)
@@ -65,7 +65,7 @@ def test_greedy_texts_stay_as_they_are(
         scheduler.finish()
         for key, tokens in prompts.items():
             assert scheduler.tokens(key) == generated(path, tokens, max_new_tokens=24)
-        assert any(result.drafted for result in scheduler.results)
+        assert any(result.draft_count for result in scheduler.results)
 
 
 def test_proposals_without_chance_leave_seeded_texts_as_they_are(
@@ -80,7 +80,7 @@ def test_proposals_without_chance_leave_seeded_texts_as_they_are(
             scheduler.run()
             texts.append(scheduler.tokens(1))
     assert texts[0] == texts[1]
-    accepted = [len(result.tokens) for result in scheduler.results if result.drafted]
+    accepted = [len(result.tokens) for result in scheduler.results if result.draft_count]
     assert max(accepted) > 1
 
 
