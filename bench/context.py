@@ -32,7 +32,7 @@ class Settings:
 
 
 class Context:
-    """The context of all cases. `say` prints the progress of the run."""
+    """The context of all cases. `log` prints the progress of the run."""
 
     def __init__(self, settings: Settings, log: Callable[[str], None]) -> None:
         self.settings = settings

@@ -184,17 +184,17 @@ def clip(text: str, limit: int = 60) -> str:
     return printable if len(printable) <= limit else printable[:limit] + "..."
 
 
-def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
     """Return the known name with the highest difflib ratio, or None if it is below `likeness`."""
     import difflib  # imported late, because only errors need it
 
-    matches = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
+    matches = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=likeness)
     return matches[0] if matches else None
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """Return the end of an error, `, did you mean 'NAME'?`, or "" if no name is near."""
-    near = nearest(name, known)
+    near = nearest(name, names)
     return f", did you mean '{near}'?" if near else ""
 
 

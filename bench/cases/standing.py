@@ -45,7 +45,7 @@ _EXPLICIT = ("--model-control-mode=explicit",)
 _INSTANCES = (1, 2, 3, 4)
 _CONNECTIONS = 64
 _IDLE_S = 10.0
-# Idling is measured after the effects of the last request (allocators, keep-alive timers) have
+# An idle server is measured after the effects of the last request (allocators, timers) have
 # ended.
 _SETTLE_S = 2.0
 _DEADLINE_S = 30.0

@@ -47,13 +47,13 @@ _JSON = ("--input-tensor-format", "json", "--output-tensor-format", "json")
 
 
 def through_shm(elements: int, in_flight: int, listener: str = "http") -> Load:
-    """Return the flags for `elements` FP32 in and out through system shared memory."""
+    """Return a load of `elements` FP32 values in and out through system shared memory."""
     flags = ("--shared-memory", "system", "--output-shared-memory-size", str(4 * elements))
     return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"), listener)
 
 
-def _inline(elements: int, in_flight: int) -> Load:
-    """Return the flags for `elements` FP32 in and out in gRPC messages."""
+def _in_messages(elements: int, in_flight: int) -> Load:
+    """Return a load of `elements` FP32 values in and out in gRPC messages."""
     return Load("identity", in_flight, ("--shape", f"INPUT0:{elements}"), "grpc")
 
 
@@ -90,11 +90,11 @@ _GRPC = tuple(
         ),
         (
             *("grpc-600k", "identity, gRPC, 600 KB in messages, 8 in flight"),
-            *(_inline(153_600, 8), THROUGHPUT, 1.0, 1.2),
+            *(_in_messages(153_600, 8), THROUGHPUT, 1.0, 1.2),
         ),
         (
             *("grpc-16m", "identity, gRPC, 16 MiB in messages, 1 in flight: p50"),
-            *(_inline(4_194_304, 1), P50, 1.0, 0.8),
+            *(_in_messages(4_194_304, 1), P50, 1.0, 0.8),
         ),
     )
 )

@@ -36,7 +36,7 @@ _SHM = Path("/dev/shm")
 class Host:
     """The changes that are possible on the host.
 
-    A change is None if it is impossible, with the reason in `lacks`.
+    A change is None if it is impossible; `missing` then has the reason.
     """
 
     private_shm: bool = False
@@ -230,7 +230,7 @@ def _clock(stage: Stage) -> None:
     """Set the wall clock forward and back."""
     if stage.host.clock is None:
         return
-    # The host's processes have mapped this file.
+    # The server's processes have mapped this file, so its content is changed in place.
     with stage.host.clock.open("r+b", buffering=0) as clock:
         for jump_s in (stage.rng.randint(-(10**6), 10**6), 0):
             with stage.fault("clock jumps"):

@@ -214,6 +214,6 @@ class Ledger:
 
 def _kind(fault_name: str) -> str:
     """Return the kind of a fault: the first two words of its name, or the kind of a zygote."""
-    first, *rest = fault_name.split()
-    kind = rest[-1:] if rest[-1:] == ["zygote"] and rest[0] != "spare" else rest[:1]
+    first, *words = fault_name.split()
+    kind = words[-1:] if words[-1:] == ["zygote"] and words[0] != "spare" else words[:1]
     return " ".join([first, *kind])

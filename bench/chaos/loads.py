@@ -1,8 +1,8 @@
 """Clients of each transport and each kind of scheduler, which check the responses.
 
-A load is a context manager that yields `ask()`, which performs one request (or one sequence, or one
-stream). `ask` raises Wrong for an incorrect response, and its client library's exception for an
-error.
+A load is a context manager that yields `send()`, which performs one request, one sequence or one
+stream. `send` raises WrongResponse for an incorrect response, and the exception of its client
+library for an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ErrorResponse(Exception):
 
 
 def expect(actual: Any, expected: Any) -> None:
-    """Compare a response with the expected values. Raises Wrong if they differ."""
+    """Compare a response with the expected values. Raises WrongResponse if they differ."""
     if not np.array_equal(actual, expected):
         raise WrongResponse(f"got {actual!r:.300}, wanted {expected!r:.300}")
 

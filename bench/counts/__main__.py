@@ -166,11 +166,11 @@ def _in_region(server: Server) -> Iterator[list[bytes]]:
             region = {"key": f"/{memory.name}", "offset": 0, "byte_size": memory.size}
             client.call("POST", path, region)
 
-        def tensor(name: str, index: int, **more: object) -> dict[str, object]:
-            place = {"shared_memory_region": "counts", "shared_memory_byte_size": _TENSOR_BYTES}
+        def tensor(name: str, index: int, **fields: object) -> dict[str, object]:
+            region = {"shared_memory_region": "counts", "shared_memory_byte_size": _TENSOR_BYTES}
             if index:
-                place["shared_memory_offset"] = index * _TENSOR_BYTES
-            return {"name": name, "parameters": place, **more}
+                region["shared_memory_offset"] = index * _TENSOR_BYTES
+            return {"name": name, "parameters": region, **fields}
 
         shape = {"datatype": "FP32", "shape": [_TENSOR_BYTES // 4]}
         yield [

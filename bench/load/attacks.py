@@ -1,10 +1,10 @@
 """The cost of one gRPC client's flood to other clients: `python -m bench.load.attacks`.
 
-Eight clients have one call each in flight, on connections of their own. Their rate with a flood
-beside them is compared with their rate alone, in turns. The flood is a process. It connects again
-whenever the server ends its connection, acknowledges what a well-behaved client would, and sends as
-fast as the server reads. The program prints a line for each flood: the median of the ratios and
-their extremes, and the connections that the server ended per second.
+Eight clients have one call each in flight, on separate connections. Their rate during a flood is
+compared with their rate without it, in turns. A process sends the flood as fast as the server
+reads, and connects again whenever the server closes its connection. The process acknowledges the
+server's settings, like a well-behaved client. The program prints a line for each flood: the median
+of the ratios and their extremes, and the number of connections that the server closed per second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLIENTS = 8
 _ROUNDS = 5
 _SECONDS = 1.0
 _SEND_BYTES = 64 * 1024
-_FLOOD_BYTES = 16 * 1024 * 1024  # bytes of a flood that are made in advance and then repeated
+_FLOOD_BYTES = 16 * 1024 * 1024  # bytes of a flood that are created in advance and then repeated
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -106,8 +106,8 @@ def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
 def flood(port: int, name: str, ended_connections: Any) -> None:
     """Send the bytes of a flood until the process is killed.
 
-    The bytes are made once, so that the flood costs its sender next to nothing. `ended` counts the
-    connections that the server has closed.
+    The bytes are created once, so that the flood costs its sender hardly any time.
+    `ended_connections` counts the connections that the server has closed.
     """
     stream_bytes = attacks(simple_request())[name]
     flood_bytes = bytearray(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))

@@ -91,7 +91,7 @@ class Chain:
     """
 
     def __init__(self, elements: int, ensemble_only: bool = False) -> None:
-        """Make the ensemble and its steps; `alone`: the steps have no schedulers."""
+        """Create the ensemble and its steps; `ensemble_only`: the steps have no schedulers."""
         self.worker_ns = 0
         self._schemas = Schemas(RequestSchema)
         self._neighbours = links = InProcessLinks()

@@ -83,12 +83,13 @@ class SequenceBatch:
     def decode(self) -> list[float]:
         """Decode all sequences together after their prompts; return the seconds of each step."""
         took_s: list[float] = []
-        for place in range(1, NEW):
+        for position in range(1, NEW):
             rows = [
-                Row(key + 1, PROMPT + place - 1, 1, self._blocks, []) for key in range(self._rows)
+                Row(key + 1, PROMPT + position - 1, 1, self._blocks, [])
+                for key in range(self._rows)
             ]
             began = time.thread_time()
-            self._step(self._rows + place, rows, [])
+            self._step(self._rows + position, rows, [])
             took_s.append(time.thread_time() - began)
         return took_s
 
@@ -99,7 +100,7 @@ class SequenceBatch:
 def floor(model: Transformer, rows: int, head_rows: int) -> Callable[[], None]:
     """Return a function that runs one pass of `rows` rows through the linear layers.
 
-    Only `heads` rows go through the layers that only logits need: the output layer, and the linear
+    Only `head_rows` rows go through the layers that only logits need: the output layer, and linear
     layers of the last layer except for its first.
     """
     architecture = model.architecture
@@ -176,7 +177,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
     numbers = itertools.count(1)
     for _ in range(rounds):
         engine: Engine[None] = Engine(
-            settings, GenerationStats(), numbers, lambda each, why: None, lambda each, beams: None
+            settings, GenerationStats(), numbers, lambda *_: None, lambda *_: None
         )
         for key in range(sequences):
             prompt = array("i", [key, *range(1, PROMPT)])

@@ -103,8 +103,8 @@ class BusyQueue:
         batch = self._worker.batches.popleft()
         times = (self._now_ns - 4, self._now_ns - 3, self._now_ns - 1, self._now_ns)
         replies = [m.Reply(work.key, "", "") for work in batch.requests]
-        done = m.BatchFinished(batch.batch, *times, replies)
-        self.core.results.handle(self._peer, done, self._now_ns)
+        finished = m.BatchFinished(batch.batch, *times, replies)
+        self.core.results.handle(self._peer, finished, self._now_ns)
         self.scheduler.tick(self._now_ns)
         return arrived
 

@@ -86,7 +86,7 @@ class Serving:
         self.counts = GenerationStats()
         self._numbers, self._next_key, self._steps = itertools.count(1), itertools.count(), 0
         self._engine: Engine[None] = Engine(
-            settings, self.counts, self._numbers, lambda each, why: None, lambda each, beams: None
+            settings, self.counts, self._numbers, lambda *_: None, lambda *_: None
         )
         self.clock = 0.0
         self.times: dict[int, list[float]] = {}
@@ -170,8 +170,8 @@ def late(rounds: int) -> dict[str, Any]:
             key = served.add(prompt(LATE), 1)
             served.run()
         waits.append(served.times[key][1] - arrived)
-        times = [[at for at in served.times[each] if at >= arrived] for each in other_keys]
-        gaps += [max(b - a for a, b in itertools.pairwise(each)) for each in times]
+        times = [[t for t in served.times[other] if t >= arrived] for other in other_keys]
+        gaps += [max(b - a for a, b in itertools.pairwise(token_times)) for token_times in times]
     alone = Serving(model())
     alone.add(prompt(LATE), 1)
     return {
@@ -195,7 +195,7 @@ def tight(rounds: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for rows in (32, 64):
         needed = rows * (PROMPT + NEW) // 16
-        quarter, ample = (functools.partial(load, rows, each) for each in (needed // 4, 2 * needed))
+        quarter, ample = (functools.partial(load, rows, n) for n in (needed // 4, 2 * needed))
         figures[f"time_{rows}"] = ratio(quarter, ample, rounds)
     return figures
 
@@ -234,15 +234,15 @@ def trained(folder: Path, text: str, rounds: int) -> dict[str, Any]:
     rng = random.Random(1)
 
     def draw() -> list[int]:
-        at = rng.randrange(len(tokens) - PROMPT)
-        return tokens[at : at + PROMPT]
+        start = rng.randrange(len(tokens) - PROMPT)
+        return tokens[start : start + PROMPT]
 
     return {f"speed_{rows}": _speculate(target, draft, rows, rounds, draw) for rows in (1, 8)}
 
 
 def _speculate(
     target: Transformer,
-    small: Transformer,
+    draft_model: Transformer,
     rows: int,
     rounds: int,
     draw: Callable[[], list[int]],
@@ -254,13 +254,13 @@ def _speculate(
     def load(draft: Transformer | None) -> float:
         speculation = {"enabled": draft is not None, "method": "draft", "draft_model": "draft"}
         served = Serving(target, draft, speculative_decoding=speculation)
-        for each in next(prompt_turns):
-            served.add(each, 128)
+        for tokens in next(prompt_turns):
+            served.add(tokens, 128)
         took = served.run()
         accepted.append(served.counts.accepted / max(served.counts.drafted, 1))
         return took
 
-    speed = ratio(lambda: load(None), lambda: load(small), rounds)
+    speed = ratio(lambda: load(None), lambda: load(draft_model), rounds)
     return {"speed": speed, "accepted": round(accepted[-1], 2)}
 
 

@@ -69,12 +69,12 @@ class Row:
 
     def ratio(self) -> Spread | None:
         """Return shmserve / Triton: of the medians, and the extremes of consecutive pairs."""
-        own, peer = self.of(US), self.of(PEER)
-        if own is None or peer is None or peer.median <= 0:
+        ours, theirs = self.of(US), self.of(PEER)
+        if ours is None or theirs is None or theirs.median <= 0:
             return None
         pairs = zip(self.samples[US], self.samples[PEER], strict=False)
         ratios = [a / b for a, b in pairs if b > 0]
-        return Spread(own.median / peer.median, min(ratios), max(ratios)) if ratios else None
+        return Spread(ours.median / theirs.median, min(ratios), max(ratios)) if ratios else None
 
     def verdict(self) -> str:
         """Return `aim`, `must` or `BELOW`, or "" without a target or a measurement."""

@@ -49,11 +49,11 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    described = subprocess.run(
+    completed = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
     )
-    return described.stdout.strip() or None
+    return completed.stdout.strip() or None

@@ -34,22 +34,22 @@ class Sample:
 
 def sample(root: int) -> Sample:
     """Return the current resources of the process tree of `root`."""
-    found = Sample()
+    resources = Sample()
     established = _established()
     for process in processes.tree(root):
         folder = Path(f"/proc/{process.pid}")
         with contextlib.suppress(OSError):
             title = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
             title = title.removeprefix(_TITLE)
-            found.memory_mb[title] += processes.pss_of(process.pid, "Pss_Anon", "Pss_Shmem")
-            found.descriptors[title] += sum(
+            resources.memory_mb[title] += processes.pss_of(process.pid, "Pss_Anon", "Pss_Shmem")
+            resources.descriptors[title] += sum(
                 _is_counted(fd, established) for fd in os.scandir(folder / "fd")
             )
-            found.threads[title] += len(os.listdir(folder / "task"))
+            resources.threads[title] += len(os.listdir(folder / "task"))
     for entry in os.scandir(_SHM):
         with contextlib.suppress(OSError):
-            found.shm_mb += entry.stat().st_blocks * 512 / 1e6
-    return found
+            resources.shm_mb += entry.stat().st_blocks * 512 / 1e6
+    return resources
 
 
 def _established() -> set[str]:

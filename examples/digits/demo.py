@@ -69,7 +69,7 @@ def train(scratch: Path) -> None:
     network = MLPClassifier(64, learning_rate_init=0.01, max_iter=500, random_state=0)
     network.fit(images[~held_out], labels[~held_out])
     layers = zip(network.coefs_, network.intercepts_, strict=True)
-    np.savez(scratch / "weights.npz", *(np.float32(each) for layer in layers for each in layer))
+    np.savez(scratch / "weights.npz", *(np.float32(array) for layer in layers for array in layer))
     np.savez(scratch / "digits.npz", images=images[held_out, None], expected=labels[held_out])
     print(f"trained on {np.sum(~held_out):,} images; the other {held_out.sum()} are requests")
 

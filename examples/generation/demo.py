@@ -75,8 +75,8 @@ def main() -> None:
 
 def _row(clients: int, measured: Measured) -> str:
     times = (measured.first, measured.between)
-    shown = [f"{quantile(times_s, q) * 1e3:,.1f}" for times_s in times for q in (0.5, 0.99)]
-    return _ROW.format(clients, f"{measured.tokens / measured.seconds:,.0f}", *shown)
+    cells = [f"{quantile(times_s, q) * 1e3:,.1f}" for times_s in times for q in (0.5, 0.99)]
+    return _ROW.format(clients, f"{measured.tokens / measured.seconds:,.0f}", *cells)
 
 
 def quantile(values: list[float], part: float) -> float:
@@ -173,9 +173,9 @@ def free_ports(count: int) -> list[int]:
     """Return unused ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [free.getsockname()[1] for free in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
 
 
 if __name__ == "__main__":

@@ -87,9 +87,9 @@ def train(tokens: torch.Tensor, size: Size, seconds: float, label: str) -> Llama
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     began = time.monotonic()
     generator = torch.Generator().manual_seed(2)
-    while (done := (time.monotonic() - began) / seconds) < 1:
+    while (progress := (time.monotonic() - began) / seconds) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, done * 20 + 0.05) * (1 - 0.9 * done)
+            group["lr"] = 2e-3 * min(1.0, progress * 20 + 0.05) * (1 - 0.9 * progress)
         starts = torch.randint(len(tokens) - _LENGTH, (_ROWS,), generator=generator)
         rows = torch.stack([tokens[start : start + _LENGTH] for start in starts])
         loss: Any = model(input_ids=rows, labels=rows).loss
@@ -97,14 +97,14 @@ def train(tokens: torch.Tensor, size: Size, seconds: float, label: str) -> Llama
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        _progress(label, done, float(loss.detach()))
+        _progress(label, progress, float(loss.detach()))
     _progress(label, 1.0, float(loss.detach()))
     print(file=sys.stderr)
     return model.eval()
 
 
-def _progress(label: str, done: float, loss: float) -> None:
-    bar = "#" * round(done * _WIDTH)
+def _progress(label: str, progress: float, loss: float) -> None:
+    bar = "#" * round(progress * _WIDTH)
     print(f"\r{label} [{bar:<{_WIDTH}}] loss {loss:.2f} ", end="", file=sys.stderr, flush=True)
 
 

@@ -36,9 +36,9 @@ _READY_WITHIN_S = 120.0
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
     """Run a server of the models beside this file, and yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
     command = [
         *(sys.executable, "-m", "shmserve", "serve", f"--model-repository={HERE / 'models'}"),
         *("--http-address=127.0.0.1", f"--http-port={port}"),

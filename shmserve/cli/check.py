@@ -146,8 +146,8 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
         outcome = {"outcome": verdict.outcome, "milliseconds": round(seconds * 1e3, 1)}
         results.append({"model": name, **outcome, "message": text})
         if not as_json:
-            shown = text or f"one batch in {seconds * 1e3:.1f} ms"
-            lines = shown.replace("\n", "\n" + " " * 8)
+            summary_text = text or f"one batch in {seconds * 1e3:.1f} ms"
+            lines = summary_text.replace("\n", "\n" + " " * 8)
             print(f"{name:<32} {verdict.outcome:<7} {lines}", flush=True)
     outcomes = [result["outcome"] for result in results]
     status = max(map(_STATUSES.__getitem__, outcomes), default=2)

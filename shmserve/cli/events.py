@@ -87,8 +87,8 @@ def _as_text(received: ReceivedEvent) -> str:
 def _text(event: Any) -> str:
     match event:
         case m.ModelChanged(name, version, state, reason):
-            shown = f"model {name}{f' version {version}' if version else ''}"
-            return f"{shown}: {state or 'gone'}{_reason_suffix(reason)}"
+            subject = f"model {name}{f' version {version}' if version else ''}"
+            return f"{subject}: {state or 'gone'}{_reason_suffix(reason)}"
         case m.LoadRefused(name, reason):
             return f"model {name}: not loaded{_reason_suffix(reason)}"
         case m.InstancesChanged(name, version, before, count, reason):
@@ -99,8 +99,8 @@ def _text(event: Any) -> str:
         case m.ProcessEnded(pid, title, reason):
             return f"process {pid} {title}: ended ({reason})"
         case m.RegionRegistered(name, key, offset, byte_size, uid, device):
-            where = f"{key} from {offset}" if device < 0 else f"on device {device}"
-            return f"region {name}: {byte_size} bytes, {where}, of uid {uid}"
+            location = f"{key} from {offset}" if device < 0 else f"on device {device}"
+            return f"region {name}: {byte_size} bytes, {location}, of uid {uid}"
         case m.RegionUnregistered(name, reason):
             return f"region {name}: unregistered{_reason_suffix(reason)}"
         case m.RegionBlamed(name, reason):
@@ -108,8 +108,8 @@ def _text(event: Any) -> str:
         case HealthChanged(_, ready, exiting):
             return f"server: {'stopping' if exiting else 'ready' if ready else 'not ready'}"
         case m.ModelCounted(name, version, counters):
-            shown = " ".join(f"{key}={value}" for key, value in counters.items())
-            return f"counters of {name} version {version}: {shown}"
+            subject = " ".join(f"{key}={value}" for key, value in counters.items())
+            return f"counters of {name} version {version}: {subject}"
     return str(event)
 
 

@@ -108,10 +108,10 @@ def _measure(
     return point
 
 
-def _write_files(args: argparse.Namespace, where: str, points: Sequence[measure.Point]) -> None:
+def _write_files(args: argparse.Namespace, server: str, points: Sequence[measure.Point]) -> None:
     metadata = {
         "model": args.model,
-        "server": where,
+        "server": server,
         "at": measure.current_time(),
         "shmserve": __version__,
         "machine": {"processor": platform.machine(), "system": platform.platform()},
@@ -120,7 +120,7 @@ def _write_files(args: argparse.Namespace, where: str, points: Sequence[measure.
     writers: dict[str, Callable[[], str]] = {
         "json": lambda: report.as_json(metadata, points),
         "csv": lambda: report.rows(points),
-        "plot": lambda: report.draw(f"{args.model} at {where}", points),
+        "plot": lambda: report.draw(f"{args.model} at {server}", points),
     }
     for flag, render in writers.items():
         path = getattr(args, flag)

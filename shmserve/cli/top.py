@@ -199,7 +199,7 @@ class Top:
         from rich.text import Text
 
         free_rows = max(free_lines - 2 - len(keys), 0)
-        event_lines = [f"{when}  {text}" for when, text in self._events_about("")][:free_rows]
+        event_lines = [f"{time}  {text}" for time, text in self._events_about("")][:free_rows]
         events = map(_single_line, map(Text, ["", *event_lines])) if event_lines else ()
         return [self._table(keys, free_lines), *events]
 

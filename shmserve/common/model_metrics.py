@@ -109,26 +109,26 @@ def added(parts: Iterable[Families]) -> Families:
     return total
 
 
-def _sum(kind: str, one: Series, other: Series) -> Series:
-    if one.buckets != other.buckets:
-        return one
+def _sum(kind: str, first: Series, second: Series) -> Series:
+    if first.buckets != second.buckets:
+        return first
     if kind == "GAUGE":
-        latest = one if one.numbers[1] >= other.numbers[1] else other
-        return Series((*latest.numbers[:2], one.numbers[2] + other.numbers[2]))
-    pairs = zip(one.numbers, other.numbers, strict=True)
-    return Series(tuple(a + b for a, b in pairs), one.buckets)
+        latest = first if first.numbers[1] >= second.numbers[1] else second
+        return Series((*latest.numbers[:2], first.numbers[2] + second.numbers[2]))
+    pairs = zip(first.numbers, second.numbers, strict=True)
+    return Series(tuple(a + b for a, b in pairs), first.buckets)
 
 
 class ModelMetrics:
     """The families of all instances of a model version, including instances that have ended."""
 
     def __init__(self) -> None:
-        self._ended: Families = {}
+        self._exited: Families = {}
         self._instances: dict[int, Families] = {}
 
     def snapshot(self) -> list[Any]:
         """Return a checkpoint for `restore`."""
-        return [plain(self._ended), *([pid, plain(f)] for pid, f in self._instances.items())]
+        return [plain(self._exited), *([pid, plain(f)] for pid, f in self._instances.items())]
 
     def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
         """Continue from the checkpoint of a predecessor with its `alive` instances (pids).
@@ -136,8 +136,8 @@ class ModelMetrics:
         Raises:
             ValueError: `snapshot` has another format.
         """
-        ended, *instances = snapshot
-        self._ended = parse(ended)
+        exited, *instances = snapshot
+        self._exited = parse(exited)
         self._instances = {int(pid): parse(families) for pid, families in instances}
         for pid in self._instances.keys() - set(alive):
             self.exited(pid)
@@ -151,11 +151,11 @@ class ModelMetrics:
         families = self._instances.pop(pid, None)
         if families is not None:
             totals = {name: f for name, f in families.items() if f.kind != "GAUGE"}
-            self._ended = added((self._ended, totals))
+            self._exited = added((self._exited, totals))
 
     def total(self) -> Families:
         """Return the sum over all instances."""
-        return added((self._ended, *self._instances.values()))
+        return added((self._exited, *self._instances.values()))
 
 
 def exposition(families: Families) -> str:

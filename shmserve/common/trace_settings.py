@@ -174,8 +174,8 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     if mode not in MODES:
         raise InvalidArgument(f"{_FLAG}: mode={mode} is not one of {', '.join(MODES)}")
     if mode == OPENTELEMETRY and find_spec("opentelemetry") is None:
-        how = how_to_install("opentelemetry-sdk", "otel")
-        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {how}")
+        hint = how_to_install("opentelemetry-sdk", "otel")
+        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {hint}")
     levels = [_LEVELS.get(level.lower(), level.upper()) for level in all_values.get("level", [])]
     changes = {"trace_level": [OFF] if OFF in levels else levels}
     changes |= {_NAMES[name]: value for name, value in latest.items() if _NAMES[name] in _RANGES}

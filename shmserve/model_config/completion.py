@@ -164,8 +164,8 @@ def _backend(config: ModelConfig, files: Collection[str]) -> str:
     if config.platform:
         return PLATFORMS.get(config.platform) or _FOREIGN_PLATFORMS.get(config.platform, "")
     filename = config.default_model_filename
-    present = [name for name in (*_TORCH_FILES, _ONNX_FILE, "model.py") if name in files]
-    file = filename or (present[0] if present else "")
+    model_files = [name for name in (*_TORCH_FILES, _ONNX_FILE, "model.py") if name in files]
+    file = filename or (model_files[0] if model_files else "")
     if not file and _VLLM_FILE in files:
         return "vllm"
     if not file and CHECKPOINT in files and any(name.endswith(_WEIGHTS) for name in files):
@@ -213,8 +213,8 @@ def _fill_torch(config: ModelConfig, files: Collection[str]) -> None:
         config.platform = LIBTORCH
     if not config.default_model_filename:
         candidates = ["model.py"] if config.runtime == "model.py" else [*_TORCH_FILES, "model.py"]
-        present = [name for name in candidates if name in files]
-        config.default_model_filename = (present or candidates)[0]
+        model_files = [name for name in candidates if name in files]
+        config.default_model_filename = (model_files or candidates)[0]
 
 
 def _apply_defaults(config: ModelConfig, defaults: ModelDefaults) -> None:
@@ -362,21 +362,21 @@ def _merge_batching(merged: ModelConfig, model: ModelConfig, *, has_size: bool) 
 
 
 def _merge_tensor(
-    model_name: str, at: Key, written: ModelInput | ModelOutput, derived: ModelInput | ModelOutput
+    model_name: str, path: Key, written: ModelInput | ModelOutput, derived: ModelInput | ModelOutput
 ) -> list[Problem]:
     if written.data_type and derived.data_type and written.data_type != derived.data_type:
         text = (
             f"unable to load model '{model_name}', configuration expects datatype "
-            f"{DataType.Name(written.data_type)} for {at[0]} '{written.name}', model provides "
+            f"{DataType.Name(written.data_type)} for {path[0]} '{written.name}', model provides "
             f"{DataType.Name(derived.data_type)}"
         )
-        return [Problem((*at, "data_type"), text)]
+        return [Problem((*path, "data_type"), text)]
     if written.dims and derived.dims and written.dims != derived.dims:
         text = (
             f"model '{model_name}', tensor '{written.name}': the model expects dims "
             f"{list(derived.dims)} but the model configuration specifies dims {list(written.dims)}"
         )
-        return [Problem((*at, "dims"), text)]
+        return [Problem((*path, "dims"), text)]
     if not written.data_type:
         written.data_type = derived.data_type
     if not written.dims:

@@ -242,7 +242,7 @@ def read_json(path: Path) -> list[Any]:
     document = document.get("data", [document]) if isinstance(document, dict) else document
     if not isinstance(document, list):
         raise InvalidArgument(f"--data: '{path}' has no list of requests")
-    return [each for entry in document for each in (entry if isinstance(entry, list) else [entry])]
+    return [entry for item in document for entry in (item if isinstance(item, list) else [item])]
 
 
 def _read_file(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTensor]]:

@@ -99,27 +99,27 @@ class LoadSlot:
 
     def responded(self) -> None:
         """Record a response; implements `LaneObserver`."""
-        now = _clock()
+        now_ns = _clock()
         if self._responses:
-            self._load.records.gaps_ns.append(now - self._last_response_ns)
+            self._load.records.gaps_ns.append(now_ns - self._last_response_ns)
         else:
-            self._first_ns = now
-        self._last_response_ns = now
+            self._first_ns = now_ns
+        self._last_response_ns = now_ns
         self._responses += 1
 
     def ended(self, error: str = "", responses: int = -1) -> None:
         """Record the completion of the request; implements `LaneObserver`."""
-        now = _clock()
+        now_ns = _clock()
         if error:
             self._load.failed(error)
         else:
             records = self._load.records
             records.scheduled_ns.append(self._scheduled_ns)
             records.delays_ns.append(self._delay_ns)
-            records.first_ns.append(self._first_ns if self._responses else now)
-            records.ended_ns.append(now)
+            records.first_ns.append(self._first_ns if self._responses else now_ns)
+            records.ended_ns.append(now_ns)
             records.responses.append(self._responses if responses < 0 else responses)
-        self._load.freed(self, now)
+        self._load.freed(self, now_ns)
 
 
 class LoadGenerator:
@@ -155,13 +155,13 @@ class LoadGenerator:
     def begin(self) -> None:
         """Start the load."""
         self._is_running = True
-        self._start_ns = now = self._last_completion_ns = _clock()
+        self._start_ns = now_ns = self._last_completion_ns = _clock()
         if self._schedule is None:
             free_slots, self._free_slots = self._free_slots, []
             for slot in free_slots:
-                slot.start(now, now)
+                slot.start(now_ns, now_ns)
         else:
-            self._due_ns = now + next(self._schedule)
+            self._due_ns = now_ns + next(self._schedule)
 
     def run(self, seconds: float) -> None:
         """Run for this time, or longer until a request has completed.
@@ -171,42 +171,42 @@ class LoadGenerator:
         """
         completed = self._completed()
         end_ns = _clock() + int(seconds * 1e9)
-        while (now := _clock()) < end_ns or self._completed() == completed:
-            wait_ns = max(end_ns - now, 0) or _CHECK_INTERVAL_NS
-            self._poller.run_turn(min(wait_ns, _CHECK_INTERVAL_NS, self._send_due(now)))
+        while (now_ns := _clock()) < end_ns or self._completed() == completed:
+            wait_ns = max(end_ns - now_ns, 0) or _CHECK_INTERVAL_NS
+            self._poller.run_turn(min(wait_ns, _CHECK_INTERVAL_NS, self._send_due(now_ns)))
             self._check_alive()
 
     def _completed(self) -> int:
         return len(self.records.ended_ns) + self.records.failed()
 
     def _check_alive(self) -> None:
-        now = _clock()
+        now_ns = _clock()
         if len(self._free_slots) == self._slot_count:
-            self._last_completion_ns = now
-        elif now - self._last_completion_ns > self._patience_ns:
+            self._last_completion_ns = now_ns
+        elif now_ns - self._last_completion_ns > self._patience_ns:
             raise Unavailable(
                 f"the server has not responded to a request for {self._patience_ns / 1e9:g} s"
             )
 
-    def _send_due(self, now: int) -> int:
+    def _send_due(self, now_ns: int) -> int:
         """Send the requests that are due, and return the nanoseconds until the next one."""
         if self._schedule is None:
             return _CHECK_INTERVAL_NS
-        while self._due_ns <= now:
+        while self._due_ns <= now_ns:
             if self._free_slots:
-                self._free_slots.pop().start(self._due_ns, now)
+                self._free_slots.pop().start(self._due_ns, now_ns)
             else:
                 self._queued.append(self._due_ns)
             self._due_ns = self._start_ns + next(self._schedule)
-        return self._due_ns - now
+        return self._due_ns - now_ns
 
-    def freed(self, slot: LoadSlot, now: int) -> None:
+    def freed(self, slot: LoadSlot, now_ns: int) -> None:
         """Send the next request on a slot whose request has ended, or free the slot."""
-        self._last_completion_ns = now
+        self._last_completion_ns = now_ns
         if self._is_running and self._schedule is None:
-            slot.start(now, now)
+            slot.start(now_ns, now_ns)
         elif self._is_running and self._queued:
-            slot.start(self._queued.popleft(), now)
+            slot.start(self._queued.popleft(), now_ns)
         else:
             self._free_slots.append(slot)
 

@@ -192,7 +192,7 @@ def measure_load(
                 load.run(plan.window_s)
                 mark()
                 figures = window_rates(marks), window_means(load.records, marks)
-                settled = all(agree(each, plan.tolerance) for each in figures)
+                settled = all(agree(values, plan.tolerance) for values in figures)
             load.finish()
         except KeyboardInterrupt:
             interrupted = True
@@ -223,13 +223,13 @@ def _query_statistics(statistics: Callable[[], dict[str, Statistics]]) -> dict[s
 def _point(
     records: Records, marks: Sequence[Mark], kind: str, value: float, settled: bool
 ) -> Point:
-    first, last = marks[0], marks[-1]
-    count = last.requests - first.requests
-    seconds = (last.at_ns - first.at_ns) / 1e9
-    cpu_s = last.cpu_s - first.cpu_s
-    failed = last.failed - first.failed
+    start, end = marks[0], marks[-1]
+    count = end.requests - start.requests
+    seconds = (end.at_ns - start.at_ns) / 1e9
+    cpu_s = end.cpu_s - start.cpu_s
+    failed = end.failed - start.failed
     completed = max(count + failed, 1)
-    delays = np.array(records.delays_ns[first.requests : last.requests], np.int64)
+    delays = np.array(records.delays_ns[start.requests : end.requests], np.int64)
     return Point(
         *(kind, value, count, failed),
         records.errors.most_common(1)[0][0] if failed else "",
@@ -237,7 +237,7 @@ def _point(
         count / seconds,
         confidence(window_rates(marks)),
         settled,
-        summarize(latencies(records, first, last)),
+        summarize(latencies(records, start, end)),
         summarize(delays),
         cpu_s / completed * 1e6,
         cpu_s / seconds,
@@ -245,15 +245,15 @@ def _point(
     )
 
 
-def _add_responses(point: Point, records: Records, first: Mark, last: Mark) -> None:
-    rows = slice(first.requests, last.requests)
+def _add_responses(point: Point, records: Records, start: Mark, end: Mark) -> None:
+    rows = slice(start.requests, end.requests)
     scheduled_ns, first_ns, ended_ns, responses = (
         np.array(column[rows], np.int64)
         for column in (records.scheduled_ns, records.first_ns, records.ended_ns, records.responses)
     )
     is_stream = responses > 1
     point.first = summarize(first_ns - scheduled_ns)
-    point.gap = summarize(np.array(records.gaps_ns[first.gaps : last.gaps], np.int64))
+    point.gap = summarize(np.array(records.gaps_ns[start.gaps : end.gaps], np.int64))
     point.per_response = summarize((ended_ns - first_ns)[is_stream] // (responses[is_stream] - 1))
     point.responses_per_second = float(responses.sum()) / point.seconds
 
@@ -264,8 +264,8 @@ def statistics_change(before: Statistics, after: Statistics) -> dict[str, float]
     The result has the mean microseconds per request of each phase, and the rows per batch.
     """
 
-    def count(found: Statistics, *path: str) -> int:
-        value: Any = found
+    def count(statistics: Statistics, *path: str) -> int:
+        value: Any = statistics
         for name in path:
             value = (value or {}).get(name)
         return int(value or 0)

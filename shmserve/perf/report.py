@@ -62,11 +62,11 @@ def _response_rows(points: Sequence[Point]) -> Iterator[str]:
         f"{'p99':>9}{'each: p50':>11}{'p99':>9}"
     )
     for point in streams:
-        first, gap, each = point.first, point.gap, point.per_response
+        first, gap, per_response = point.first, point.gap, point.per_response
         yield (
             f"{point.name:<18}{point.responses_per_second:>12,.1f}{first['p50']:>15.3f}"
-            f"{first['p99']:>9.3f}{gap['p50']:>14.3f}{gap['p99']:>9.3f}{each['p50']:>11.3f}"
-            f"{each['p99']:>9.3f}"
+            f"{first['p99']:>9.3f}{gap['p50']:>14.3f}{gap['p99']:>9.3f}{per_response['p50']:>11.3f}"
+            f"{per_response['p99']:>9.3f}"
         )
 
 
@@ -282,5 +282,5 @@ def _linear_ticks(maximum: float) -> list[float]:
     """Return about five round numbers from 0 to `maximum`."""
     min_step = maximum / 5
     power = 10.0 ** math.floor(math.log10(min_step))
-    step = next(each * power for each in (*_TICKS, 10) if each * power >= min_step)
+    step = next(tick * power for tick in (*_TICKS, 10) if tick * power >= min_step)
     return [step * number for number in range(int(maximum / step) + 1)]

@@ -115,7 +115,7 @@ class Search:
         """Search from `start`, which is measured first.
 
         Returns:
-            The best run, measured a second time; None if no run meets the target.
+            The best run, measured a second time; None if no candidate meets the target.
         """
         try:
             self._search_batch(start)
@@ -195,12 +195,12 @@ class Search:
         return self.trials[candidate]
 
     def _confirm_best(self) -> Trial | None:
-        """Return the best run that meets the target a second time."""
-        while (best := self.best) is not None:
-            repeated = self.trials[best.candidate] = self._measure(best.candidate)
-            if self.meets_target(repeated):
-                return repeated
-        return None
+        """Return the best run once its candidate has been measured a second time."""
+        repeated: set[Candidate] = set()
+        while (best := self.best) is not None and best.candidate not in repeated:
+            repeated.add(best.candidate)
+            self.trials[best.candidate] = self._measure(best.candidate)
+        return best
 
 
 def current_candidate(config: Config) -> Candidate:

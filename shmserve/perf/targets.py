@@ -182,8 +182,8 @@ def _slot_requests(
 
 def _rotated(requests: Sequence[Any], slot: int) -> Sequence[Any]:
     """Return the requests rotated for a slot, so that neighbouring slots start differently."""
-    first = slot % len(requests)
-    return [*requests[first:], *requests[:first]]
+    shift = slot % len(requests)
+    return [*requests[shift:], *requests[:shift]]
 
 
 def _send_probe(args: argparse.Namespace, poller: Poller, door: Door, request: Any) -> None:

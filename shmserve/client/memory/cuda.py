@@ -123,8 +123,8 @@ def device_number(device: object) -> int | None:
     name = str(device)
     if name == "cpu":
         return None
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
+    device_type, _, number = name.partition(":")
+    if device_type != "cuda" or not (number.isdecimal() or name == "cuda"):
         raise InvalidArgument(f"device '{name}' is unknown (allowed: 'cpu', 'cuda', 'cuda:NUMBER')")
     return int(number or 0)
 

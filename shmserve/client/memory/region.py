@@ -308,8 +308,8 @@ def _datatype(name: str, datatype: Any) -> str:
     )
 
 
-def _parse_spec(name: str, shape: Sequence[int] | int, kind: Any) -> TensorTemplate:
-    datatype = _datatype(name, kind)
+def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorTemplate:
+    datatype = _datatype(name, dtype)
     item_size = ITEM_SIZE[datatype]
     try:
         dims = (index(shape),) if hasattr(shape, "__index__") else tuple(map(index, shape))

@@ -107,10 +107,10 @@ class ClientRequest(InflightRequest):
         if type(message) is Finished:
             self._finish(message)
         elif type(message) is Failed:
-            self.done(self.error(message.code, message.message, message.retry_after_s))
+            self.complete(self.error(message.code, message.message, message.retry_after_s))
         elif type(message) is Responded:  # the model was reloaded and is now decoupled
             self.discard(message)
-            self.done(Unsupported(DECOUPLED % self.packed.model.name))
+            self.complete(Unsupported(DECOUPLED % self.packed.model.name))
             self.channel.cancel(self)
 
     def error(self, code: str, text: str, retry_after_s: int = 0) -> ShmserveError:
@@ -159,7 +159,7 @@ class ClientRequest(InflightRequest):
         except MalformedMessage:
             self.end = end
             outcome = Internal("the response cannot be read")
-        self.done(outcome)
+        self.complete(outcome)
 
     def explain(self, result: Result, spans: bytes) -> None:
         """Write the latency breakdown of the request to the parameters of a result.
@@ -192,7 +192,7 @@ class ClientRequest(InflightRequest):
 
     def fail_stranded(self) -> None:
         self.free()
-        self.done(Disconnected(NO_SCHEDULER))
+        self.complete(Disconnected(NO_SCHEDULER))
 
     def free(self) -> None:
         end, self.end = self.end, noop
@@ -202,7 +202,7 @@ class ClientRequest(InflightRequest):
         """Return whether a waiting thread can proceed."""
         return self.outcome is not None
 
-    def done(self, outcome: Result | ShmserveError) -> None:
+    def complete(self, outcome: Result | ShmserveError) -> None:
         """Complete the request with an outcome and call `on_done`.
 
         An abandoned request ignores its outcome.
@@ -315,7 +315,7 @@ class RequestChannel:
         """Fail and cancel a request whose deadline has passed, unless it has completed."""
         pending = self.schedulers.pending.get(number)
         if pending is not None and not pending.abandoned:
-            pending.done(TimedOut(LATE))
+            pending.complete(TimedOut(LATE))
             self.cancel(pending)
 
     @property
@@ -394,7 +394,7 @@ class RequestChannel:
             if pending.is_retry:
                 pending.free()
                 is_closed = self.server.is_closed()
-                pending.done(Disconnected(CLOSED_EARLY) if is_closed else Unavailable(_TWICE))
+                pending.complete(Disconnected(CLOSED_EARLY) if is_closed else Unavailable(_TWICE))
             else:
                 pending.is_retry = True
                 self.schedulers.submit(pending, link.endpoint, message_size(pending.submit))
@@ -403,7 +403,7 @@ class RequestChannel:
         self._links.close_all()
         for pending in self.schedulers.withdraw_all():
             pending.free()
-            pending.done(Disconnected(CLOSED_EARLY))
+            pending.complete(Disconnected(CLOSED_EARLY))
 
     def wake(self) -> None:
         """Wake up the thread that waits at this channel. May be called from any thread."""

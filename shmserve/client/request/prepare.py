@@ -382,7 +382,7 @@ class _UntemplatedRequest:
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
         """Return the packed request."""
         signature = self._model.signature
-        asked = [self._output(name, outputs) for name in outputs or ()]
+        requested = [self._output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
         request = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
@@ -404,13 +404,13 @@ class _UntemplatedRequest:
             refs.append(template.ref(data))
         end = noop if block is None else block.recycle
         try:
-            signature.check(self._options.request_id, refs, asked)
+            signature.check(self._options.request_id, refs, requested)
         except InvalidArgument:
             end()
             raise
         return PackedRequest(
             self._model,
-            *pack(refs, asked, self._options.parameters),
+            *pack(refs, requested, self._options.parameters),
             self._options,
             as_torch=self._as_torch,
             end=end,

@@ -209,8 +209,8 @@ def _segment(packed: PackedRequest, memory: Memory) -> Any:
 
 def _region_lease(packed: PackedRequest, segment: AnySegment) -> MemoryLease:
     # Outputs follow inputs, so the search runs backwards.
-    for other, holder in zip(packed.segments[::-1], packed.holders[::-1], strict=True):
-        if other is segment and isinstance(holder, MemoryLease):
+    for candidate, holder in zip(packed.segments[::-1], packed.holders[::-1], strict=True):
+        if candidate is segment and isinstance(holder, MemoryLease):
             return holder
     return MemoryLease(noop)
 

@@ -77,7 +77,7 @@ class ClientStream(ClientRequest):
             self.finished = True
             self.channel.cancel(self)
 
-    def done(self, outcome: Result | ShmserveError) -> None:
+    def complete(self, outcome: Result | ShmserveError) -> None:
         if not self.abandoned and not self.finished:
             self.items.append((outcome, 0))
             self.finished = True

@@ -168,8 +168,8 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
         text = f"instance group {name} of model {config.name} is specified more than once"
         yield Problem(key, text, (first,))
     for index, group in enumerate(config.instance_group):
-        at, subject = (*_GROUP, index), f"instance group {group.name} of model {config.name}"
-        for problem in _group_problems(at, group, gpu_count):
+        path, subject = (*_GROUP, index), f"instance group {group.name} of model {config.name}"
+        for problem in _group_problems(path, group, gpu_count):
             yield problem._replace(text=f"{subject} {problem.text}")
         if group.profile:
             platform = f"platform {config.platform}".rstrip()
@@ -177,14 +177,14 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
                 f"{subject} and {platform} specifies profile field which is only supported for "
                 "TensorRT models"
             )
-            yield Problem((*at, "profile"), text)
+            yield Problem((*path, "profile"), text)
 
 
-def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
-    kind_at, gpus_at = (*at, "kind"), (*at, "gpus")
+def _group_problems(path: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
+    kind_at, gpus_at = (*path, "kind"), (*path, "gpus")
     if group.count > LARGEST_INSTANCE_BOUND:
         yield Problem(
-            (*at, "count"), f"has count {group.count}, more than {LARGEST_INSTANCE_BOUND}"
+            (*path, "count"), f"has count {group.count}, more than {LARGEST_INSTANCE_BOUND}"
         )
     if group.kind != ModelInstanceGroup.KIND_GPU:
         if group.gpus:
@@ -223,11 +223,11 @@ def _cache_problems(config: ModelConfig) -> Iterator[Problem]:
 def _metric_problems(config: ModelConfig) -> Iterator[Problem]:
     for index, control in enumerate(config.model_metrics.metric_control):
         buckets = list(control.histogram_options.buckets)
-        at: Key = ("model_metrics", "metric_control", index, "histogram_options", "buckets")
+        path: Key = ("model_metrics", "metric_control", index, "histogram_options", "buckets")
         for position, (low, high) in enumerate(pairwise([-inf, *buckets, inf])):
             if not low < high:
                 text = f"histogram buckets must be finite and in ascending order for {config.name}"
-                yield Problem((*at, min(position, len(buckets) - 1)), text)
+                yield Problem((*path, min(position, len(buckets) - 1)), text)
                 break
 
 

@@ -98,7 +98,7 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
     tensors = {io.name for io in config.input}
     tensors |= {tensor for step in steps for tensor in step.output_map.values()}
     for key, parameter in sorted(config.parameters.items()):
-        at: Key = ("parameters", member(key))
+        path: Key = ("parameters", member(key))
         match = _CONDITION.fullmatch(key)
         if not match:
             if key.startswith("step["):
@@ -106,16 +106,16 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
                     f"parameter '{key}' of ensemble '{name}' is unknown (allowed: "
                     "step[N].condition)"
                 )
-                yield Problem(at, text)
+                yield Problem(path, text)
         elif int(match[1]) >= len(steps):
             text = f"parameter '{key}': ensemble '{name}' has {len(steps)} steps, numbered from 0"
-            yield Problem(at, text, (_STEP,))
+            yield Problem(path, text, (_STEP,))
         elif parameter.string_value not in tensors:
             text = (
                 f"parameter '{key}': ensemble '{name}' has no tensor "
                 f"'{parameter.string_value}', which is to be its condition"
             )
-            yield Problem(at, text, (_STEP,))
+            yield Problem(path, text, (_STEP,))
 
 
 def _connections(config: ModelConfig) -> Iterator[Problem]:

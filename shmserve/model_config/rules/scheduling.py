@@ -59,12 +59,12 @@ def dynamic_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem
 
 
 def _preferred_problems(
-    config: ModelConfig, at: Key, sizes: Iterable[int], subject: str, complete: bool
+    config: ModelConfig, path: Key, sizes: Iterable[int], subject: str, complete: bool
 ) -> Iterator[Problem]:
     """Yield the problems of a batcher's `preferred_batch_size`."""
     has_bound = complete or config.HasField("max_batch_size")
     for index, size in enumerate(sizes):
-        key = (*at, "preferred_batch_size", index)
+        key = (*path, "preferred_batch_size", index)
         if size <= 0:
             yield Problem(key, f"{subject} must be positive for {config.name}")
         if has_bound and size > config.max_batch_size:
@@ -92,13 +92,14 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
         for i, control_input in enumerate(batching.control_input)
         for j, control in enumerate(control_input.control)
     ]
-    for key, kind, first in find_repeats(((*at, "kind"), control.kind) for at, control in controls):
+    kinds = (((*path, "kind"), control.kind) for path, control in controls)
+    for key, kind, first in find_repeats(kinds):
         title = _Control.Kind.Name(kind)
         text = f"sequence batching specifies multiple {title} tensors for {name}"
         yield Problem(key, text, (first,))
     yield from _names(config)
-    for at, control in controls:
-        yield from _control(at, control, name)
+    for path, control in controls:
+        yield from _control(path, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
     yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, complete)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
@@ -135,9 +136,9 @@ def _two_kinds_text(tensor: str, name: str) -> str:
     )
 
 
-def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
+def _control(path: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
     kind = _Control.Kind.Name(control.kind)
-    related_keys = ((*at, "kind"),)
+    related_keys = ((*path, "kind"),)
     set_fields = [field for field in _FALSE_TRUE if len(getattr(control, field))]
     if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
         if control.data_type not in _CORRELATION_TYPES:
@@ -145,38 +146,38 @@ def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iter
                 f"unexpected data type for control {kind} for {name}. Allowed data types are "
                 "TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
             )
-            yield Problem((*at, "data_type"), text, related_keys)
+            yield Problem((*path, "data_type"), text, related_keys)
         if set_fields:
             choices = _CHOICES.format("or")
             text = f"sequence batching must not specify either {choices} for {kind} for {name}"
-            yield Problem((*at, set_fields[0]), text, related_keys)
+            yield Problem((*path, set_fields[0]), text, related_keys)
         return
     if not set_fields:
         choices = _CHOICES.format("or")
         yield Problem(
-            at,
+            path,
             f"sequence batching must specify either {choices} for {kind} for {name}",
             related_keys,
         )
     if len(set_fields) > 1:
         choices = _CHOICES.format("and")
         text = f"sequence batching specifies more than one from {choices} for {kind} for {name}"
-        yield Problem((*at, set_fields[1]), text, related_keys)
+        yield Problem((*path, set_fields[1]), text, related_keys)
     for field in set_fields:
         if len(getattr(control, field)) != 2:
             text = (
                 f"sequence batching control '{field}' must have exactly 2 entries for {kind} "
                 f"for {name}"
             )
-            yield Problem((*at, field), text, related_keys)
+            yield Problem((*path, field), text, related_keys)
 
 
-def _state(at: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
+def _state(path: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
     tensor = state.input_name
     for field in ("input_name", "output_name", "data_type", "dims"):
         if not getattr(state, field):
             yield Problem(
-                (*at, field), f"sequence batching state must specify '{field}' for {name}"
+                (*path, field), f"sequence batching state must specify '{field}' for {name}"
             )
     for index, dim in enumerate(state.dims):
         if dim < 1 and dim != -1:
@@ -184,36 +185,36 @@ def _state(at: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[P
                 f"sequence batching state '{tensor}' dimension must be integer >= 1, or -1 to "
                 f"indicate a variable-size dimension for {name}"
             )
-            yield Problem((*at, "dims", index), text)
+            yield Problem((*path, "dims", index), text)
     if len(state.initial_state) > 1:
         text = (
             f"initial_state field for state input '{tensor}' must contain exactly one or zero "
             f"element. Found '{len(state.initial_state)}' elements."
         )
-        yield Problem((*at, "initial_state"), text)
+        yield Problem((*path, "initial_state"), text)
     for index, initial in enumerate(state.initial_state):
-        yield from _initial_state(at, (*at, "initial_state", index), state, initial)
+        yield from _initial_state(path, (*path, "initial_state", index), state, initial)
 
 
 def _initial_state(
     state_at: Key,
-    at: Key,
+    path: Key,
     state: ModelSequenceBatching.State,
     initial: ModelSequenceBatching.InitialState,
 ) -> Iterator[Problem]:
     tensor = state.input_name
     if not initial.name:
         text = f"Field 'name' must be set when using initial_state for state input '{tensor}'."
-        yield Problem((*at, "name"), text)
+        yield Problem((*path, "name"), text)
     if initial.data_type != state.data_type:
         text = (
             f"The data type used for 'initial_state' field of state '{tensor}' does not match "
             "the state data type."
         )
-        yield Problem((*at, "data_type"), text, ((*state_at, "data_type"),))
+        yield Problem((*path, "data_type"), text, ((*state_at, "data_type"),))
     if initial.WhichOneof("state_data") is None:
-        yield Problem(at, f"initial_state setting expects state'{tensor}' to have state_data set")
-    dims, related_keys = (*at, "dims"), ((*state_at, "dims"),)
+        yield Problem(path, f"initial_state setting expects state'{tensor}' to have state_data set")
+    dims, related_keys = (*path, "dims"), ((*state_at, "dims"),)
     if len(initial.dims) != len(state.dims):
         text = (
             "Number of dimensions in 'initial_state' doesn't match the size of 'state' "

@@ -22,11 +22,11 @@ _MAX_BATCH_SIZE: Key = ("max_batch_size",)
 def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
     """Yield the problems of inputs and outputs; `complete` as for `validate`."""
     for index, io in enumerate(config.input):
-        at: Key = ("input", index)
-        yield from _tensor(at, io, "model input ", config.max_batch_size, complete)
+        path: Key = ("input", index)
+        yield from _tensor(path, io, "model input ", config.max_batch_size, complete)
         if io.format in _FORMATS and io.dims and len(io.dims) != 3:
-            dims = (*at, "dims")
-            yield Problem((*at, "format"), "model input NHWC/NCHW require 3 dims", (dims,))
+            dims = (*path, "dims")
+            yield Problem((*path, "format"), "model input NHWC/NCHW require 3 dims", (dims,))
     for index, out in enumerate(config.output):
         yield from _tensor(("output", index), out, "model output ", config.max_batch_size, complete)
     yield from _repeated_names("input", config.input)
@@ -39,20 +39,20 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
     ranks = {io.name: _model_rank(io) for io in config.input}
     output_ranks = {out.name: _model_rank(out) for out in config.output}
     for index, batch_input in enumerate(config.batch_input):
-        at: Key = ("batch_input", index)
+        path: Key = ("batch_input", index)
         kind = BatchInput.Kind.Name(batch_input.kind)
-        yield from _sources(at, batch_input.source_input, f"batch input kind '{kind}'", inputs)
+        yield from _sources(path, batch_input.source_input, f"batch input kind '{kind}'", inputs)
         if batch_input.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
             text = "batch input data type must be TYPE_INT32 or TYPE_FP32"
-            yield Problem((*at, "data_type"), text)
-        yield from _targets(at, batch_input.target_name, inputs)
+            yield Problem((*path, "data_type"), text)
+        yield from _targets(path, batch_input.target_name, inputs)
     for index, batch_output in enumerate(config.batch_output):
-        at = ("batch_output", index)
+        path = ("batch_output", index)
         kind = BatchOutput.Kind.Name(batch_output.kind)
-        yield from _sources(at, batch_output.source_input, f"batch output kind '{kind}'", inputs)
+        yield from _sources(path, batch_output.source_input, f"batch output kind '{kind}'", inputs)
         source = batch_output.source_input[0] if batch_output.source_input else ""
         targets: dict[Key, str] = {
-            (*at, "target_name", i): name for i, name in enumerate(batch_output.target_name)
+            (*path, "target_name", i): name for i, name in enumerate(batch_output.target_name)
         }
         for key, name in targets.items():
             if name not in output_ranks:
@@ -69,22 +69,22 @@ def _model_rank(io: ModelInput | ModelOutput) -> int:
     return len(io.reshape.shape if io.HasField("reshape") else io.dims)
 
 
-def _targets(at: Key, names: Sequence[str], inputs: set[str]) -> Iterator[Problem]:
+def _targets(path: Key, names: Sequence[str], inputs: set[str]) -> Iterator[Problem]:
     if not names:
-        yield Problem((*at, "target_name"), "batch input must specify 'target_name'")
+        yield Problem((*path, "target_name"), "batch input must specify 'target_name'")
     for index, name in enumerate(names):
         if name in inputs:
             text = (
                 f"batch input '{name}' is created by the server and cannot be an input of clients"
             )
-            yield Problem((*at, "target_name", index), text, (("input",),))
+            yield Problem((*path, "target_name", index), text, (("input",),))
 
 
-def _sources(at: Key, names: Sequence[str], subject: str, inputs: set[str]) -> Iterator[Problem]:
-    key = (*at, "source_input")
+def _sources(path: Key, names: Sequence[str], subject: str, inputs: set[str]) -> Iterator[Problem]:
+    key = (*path, "source_input")
     if len(names) != 1:
         text = f"{subject} expects 1 source input, got {len(names)}"
-        yield Problem(key, text, ((*at, "kind"),))
+        yield Problem(key, text, ((*path, "kind"),))
     for index, name in enumerate(names):
         if name not in inputs:
             yield Problem((*key, index), f"unknown source input name '{name}'", (("input",),))
@@ -97,15 +97,15 @@ def _repeated_names(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> 
 
 
 def _tensor(
-    at: Key, io: ModelInput | ModelOutput, kind: str, max_batch_size: int, complete: bool
+    path: Key, io: ModelInput | ModelOutput, kind: str, max_batch_size: int, complete: bool
 ) -> Iterator[Problem]:
     if not io.name:
-        yield Problem((*at, "name"), f"{kind}must specify 'name'")
+        yield Problem((*path, "name"), f"{kind}must specify 'name'")
         return
     subject = f"{kind}'{io.name}' "
-    dims = (*at, "dims")
+    dims = (*path, "dims")
     if complete and io.data_type == DataType.TYPE_INVALID:
-        yield Problem((*at, "data_type"), f"{subject}must specify 'data_type'")
+        yield Problem((*path, "data_type"), f"{subject}must specify 'data_type'")
     if complete and not io.dims:
         yield Problem(dims, f"{subject}must specify 'dims'")
     for index in _invalid_dims(io.dims):
@@ -114,20 +114,20 @@ def _tensor(
             f"{subject}dimension must be integer >= 1, or -1 to indicate a variable-size dimension",
         )
     if io.HasField("reshape") and io.dims:
-        for problem in _reshape(at, io.dims, io.reshape.shape, max_batch_size):
+        for problem in _reshape(path, io.dims, io.reshape.shape, max_batch_size):
             yield problem._replace(text=f"{subject}{problem.text}")
     if io.is_shape_tensor:
         text = "shape tensors are only supported for TensorRT platform"
-        yield Problem((*at, "is_shape_tensor"), text)
+        yield Problem((*path, "is_shape_tensor"), text)
     if io.is_non_linear_format_io:
         text = "Non-linear IO format is only supported for the TensorRT platform"
-        yield Problem((*at, "is_non_linear_format_io"), text)
+        yield Problem((*path, "is_non_linear_format_io"), text)
 
 
 def _reshape(
-    at: Key, dims: Sequence[int], shape: Sequence[int], max_batch_size: int
+    path: Key, dims: Sequence[int], shape: Sequence[int], max_batch_size: int
 ) -> Iterator[Problem]:
-    key, related_keys = (*at, "reshape", "shape"), ((*at, "dims"),)
+    key, related_keys = (*path, "reshape", "shape"), ((*path, "dims"),)
     if not shape and max_batch_size == 0:
         yield Problem(
             key,
@@ -178,16 +178,16 @@ def warmup_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]
             text = f"warmup sample '{sample.name}': batch size {sample.batch_size}, max allowed is"
             yield Problem(("model_warmup", index, "batch_size"), f"{text} {max_size}")
         for name, tensor in sorted(sample.inputs.items()):
-            at: Key = ("model_warmup", index, "inputs", member(name))
+            path: Key = ("model_warmup", index, "inputs", member(name))
             if tensor.data_type == DataType.TYPE_INVALID:
                 text = f"warmup setting of input '{name}' must specify 'data_type'"
-                yield Problem(at, text)
+                yield Problem(path, text)
             if any(dim < 0 for dim in tensor.dims):
                 text = (
                     "warmup setting expects all variable-size dimensions are specified for input "
                     f"'{name}'"
                 )
-                yield Problem(at, text)
+                yield Problem(path, text)
             if tensor.WhichOneof("input_data_type") is None:
                 text = f"warmup setting expects input '{name}' to have input_data_type set"
-                yield Problem(at, text)
+                yield Problem(path, text)

@@ -75,7 +75,7 @@ class Builder:
         elements do not change.
         """
         descriptor = cast("Descriptor", message.DESCRIPTOR)
-        seen: dict[str, str] = {}
+        set_fields: dict[str, str] = {}
         for entry in block.entries:
             target = self._find(descriptor, entry)
             if target is None:
@@ -84,7 +84,7 @@ class Builder:
                 continue
             field_path = (*path, target.name)
             self.positions.setdefault(field_path, entry.at)
-            clash = _describe_clash(target, seen)
+            clash = _describe_clash(target, set_fields)
             if clash:
                 self._problem(entry.at, field_path, clash)
                 continue
@@ -155,7 +155,7 @@ class Builder:
                 self.fill(pair, block, path)
                 if len(self.problems) == problem_count:
                     self.positions[*path, member(pair.key)] = block.at
-                    _put(container, pair)
+                    _store_pair(container, pair)
 
     def _scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:
         if isinstance(value, MessageValue):
@@ -247,16 +247,16 @@ def is_map(target: FieldDescriptor) -> bool:
     return target.message_type is not None and bool(target.message_type.GetOptions().map_entry)
 
 
-def _describe_clash(target: FieldDescriptor, seen: dict[str, str]) -> str | None:
-    """Return why a singular field cannot be set, or None, and record the field in `seen`.
+def _describe_clash(target: FieldDescriptor, set_fields: dict[str, str]) -> str | None:
+    """Return why a singular field cannot be set, or None, and record the field in `set_fields`.
 
     A field is rejected if it, or another field of its oneof, is set already.
     """
     if is_repeated(target):
         return None
     group = target.containing_oneof.name if target.containing_oneof else target.name
-    earlier = seen.get(group)
-    seen[group] = target.name
+    earlier = set_fields.get(group)
+    set_fields[group] = target.name
     if earlier is None:
         return None
     if earlier == target.name:
@@ -278,7 +278,7 @@ def _add_empty(container: Any, target: FieldDescriptor) -> None:
         container.append("" if target.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0)
 
 
-def _put(container: Any, pair: Any) -> None:
+def _store_pair(container: Any, pair: Any) -> None:
     if pair.DESCRIPTOR.fields_by_name["value"].message_type is not None:
         container[pair.key].CopyFrom(pair.value)
     else:

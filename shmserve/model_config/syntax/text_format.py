@@ -160,13 +160,13 @@ class _Parser:
         return block
 
     def _strings(self) -> Scalar:
-        first = self._peek()
+        first_token = self._peek()
         parts = []
         while self._peek().kind == "string":
             parts.append(self._take())
         value = b"".join(self._unescape(part) for part in parts)
         source = " ".join(part.text for part in parts)
-        return Scalar("string", value, source, self._at(first.offset))
+        return Scalar("string", value, source, self._at(first_token.offset))
 
     def _unescape(self, token: _Token) -> bytes:
         def replace(match: re.Match[bytes]) -> bytes:

@@ -134,6 +134,18 @@ def test_the_best_is_measured_once_more_and_may_fall() -> None:
     assert seen[best.candidate] == 2
 
 
+def test_a_best_run_that_is_slower_when_repeated_is_not_preferred() -> None:
+    rates = {4: [100.0], 8: [200.0, 200.0], 16: [300.0, 150.0]}
+
+    def measure(candidate: Candidate) -> Trial:
+        return Trial(candidate, rates.get(candidate.batch, [0.0]).pop(0), 1.0)
+
+    search = Search(measure, TARGET_MS, Space((1,), (), 16), 60)
+    best = search.run(Candidate(1, 4))
+    assert best is not None
+    assert (best.candidate.batch, best.per_second) == (8, 200.0)
+
+
 IO = """
 input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
 output { name: "O" data_type: TYPE_FP32 dims: [ 4 ] }

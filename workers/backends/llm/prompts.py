@@ -5,8 +5,12 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
+import mmap
 import os
+import pickle
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +31,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts
-from shmserve.workers.backends.llm.tools import MessageFormats, take_tools
+from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 
 UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
@@ -39,6 +43,7 @@ _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
 _MAX_CUT_TOKENS = 64  # number of tokens that may differ where a text is cut
 _MAX_CHARACTER_BYTES, _MAX_TOKEN_BYTES = 4, 64
 _NICE = 10
+_RENDER = f"from {__name__} import render_long; render_long()"
 _MIN_LIMIT = 1 << 20  # minimum of `most_bytes`, and of the tokens that /tokenize returns
 _SLICE = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
 
@@ -48,18 +53,17 @@ class LongText:
 
     Copying the text at once would hold the GIL, which delays all streams of the model.
 
-    Args:
-        name: The input.
+    Attributes:
         raw: The bytes of the text.
     """
 
     def __init__(self, name: str, raw: memoryview) -> None:
         self._name = name
-        self._raw = raw
+        self.raw = raw
 
     def __len__(self) -> int:
         """Return the number of bytes."""
-        return len(self._raw)
+        return len(self.raw)
 
     def whole(self) -> str:
         """Return the text.
@@ -79,15 +83,15 @@ class LongText:
         pieces: list[str] = []
         count = 0
         try:
-            for begin in range(0, len(self._raw), _SLICE):
-                data = bytes(self._raw[begin : begin + _SLICE])
-                pieces.append(decoder.decode(data, final=begin + _SLICE >= len(self._raw)))
+            for begin in range(0, len(self.raw), _SLICE):
+                data = bytes(self.raw[begin : begin + _SLICE])
+                pieces.append(decoder.decode(data, final=begin + _SLICE >= len(self.raw)))
                 count += len(pieces[-1])
                 # Every slice has at least a quarter as many characters as bytes.
                 del pieces[: -(4 * max_characters // _SLICE + 2)]
                 time.sleep(0)  # releases the GIL
         except UnicodeDecodeError:
-            shown = repr(bytes(self._raw[:_SLICE]))
+            shown = repr(bytes(self.raw[:_SLICE]))
             raise InvalidArgument(f"{self._name}: {clip(shown)} is not UTF-8") from None
         return "".join(pieces)[-max_characters:], count
 
@@ -112,7 +116,7 @@ def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
         raw = memoryview(tensor.raw)
         size = raw.nbytes
         is_long = name in _INPUTS and size > most_bytes
-        if is_long and truncates and name == "text_input" and tensor.is_text():
+        if is_long and truncates and name != "input_ids" and tensor.is_text():
             inputs[name] = LongText(name, raw[4:])
             continue
         if is_long and not truncates:
@@ -156,6 +160,44 @@ class PromptText(NamedTuple):
     tokens: list[int]
     text: str = ""
     offsets: Sequence[int] = ()
+
+
+class RenderedChat(NamedTuple):
+    """The tools of a conversation, whether its reasoning is hidden, and the text of its prompt."""
+
+    tools: ToolRequest | None
+    hides_reasoning: bool
+    text: str | LongText
+
+
+def render(template: ChatTemplate, text: str) -> RenderedChat:
+    """Render the conversation in a JSON text.
+
+    Raises:
+        InvalidArgument: The conversation is invalid, or the template rejects it.
+    """
+    chat = conversation(text)
+    tools, hides_reasoning = take_tools(chat), chat.pop("include_reasoning", None) is False
+    return RenderedChat(tools, hides_reasoning, template.render(chat))
+
+
+def render_long() -> None:
+    """Render the conversation on the standard input, after a pickle of the model's templates.
+
+    The output is a pickle of the error, the tools, whether the reasoning is hidden and the size of
+    the prompt, followed by the prompt.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+    template = ChatTemplate(*pickle.load(sys.stdin.buffer))
+    error, tools, hides_reasoning, prompt = "", None, False, b""
+    try:
+        text = LongText("messages", memoryview(sys.stdin.buffer.read())).whole()
+        tools, hides_reasoning, rendered = render(template, text)
+        prompt = str(rendered).encode(errors="surrogatepass")
+    except InvalidArgument as fault:
+        error = fault.message
+    pickle.dump((error, tools, hides_reasoning, len(prompt)), sys.stdout.buffer)
+    sys.stdout.buffer.write(prompt)
 
 
 class PromptReader:
@@ -207,10 +249,10 @@ class PromptReader:
         scores_prompt = echoes and parameters.logprobs >= 0 and "messages" not in inputs
         message_format, message_grammar = None, ""
         if "messages" in inputs:
-            chat = conversation(inputs["messages"])
-            tools, hides_reasoning = take_tools(chat), chat.pop("include_reasoning", None) is False
-            inputs = {**inputs, "messages": self._chat.render(chat)}
-            message_format = self._formats.make_format(tools, inputs["messages"], hides_reasoning)
+            tools, hides_reasoning, rendered = self._render(inputs["messages"])
+            inputs = {**inputs, "messages": rendered}
+            ending = rendered.ending(LONG)[0] if isinstance(rendered, LongText) else rendered
+            message_format = self._formats.make_format(tools, ending, hides_reasoning)
             if message_format is not None:
                 has_body = bool(parameters.grammar[0])
                 message_grammar = self._formats.grammar(tools, message_format, has_body)
@@ -275,13 +317,10 @@ class PromptReader:
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
             special = parse(settings, {}, self._vocabulary).add_special_tokens
             text = inputs.get("text_input")
+            if text is None:
+                text = self._render(inputs["messages"]).text
             if isinstance(text, LongText):
                 text = text.whole()
-            if text is None:
-                chat = conversation(inputs["messages"])
-                take_tools(chat)
-                chat.pop("include_reasoning", None)
-                text = self._chat.render(chat)
             self._check_length("prompt", text, max(self._max_length, _MIN_LIMIT))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             outputs["token_ids"] = "INT32", encoding.ids
@@ -308,6 +347,30 @@ class PromptReader:
         parameters = prompt.parameters
         grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name
         prompt.grammar = self._grammars.matcher(*grammar)
+
+    def _render(self, text: str | LongText) -> RenderedChat:
+        """Render a conversation, in a separate process if it is long.
+
+        JSON and Jinja process a long text in single calls, which hold the GIL.
+        """
+        if isinstance(text, str):
+            return render(self._chat, text)
+        with (
+            open(os.memfd_create("chat"), "w+b", 0) as chat,
+            open(os.memfd_create("prompt"), "w+b", 0) as prompt,
+        ):
+            chat.write(pickle.dumps((self._checkpoint.templates, self._checkpoint.special)))
+            chat.write(text.raw)
+            chat.seek(0)
+            command = (sys.executable, "-c", _RENDER)
+            subprocess.run(command, stdin=chat, stdout=prompt, check=True)
+            content = memoryview(mmap.mmap(prompt.fileno(), 0, prot=mmap.PROT_READ))
+        error, tools, hides_reasoning, size = pickle.loads(content)
+        if error:
+            raise InvalidArgument(error)
+        return RenderedChat(
+            tools, hides_reasoning, LongText("messages", content[len(content) - size :])
+        )
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which are not in texts."""

@@ -50,6 +50,8 @@ class Texts:
         self.reader = PromptReader(checkpoint, settings, self._texts)
         # Long prompts and grammars are processed in another thread, which delays no other text.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
+        # A long conversation waits seconds for the process that renders it.
+        self._renderings = ThreadPoolExecutor(1, "long conversations")
         self._responses: dict[int, TextResponse] = {}
         # The time (monotonic ns) since which a request waits for credit, by key, oldest first.
         self._unread_since_ns: dict[int, int] = {}
@@ -64,7 +66,8 @@ class Texts:
 
     def close(self) -> None:
         """End the text thread after the queued jobs."""
-        self._slow_jobs.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._slow_jobs, self._renderings):
+            executor.shutdown(wait=False, cancel_futures=True)
         self._jobs.put(None)
         self._thread.join()
 
@@ -95,7 +98,9 @@ class Texts:
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
         size = sum(len(text) for text in inputs.values() if isinstance(text, str | LongText))
-        if size > LONG or "task" in stream.request.schema.parameters:
+        if isinstance(inputs.get("messages"), LongText):
+            self._renderings.submit(self._read_request, stream, inputs, resumed)
+        elif size > LONG or "task" in stream.request.schema.parameters:
             self._slow_jobs.submit(self._read_request, stream, inputs, resumed)
         else:
             self._read_request(stream, inputs, resumed)

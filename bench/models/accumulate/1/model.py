@@ -12,12 +12,12 @@ class TritonPythonModel:
     def execute(self, requests):
         responses = []
         for request in requests:
-            value, start, end, ready, who = (
+            value, start, end, ready, correlation_id = (
                 pb_utils.get_input_tensor_by_name(request, name).as_numpy()
                 for name in ("INPUT", "START", "END", "READY", "CORRID")
             )
             if ready.flat[0]:
-                key = int(who.flat[0])
+                key = int(correlation_id.flat[0])
                 before = 0 if start.flat[0] else self.sums[key]
                 value = self.sums[key] = value + before
                 if end.flat[0]:

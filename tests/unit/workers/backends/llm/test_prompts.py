@@ -1,12 +1,16 @@
 """Long texts of prompts: they are decoded in slices, and only their endings are kept."""
 
+import json
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm import prompts
-from shmserve.workers.backends.llm.prompts import LongText
+from shmserve.workers.backends.llm.chat_template import ChatTemplate
+from shmserve.workers.backends.llm.prompts import LongText, PromptReader
 
 
 @pytest.mark.parametrize("text", ["abc" * 50, "é" * 70, "a" + "東京" * 40, "🐙x" * 33, "a", ""])
@@ -35,3 +39,39 @@ def test_a_text_is_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "a" * (10 * prompts._SLICE)
     assert LongText("text_input", memoryview(text.encode())).ending(3) == ("aaa", len(text))
     assert pauses == [0] * 10
+
+
+_TEMPLATE = "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}{{ tools }}"
+
+
+@pytest.mark.parametrize(
+    ("chat", "error"),
+    [
+        ({"tool_choice": "none", "include_reasoning": False}, ""),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, ""),
+        ({"tool_choice": "required"}, "requires tools"),
+        ({"messages": []}, "is not a JSON list of messages"),
+    ],
+)
+def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
+    monkeypatch: pytest.MonkeyPatch, chat: dict[str, Any], error: str
+) -> None:
+    templates, special = {"default": _TEMPLATE}, {"bos": "<s>"}
+    fields = {
+        "_checkpoint": SimpleNamespace(templates=templates, special=special),
+        "_chat": ChatTemplate(templates, special),
+    }
+    reader = cast("Any", PromptReader.__new__(PromptReader))
+    vars(reader).update(fields)
+    text = json.dumps({"messages": [{"role": "user", "content": "é\U0001f419"}], **chat})
+    long_text = LongText("messages", memoryview(text.encode()))
+    if error:
+        for each in (text, long_text):
+            with pytest.raises(InvalidArgument, match=error):
+                reader._render(each)
+        return
+    expected = reader._render(text)
+    monkeypatch.setattr(prompts, "render", None)  # Only the process renders.
+    found = reader._render(long_text)
+    assert found[:2] == expected[:2]
+    assert found.text.whole() == expected.text
