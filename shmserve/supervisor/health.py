@@ -76,8 +76,8 @@ class Snapshot:
     def for_gateway(self) -> Iterator[Any]:
         """Yield the messages for a new gateway: models, regions, and finally the health."""
         yield from self._publications.snapshot()
-        yield from self._regions.published()
-        yield from self._memory.published()
+        yield from self._regions.publications()
+        yield from self._memory.publications()
         yield self._health.failures
         yield self._health.current()
 

@@ -238,7 +238,7 @@ class EventFeed:
         for child in self._processes():
             yield ProcessStarted(child.pid, child.title)
         for region in self._regions():
-            yield region.registered()
+            yield region.registration_event()
 
     def _tick(self) -> None:
         self._timer = None

@@ -95,10 +95,10 @@ class LocalMemory:
         """Return every region."""
         return list(self._regions.values())
 
-    def published(self) -> Iterator[RegionPublished]:
+    def publications(self) -> Iterator[RegionPublished]:
         """Yield the messages that bring a new gateway up to date."""
         for region in self._regions.values():
-            yield region.listed_only(0)
+            yield region.listing(0)
 
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
         """Share memory that a client has opened, and take its descriptor out of `fds`."""
@@ -140,8 +140,8 @@ class LocalMemory:
 
     def _add_region(self, region: OpenRegion) -> None:
         self._regions[region.memory_id] = region
-        self._publish_event(region.registered())
-        self._processes.broadcast(region.listed_only(0), "gateway")
+        self._publish_event(region.registration_event())
+        self._processes.broadcast(region.listing(0), "gateway")
 
     def release(self, number: int, memory_id: int = 0) -> None:
         """Release one region of a local client; 0: all regions of a disconnected client."""

@@ -256,7 +256,7 @@ class ScalingPolicy:
     _last_change_s: float = field(init=False, default=-math.inf)
     _long_wait_s: float = field(init=False, default=-math.inf)  # the time of the last long wait
     _window_start_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
-    _last_progress_s: float = field(init=False, default=math.inf)  # the last time of progress
+    _last_progress_s: float = field(init=False, default=math.inf)  # of executions or the queue
     _late_samples: int = field(init=False, default=0)  # consecutive samples with a long wait
     _mean_request_s: float = field(init=False, default=0.0)  # mean execution time per request
     _mean_execution_s: float = field(init=False, default=0.0)

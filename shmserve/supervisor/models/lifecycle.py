@@ -134,18 +134,20 @@ class Lifecycle:
         is_requested: bool = True,
         caused_by_step: bool = False,
     ) -> Order:
-        return self._enter_once(Order(model, OrderKind.LOAD, source, is_requested, caused_by_step))
+        return self._add_order_once(
+            Order(model, OrderKind.LOAD, source, is_requested, caused_by_step)
+        )
 
-    def _enter_once(self, order: Order) -> Order:
-        """Enter an order, or return the model's last order if that has the same effect."""
+    def _add_order_once(self, order: Order) -> Order:
+        """Add an order, or return the model's last order if that has the same effect."""
         last_order = order.model.orders[-1] if order.model.orders else None
         if last_order is None or not last_order.repeats(order):
-            return self._enter(order)
+            return self._add_order(order)
         last_order.is_requested |= order.is_requested
         last_order.caused_by_step |= order.caused_by_step
         return last_order
 
-    def _enter(self, order: Order) -> Order:
+    def _add_order(self, order: Order) -> Order:
         order.model.orders.append(order)
         self._open_orders.append(order)
         return order
@@ -180,7 +182,7 @@ class Lifecycle:
             caused_by_step=caused_by_step,
             prerequisites=unloads,
         )
-        unloads_by_model[model] = self._enter(order)
+        unloads_by_model[model] = self._add_order(order)
         return order
 
     def _group(self, name: str) -> Group:
@@ -190,7 +192,7 @@ class Lifecycle:
         """Order the schedulers of a group to move to one process, which they share from now on."""
         for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
-                self._enter_once(Order(self._registry.models[name], OrderKind.MOVE))
+                self._add_order_once(Order(self._registry.models[name], OrderKind.MOVE))
 
     # --- events
 
@@ -285,7 +287,7 @@ class Lifecycle:
     def _offer_once_started(self, order: Order) -> None:
         if order.phase is OrderPhase.STARTING and not order.starting_versions:
             if order.failures:
-                self._fail(order, order.refusal())
+                self._fail(order, order.log_failures())
             else:
                 order.offer()
                 self._publish(order.model)
@@ -430,7 +432,7 @@ class Lifecycle:
     def _take_over(self, order: Order) -> bool:
         incoming = order.model.incoming.values()
         if order.has_failed_versions():
-            self._fail(order, order.refusal())
+            self._fail(order, order.log_failures())
         elif self._actions.is_published(order.model) and all(version.ready for version in incoming):
             self._load_users(order, order.take_over())
             if any(update.removed for update in order.updates.values()):

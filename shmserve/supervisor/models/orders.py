@@ -322,8 +322,8 @@ class Order:
         self.model.step_models = self.step_models
         self.model.source = self.source if self.step_models else FOLDER
 
-    def refusal(self) -> LoggedFailure:
-        """Return the error of a load whose versions have failed, after logging the reasons."""
+    def log_failures(self) -> LoggedFailure:
+        """Log why versions of the load have failed, and return the error of the load."""
         name, reasons = self.model.name, _reasons(self.failures)
         for number, reason in reasons.items():
             text = "\n".join((reason, *getattr(self.failures[number], "__notes__", ())))

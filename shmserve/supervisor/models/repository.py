@@ -393,7 +393,7 @@ def _file_lines(root: Path) -> Iterator[bytes]:
                 continue
             visited.add((status.st_dev, status.st_ino))
             children = os.listdir(folder)
-        except OSError:  # removed in the meantime, which the next poll detects
+        except OSError:  # the next poll detects that the folder was removed in the meantime
             continue
         for name in sorted({*children} - {*_IGNORED_NAMES}):
             path = folder / name
@@ -407,7 +407,7 @@ def _file_line(name: str, path: Path) -> bytes:
         status = path.stat()
     except OSError:
         return os.fsencode(name) + b"\0gone\n"
-    if stat.S_ISDIR(status.st_mode):  # its times change with its contents, including bytecode
+    if stat.S_ISDIR(status.st_mode):  # a folder's times change with its files, also of bytecode
         return os.fsencode(name) + b"\0folder\n"
     numbers = (status.st_ino, status.st_size, status.st_mtime_ns)
     return os.fsencode(name) + f"\0{numbers}\n".encode()

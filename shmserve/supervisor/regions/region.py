@@ -92,15 +92,15 @@ class OpenRegion:
         status = os.fstat(self.shared.fd)
         return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
 
-    def published(self, acknowledge: int) -> RegionPublished:
+    def publication(self, acknowledge: int) -> RegionPublished:
         """Return the message that publishes the region to gateways."""
         packed = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
         owner = self.owner
         return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, acknowledge)
 
-    def listed_only(self, acknowledge: int) -> RegionPublished:
+    def listing(self, acknowledge: int) -> RegionPublished:
         """Return the message for a region that gateways only list."""
-        return replace(self.published(acknowledge), draining=True)
+        return replace(self.publication(acknowledge), draining=True)
 
     def _memory(self) -> Memory:
         shared, end = self.shared, self.offset + self.byte_size
@@ -114,7 +114,7 @@ class OpenRegion:
             pinned=self.pinned,
         )
 
-    def registered(self) -> RegionRegistered:
+    def registration_event(self) -> RegionRegistered:
         """Return the event that reports the region's registration."""
         device = -1 if self.cuda is None else self.cuda.device
         return RegionRegistered(

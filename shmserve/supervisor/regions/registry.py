@@ -79,14 +79,14 @@ class DrainingRegions:
     _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
-    def published(self) -> Iterator[RegionPublished | RegionRetired]:
+    def publications(self) -> Iterator[RegionPublished | RegionRetired]:
         """Yield the messages that bring a new gateway up to date."""
         for region in self.retired.values():
-            yield region.published(0)
+            yield region.publication(0)
             yield RegionRetired(region.memory_id, 0)
         for region in self._regions.values():
             if region.is_listed:
-                yield region.listed_only(0)
+                yield region.listing(0)
 
     async def retire(self, region: OpenRegion) -> None:
         """Withdraw a region at once if no request uses it, otherwise as soon as none does."""
@@ -116,7 +116,7 @@ class DrainingRegions:
         self._close_unused(region)
         if region.memory_id in self._regions:
             region.is_listed = True
-            await self._processes.publish(region.listed_only, "gateway")
+            await self._processes.publish(region.listing, "gateway")
 
     def released(self, pid: int, memory_id: int) -> None:
         """Record that no request of gateway `pid` uses the region any more."""
@@ -205,18 +205,18 @@ class RegionRegistry:
     async def _activate(self, region: OpenRegion) -> None:
         """Publish a region, and wait until every gateway has it."""
         self._active[region.name] = region
-        self._publish_event(region.registered())
-        await self._processes.publish(region.published, "gateway")
+        self._publish_event(region.registration_event())
+        await self._processes.publish(region.publication, "gateway")
 
     def active(self) -> list[OpenRegion]:
         """Return every active region."""
         return list(self._active.values())
 
-    def published(self) -> Iterator[RegionPublished | RegionRetired]:
+    def publications(self) -> Iterator[RegionPublished | RegionRetired]:
         """Yield the messages that bring a new gateway up to date."""
         for region in self._active.values():
-            yield region.published(0)
-        yield from self.draining.published()
+            yield region.publication(0)
+        yield from self.draining.publications()
 
     async def register(
         self,
@@ -295,7 +295,7 @@ class RegionRegistry:
             raise cuda_not_supported(name)
         memory_id = secrets.randbits(62)
         if not self._has_cuda(name, handle, offset, byte_size, peer):
-            # Without the lock, since workers may be busy.
+            # The check does not hold the lock, since workers may be busy.
             await handles.check(Memory.on_device(memory_id, offset + byte_size, handle))
         async with self._lock:
             if self._has_cuda(name, handle, offset, byte_size, peer):

@@ -48,9 +48,9 @@ class RecordedLifecycle(Lifecycle):
         super().__init__(registry, executor, hosted)
         self._oracles = oracles
 
-    def _enter(self, order: Order) -> Order:
+    def _add_order(self, order: Order) -> Order:
         self._oracles.entered(order)
-        return super()._enter(order)
+        return super()._add_order(order)
 
     def _advance_all(self) -> None:
         self._oracles.looked()

@@ -105,11 +105,13 @@ async def test_register_and_unregister() -> None:
         m.RegionWithdrawn("r", memory.id, 1),
         replace(published, draining=True),
     ]
-    assert list(office.registry.published()) == [replace(published, draining=True, acknowledge=0)]
+    assert list(office.registry.publications()) == [
+        replace(published, draining=True, acknowledge=0)
+    ]
     assert office.workers == [], "a gateway may still have requests that use it"
     office.registry.draining.released(7, memory.id)
     assert office.workers == [m.MemoryDropped(memory.id)]
-    assert list(office.registry.published()) == []
+    assert list(office.registry.publications()) == []
     await asyncio.sleep(0)
     assert office.published[-1] == m.RegionDrained(memory.id, 1)
 

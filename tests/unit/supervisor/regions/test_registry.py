@@ -80,7 +80,7 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
     assert office.published[1:] == [RegionRetired(memory_id, 1)]
     published = replace(office.published[0], acknowledge=0)
     for_a_new_gateway = [published, RegionRetired(memory_id, 0)]
-    assert list(office.registry.published()) == for_a_new_gateway
+    assert list(office.registry.publications()) == for_a_new_gateway
     draining.record_use(8, memory_id, True)  # a request that arrived during the drain
     draining.record_use(7, memory_id, False)
     await asyncio.sleep(0)
@@ -96,7 +96,7 @@ async def test_a_region_in_use_is_withdrawn_when_it_is_not_used_any_more(
     assert office.published[2] == RegionWithdrawn("r", memory_id, 1)
     draining.released(7, memory_id)
     assert office.workers == [MemoryDropped(memory_id)]
-    assert list(office.registry.published()) == []
+    assert list(office.registry.publications()) == []
     await asyncio.sleep(0)
 
 
