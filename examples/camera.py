@@ -111,7 +111,7 @@ def main() -> None:
         for process in processes:
             process.start()
         for pipe_end in (take_free, give_free, take_full, give_full, take_done, give_done):
-            pipe_end.close()  # the exit of a process then closes its pipes, which ends its neighbours
+            pipe_end.close()  # the exit of a process then ends its neighbours
         for process in processes:
             process.join()
 

@@ -69,9 +69,7 @@ def spoken(
         rows([p.tokens[:size] for p in proposals], parameters, seeds) for size in range(LENGTH + 1)
     ]
     checked = [row for text in zip(*by_length, strict=True) for row in text]
-    checks = [
-        Check(memory_range * (LENGTH + 1), each) for memory_range, each in enumerate(proposals)
-    ]
+    checks = [Check(index * (LENGTH + 1), each) for index, each in enumerate(proposals)]
     texts = verify(target[[row.tokens[-1] for row in checked]], checked, checks)
     for _ in range(LENGTH):
         sampled = rows(texts, parameters, seeds)

@@ -248,10 +248,10 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
             key=lambda each: -each[0],
         )[: 2 * search.width]
         beams = []
-        for memory_range, (score, slots, token) in enumerate(ranked):
+        for index, (score, slots, token) in enumerate(ranked):
             text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]
             if token in search.end_tokens:
-                if memory_range < search.width:
+                if index < search.width:
                     continuations.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))

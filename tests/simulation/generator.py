@@ -36,11 +36,11 @@ class Sample:
         """Append tokens and, if the sequence has ended, the reason; return whether its text has
         ended it.
         """
-        for memory_range, token in enumerate(tokens, 1):
+        for index, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token == STOP:
                 self.finish_reason = "stop"
-                return memory_range < len(tokens) or not over
+                return index < len(tokens) or not over
         self.finish_reason = over
         return False
 
@@ -204,11 +204,11 @@ class Generator(Worker):
     def _choose(self, message: g.Choose) -> None:
         answer = self._streams.get(message.key)
         if isinstance(answer, Answer):
-            for hypothese in message.hypotheses:
+            for hypothesis in message.hypotheses:
                 sample = Sample()
                 sample.tokens, sample.finish_reason = (
-                    list(array("i", hypothese.tokens)),
-                    hypothese.finish_reason,
+                    list(array("i", hypothesis.tokens)),
+                    hypothesis.finish_reason,
                 )
                 answer.samples.append(sample)
             self._tell_news(message.key)
@@ -264,7 +264,7 @@ class Generator(Worker):
             sample.sent_characters = max(sample.sent_characters, len(sample.tokens))
             sample.open = not sample.finish_reason
         final = not any(each.open for each in answer.samples)
-        known_differences = [
+        sent_news = [
             g.ResponseSent(
                 answer.work.key, answer.samples.index(each), each.sent_characters, not each.open
             )
@@ -275,7 +275,7 @@ class Generator(Worker):
             self._close(answer)
         body = self._body(answer.work, answer.content + b"#" + b";".join(pieces), [])
         answer.window.sent(byte_size_of(body[1]))
-        self._post_response(answer, "", body, final, *known_differences)
+        self._post_response(answer, "", body, final, *sent_news)
 
     def _post(self, message: Any) -> None:
         if self._up is not None:

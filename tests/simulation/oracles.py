@@ -103,9 +103,9 @@ class Request:
         steps = source[len(self.content) :].split(b".")[1:]
         ran = [int(step) for step in steps]
         succeeded = {
-            round_number.step
-            for round_number in self.before
-            if isinstance(round_number.ending, m.Finished) and not round_number.cancelled
+            earlier.step
+            for earlier in self.before
+            if isinstance(earlier.ending, m.Finished) and not earlier.cancelled
         }
         if ran != sorted({*ran, *succeeded}) or ran[-1:] != [self.step] or ran[0] != 0:
             self.fail(f"its sequence has the state {steps}, and {succeeded} have succeeded")

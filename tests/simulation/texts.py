@@ -14,9 +14,7 @@ from tests.support.generative_worker import END, VOCABULARY, alone
 
 STOP = 7  # the token that ends a text like a stop string
 _TOO_MANY = 5_000  # number of tokens that exceeds every pool
-_BEGINNINGS = [
-    [1 + (number * memory_range) % 60 for memory_range in range(1, 40)] for number in (7, 11, 13)
-]
+_BEGINNINGS = [[1 + (number * index) % 60 for index in range(1, 40)] for number in (7, 11, 13)]
 
 
 class Asked(NamedTuple):
@@ -108,20 +106,20 @@ def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> st
     for piece in pieces(packed):
         tokens, over = texts(content)[piece.sample]
         end = piece.begin + len(piece.tokens)
-        memory_ranges = {(piece.sample, memory_range) for memory_range in range(piece.begin, end)}
+        positions = {(piece.sample, index) for index in range(piece.begin, end)}
         if piece.over:
-            memory_ranges.add((piece.sample, -1))
+            positions.add((piece.sample, -1))
         if tokens[piece.begin : end] != piece.tokens or piece.over not in ("", over):
             return f"has {piece}, and its text is {tokens}, {over}"
-        if memory_ranges & received:
+        if positions & received:
             return f"has {piece} twice"
-        received |= memory_ranges
+        received |= positions
     return ""
 
 
 def missing(content: bytes, received: set[tuple[int, int]]) -> set[tuple[int, int]]:
     return {
-        (sample, memory_range)
+        (sample, index)
         for sample, (tokens, _) in enumerate(texts(content))
-        for memory_range in range(-1, len(tokens))
+        for index in range(-1, len(tokens))
     } - received

@@ -112,8 +112,7 @@ def save_weights(path: Path, drawn: dict[str, torch.Tensor], shards: int = 1) ->
         save_file(drawn, path / "model.safetensors", {"format": "pt"})
         return
     mapped = {
-        name: f"model-{memory_range % shards:05d}.safetensors"
-        for memory_range, name in enumerate(names)
+        name: f"model-{position % shards:05d}.safetensors" for position, name in enumerate(names)
     }
     for shard in sorted(set(mapped.values())):
         part = {name: drawn[name] for name in names if mapped[name] == shard}

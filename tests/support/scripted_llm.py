@@ -109,8 +109,8 @@ def _weights(
     head = drawn["lm_head.weight"]
     embedding[:, 0] = 1
     head[first, 0] = 9
-    for memory_range, (token, following) in enumerate(successor.items(), 1):
+    for index, (token, following) in enumerate(successor.items(), 1):
         embedding[token] = 0
-        embedding[token, memory_range] = 1
-        head[following, memory_range] = 9
+        embedding[token, index] = 1
+        head[following, index] = 9
     return drawn

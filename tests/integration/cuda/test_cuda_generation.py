@@ -32,7 +32,7 @@ MODELS = {
     ),
 }
 PROMPTS = [
-    [3 + (7 * number + memory_range * memory_range) % 300 for memory_range in range(3 + 9 * number)]
+    [3 + (7 * number + index * index) % 300 for index in range(3 + 9 * number)]
     for number in range(12)
 ]
 NEW = 24

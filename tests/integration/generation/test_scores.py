@@ -73,9 +73,9 @@ def test_a_completion_with_its_prompt(
         assert {len(values) for values in told.values()} == {len(ids)}
         assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
         expected = scores(ids)
-        for memory_range, token in enumerate(ids[1:], 1):
-            mine, row = told["token_logprobs"][memory_range], expected[memory_range - 1]
-            likeliest = told["top_logprobs"][memory_range]
+        for position, token in enumerate(ids[1:], 1):
+            mine, row = told["token_logprobs"][position], expected[position - 1]
+            likeliest = told["top_logprobs"][position]
             assert mine == pytest.approx(row[token].item(), abs=1e-4)
             assert mine in likeliest.values() and top <= len(likeliest) <= top + 1
             if top:
@@ -183,6 +183,6 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
             continue
         content = json.loads(given)["content"]
         assert [entry["token_id"] for entry in content[: len(tokens)]] == tokens
-        for memory_range, entry in enumerate(content[1 : len(tokens)], 1):
-            mine = expected[memory_range - 1, tokens[memory_range]].item()
+        for index, entry in enumerate(content[1 : len(tokens)], 1):
+            mine = expected[index - 1, tokens[index]].item()
             assert entry["logprob"] == pytest.approx(mine, abs=1e-4)

@@ -31,12 +31,10 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
     """Return the text of each sample; a process is killed once a part has arrived."""
     texts = dict.fromkeys(range(samples), "")
     with client_of(server) as client:
-        for memory_range, event in enumerate(
-            client.completions.create(**ASKED, n=samples, stream=True)
-        ):
+        for index, event in enumerate(client.completions.create(**ASKED, n=samples, stream=True)):
             for choice in event.choices:
                 texts[choice.index] += choice.text
-            if kill and memory_range == 8:
+            if kill and index == 8:
                 server.find_one(kill).kill()
     return texts
 
@@ -76,12 +74,12 @@ def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[An
     request = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
     with client_of(server) as client:
         answer = client.completions.create(**request)
-        for memory_range, chunk in enumerate(answer if more.get("stream") else [answer]):
+        for index, chunk in enumerate(answer if more.get("stream") else [answer]):
             for choice in chunk.choices:
                 told = choice.logprobs
                 columns = told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset
                 logprobs[choice.index] += zip(*columns, strict=True)
-            if kill and memory_range == 8:
+            if kill and index == 8:
                 server.find_one("worker tiny").kill()
     return logprobs
 

@@ -99,7 +99,7 @@ def asked(model: str, **more: Any) -> dict[str, Any]:
 def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = None) -> list[Any]:
     """Return the content, the reasoning, the arguments and the finish reason of a stream."""
     content = reasoning = arguments = reason = ""
-    for memory_range, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
+    for index, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
         (choice,) = chunk.choices
         content += choice.delta.content or ""
         reasoning += str(choice.delta.to_dict().get("reasoning_content") or "")
@@ -107,7 +107,7 @@ def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = 
             assert call.function is not None and bool(call.id) == bool(call.function.name)
             arguments += call.function.arguments or ""
         reason = choice.finish_reason or reason
-        if kill is not None and memory_range == 20:
+        if kill is not None and index == 20:
             kill.find_one(f"worker {body['model']}").kill()
     return [content, reasoning, arguments, reason]
 

@@ -90,11 +90,6 @@ class DrawnRepository:
             {name}
         )
 
-    def mend(self) -> None:
-        """Make all models present and readable."""
-        for names in (self.absent, self.ambiguous, self.broken):
-            names.clear()
-
     def draw_source(self, name: str) -> LoadSource:
         """Draw the configuration of a load request, possibly with files."""
         steps = self.draw_steps(name) if name in ENSEMBLES else []

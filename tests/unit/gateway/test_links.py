@@ -26,7 +26,6 @@ from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferr
 from shmserve.ipc.transport.router import Router
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
-HELD_S = 0.05  # later than this a release is not delayed until the next request
 
 
 @dataclass(slots=True, eq=False)

@@ -235,10 +235,6 @@ async def _told(link: socket.socket, count: int, *, hello: bool = True) -> list[
         ]
 
 
-async def _nobody(make: object) -> None:
-    raise AssertionError("no gateway hears of guests' memory")
-
-
 def come(folder: Path) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(str(endpoints.listener(folder)))

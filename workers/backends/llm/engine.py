@@ -216,8 +216,10 @@ class WorkerEngine:
         outputs = [self._append_tokens(*part, raw_logits) for part in parts]
         self.emit(outputs)
         return [
-            RowResult(new.sequence, new.tokens, new.finish_reason, len(check.proposal.tokens))
-            for new, check in zip(outputs, checks, strict=True)
+            RowResult(
+                output.sequence, output.tokens, output.finish_reason, len(check.proposal.tokens)
+            )
+            for output, check in zip(outputs, checks, strict=True)
         ]
 
     def _append_tokens(

@@ -63,15 +63,15 @@ class Grammars:
         }
         try:
             body = compilers[kind](text) if kind else ""
-            new = matcher(self._tokenizer, _with_body(message_grammar, body))
-            if not new.get_error():
-                new.compute_bitmask()  # raises for grammars that allow no text
-            error = new.get_error() or _list_unsupported(new.get_grammar_warnings())
+            new_matcher = matcher(self._tokenizer, _with_body(message_grammar, body))
+            if not new_matcher.get_error():
+                new_matcher.compute_bitmask()  # raises for grammars that allow no text
+            error = new_matcher.get_error() or _list_unsupported(new_matcher.get_grammar_warnings())
         except ValueError as raised:
             error = str(raised)
         if error:
             raise InvalidArgument(f"{name or 'tools'}: cannot be compiled: {_shorten(error)}")
-        return new
+        return new_matcher
 
 
 class _TokenBytes:
@@ -136,8 +136,8 @@ def _list_unsupported(warnings: list[str]) -> str:
 
 
 def _shorten(error: str) -> str:
-    first = error.splitlines()[0]
-    return "it matches no text" if first.startswith("NoExtension") else clip(first, 200)
+    first_line = error.splitlines()[0]
+    return "it matches no text" if first_line.startswith("NoExtension") else clip(first_line, 200)
 
 
 def matcher_error(matcher: Any) -> InvalidArgument | None:

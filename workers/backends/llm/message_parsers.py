@@ -97,7 +97,7 @@ class MessageParser:
     _ended: bool = False
     _parts: dict[str, str] = field(default_factory=dict)
     _calls: list[dict[str, Any]] = field(default_factory=list)
-    _call_count: int = 0  # number of calls so far
+    _call_count: int = 0
     _leading_space: str = ""  # white space before content; discarded if a call follows
     _is_blank: bool = True  # whether the content since the last call is white space
     _last_characters: str = ""  # the last two characters of content
@@ -155,14 +155,14 @@ class MessageParser:
 
         def emit(text: str) -> None:
             nonlocal trailing
-            text = trailing + text if "reasoning" in started else text.lstrip("\n")
+            text = trailing + text if "reasoning" in started_parts else text.lstrip("\n")
             stripped = text.rstrip("\n")
             trailing = text[len(stripped) :]
             if stripped and not self.format.hides_reasoning:
-                started.add("reasoning")
+                started_parts.add("reasoning")
                 self._add_part("reasoning", stripped)
 
-        started: set[str] = set()
+        started_parts: set[str] = set()
         yield from self.read_until(emit, end)
         self.is_reasoning = False
         yield from self.skip("\n")

@@ -97,7 +97,7 @@ class LongText:
 
 
 def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
-    """Return the inputs of a request; only a `LongText` refers to its memory.
+    """Return copies of the inputs of a request, except that a `LongText` refers to its memory.
 
     Args:
         request: The request.
@@ -110,8 +110,8 @@ def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     settings = request.inputs.get("sampling_parameters")
     data = b"" if settings is None else settings.numpy().ravel().tolist()[0]
-    named = request.schema.parameters
-    truncates = "truncate_prompt_tokens" in named or b"truncate_prompt_tok" in data
+    parameters = request.schema.parameters
+    truncates = "truncate_prompt_tokens" in parameters or b"truncate_prompt_tok" in data
     for name, tensor in request.inputs.items():
         raw = memoryview(tensor.raw)
         size = raw.nbytes
@@ -287,10 +287,13 @@ class PromptReader:
         return prompt, text
 
     def convert(self, request: Request, inputs: Mapping[str, Any]) -> Response | None:
-        """Return the response to a request with the parameter `task`, which generates nothing.
+        """Return the response to a request that generates nothing, or None for other requests.
 
-        "tokenize": `token_ids` of the prompt, and the JSON array of their strings as `text_output`.
-        "detokenize": the text of `input_ids` as `text_output`.
+        Such requests have the parameter `task`:
+
+        - "tokenize": `token_ids` of the prompt, and the JSON array of their strings as
+          `text_output`.
+        - "detokenize": the text of `input_ids` as `text_output`.
 
         Raises:
             InvalidArgument: The task or an input is wrong.

@@ -67,13 +67,15 @@ class DraftModel(Proposer):
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
-        ready = self._catch_up(rows)
-        max_drafts = max((row.draft_count for _, row in ready), default=0)
+        ready_rows = self._catch_up(rows)
+        max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for round_ in range(max_drafts):
-            draft_rows = [(sequence, row) for sequence, row in ready if row.draft_count > round_]
+            draft_rows = [
+                (sequence, row) for sequence, row in ready_rows if row.draft_count > round_
+            ]
             logits = self._next_logits(draft_rows, proposals)
             self._append_drafts(logits, draft_rows, proposals)
-        for sequence, row in ready:
+        for sequence, row in ready_rows:
             sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
         return proposals
 
@@ -85,19 +87,19 @@ class DraftModel(Proposer):
         Returns:
             The rows for whose sequences the model can propose tokens.
         """
-        behind = [
+        behind_rows = [
             (sequence, row)
             for sequence, row in rows
             if len(sequence.tokens) - sequence.draft_computed > _MAX_DRAFT_INPUT
         ]
-        if behind:
+        if behind_rows:
             batch = self._passes.empty()
-            for sequence, _ in behind:
+            for sequence, _ in behind_rows:
                 begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
                 batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
                 sequence.draft_computed = end
             self._passes.logits(batch, [])
-        return [pair for pair in rows if pair not in behind]
+        return [pair for pair in rows if pair not in behind_rows]
 
     def _next_logits(
         self, rows: Sequence[tuple[TokenSequence, Row]], proposals: dict[int, Proposal]

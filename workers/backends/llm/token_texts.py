@@ -206,12 +206,12 @@ class Detokenizer:
         pending = self._tokens[self._context_count :]
         # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
         extends_context = text.startswith(self._context_text)
-        new = text[len(self._context_text) :] if extends_context else self._decode(pending)
+        new_text = text[len(self._context_text) :] if extends_context else self._decode(pending)
         self._tokens, self._context_count = pending, len(pending)
         self._context_text = self._decode(pending)
-        self._emitted_length += len(new)
+        self._emitted_length += len(new_text)
         self._held_length = 0
-        return new
+        return new_text
 
 
 class StopStrings:

@@ -166,13 +166,13 @@ def _read_hermes(parser: MessageParser) -> Reading[None]:
 def _hermes_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
     bodies = (_json_call_rule(lark, tool, "arguments") for tool in tools)
     begin, end = lark.text('\n{"name": "'), lark.text("\n</tool_call>")
-    rest = lark.rule(f"{begin} {lark.alternatives(bodies)} {end}")
-    return _tagged_calls(lark, "<tool_call>", rest, "\n")
+    rest_rule = lark.rule(f"{begin} {lark.alternatives(bodies)} {end}")
+    return _tagged_calls(lark, "<tool_call>", rest_rule, "\n")
 
 
-def _tagged_calls(lark: Lark, tag: str, rest: str, separator: str) -> CallGrammar:
+def _tagged_calls(lark: Lark, tag: str, rest_rule: str, separator: str) -> CallGrammar:
     """Return the grammar of calls that begin with the same tag, followed by `rest`."""
-    return CallGrammar([(tag, rest)], lark.text(separator), f"{lark.text(tag)} {rest}")
+    return CallGrammar([(tag, rest_rule)], lark.text(separator), f"{lark.text(tag)} {rest_rule}")
 
 
 def _read_llama_json(parser: MessageParser) -> Reading[None]:
@@ -190,8 +190,8 @@ def _read_llama_json(parser: MessageParser) -> Reading[None]:
 
 
 def _llama_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
-    rest = lark.alternatives(_json_call_rule(lark, tool, "parameters") for tool in tools)
-    return _tagged_calls(lark, '{"name": "', rest, "; ")
+    rest_rule = lark.alternatives(_json_call_rule(lark, tool, "parameters") for tool in tools)
+    return _tagged_calls(lark, '{"name": "', rest_rule, "; ")
 
 
 def _read_mistral(parser: MessageParser) -> Reading[None]:
@@ -233,8 +233,8 @@ def _mistral_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
         bodies = (
             f"{lark.text(tool.name + '[ARGS]')} {lark.json(tool.parameters)}" for tool in tools
         )
-        rest = lark.alternatives(bodies)
-        return CallGrammar([(tag, rest)], "", f"{lark.text(tag)} {rest}")
+        rest_rule = lark.alternatives(bodies)
+        return CallGrammar([(tag, rest_rule)], "", f"{lark.text(tag)} {rest_rule}")
     bodies = (_json_call_rule(lark, tool, "arguments") for tool in tools)
     begin = lark.text('{"name": "')
     call = lark.rule(f"{begin} {lark.alternatives(bodies)}")
@@ -311,8 +311,8 @@ def _reject(constant: str) -> None:
 
 
 def _qwen_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
-    rest = lark.alternatives(_xml_call_rule(lark, tool) for tool in tools)
-    return _tagged_calls(lark, "<tool_call>", rest, "\n")
+    rest_rule = lark.alternatives(_xml_call_rule(lark, tool) for tool in tools)
+    return _tagged_calls(lark, "<tool_call>", rest_rule, "\n")
 
 
 def _xml_call_rule(lark: Lark, tool: Tool) -> str:
@@ -537,7 +537,7 @@ FAMILIES: Mapping[str, ToolSyntax] = {
         _mistral_grammar,
         ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         r"\[TOOL_CALLS\]",
-        id_length=9,  # Mistral's templates demand this length
+        id_length=9,  # Mistral's templates require this length
     ),
     "pythonic": ToolSyntax(
         _read_pythonic,

@@ -289,8 +289,8 @@ class VllmEngine:
         body = {key: value for key, value in parameters.items() if value is not None}
         echo = bool(body.pop("echo", False))
         constraints = body.pop("guided_decoding", {})
-        named = [key for key in _CONSTRAINTS if f"guided_{key}" in body]
-        constraints |= {key: body.pop(f"guided_{key}") for key in named}
+        guided_keys = [key for key in _CONSTRAINTS if f"guided_{key}" in body]
+        constraints |= {key: body.pop(f"guided_{key}") for key in guided_keys}
         constraints.pop("backend", None)
         constraints = {key: value for key, value in constraints.items() if value is not None}
         if constraints:

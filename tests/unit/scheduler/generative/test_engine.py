@@ -133,7 +133,7 @@ def test_without_preemption_all_samples_must_fit_together() -> None:
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: str) -> None:
     rig = rig_of(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
-    waiting = [submit(rig, [2 + memory_range, 1, 4, 1, 5], 18) for memory_range in range(8)]
+    waiting = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
     began: list[int] = []
     while rig.turn():
         going = [generation for generation in waiting if generation.sequences]

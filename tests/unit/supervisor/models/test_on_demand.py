@@ -30,11 +30,11 @@ def residents(draw: st.DrawFn) -> list[Resident]:
             used_ns=draw(st.integers(0, 9)),
             must_stay=draw(st.booleans()),
             idle_limit_ns=draw(st.sampled_from([0, 0, 4])),
-            users=draw(st.frozensets(st.sampled_from(names[:memory_range]), max_size=1))
-            if memory_range
+            users=draw(st.frozensets(st.sampled_from(names[:index]), max_size=1))
+            if index
             else frozenset(),
         )
-        for memory_range, name in enumerate(names)
+        for index, name in enumerate(names)
     ]
 
 

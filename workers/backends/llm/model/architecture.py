@@ -135,7 +135,19 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The sizes and the options of one model, named after the fields of config.json."""
+    """The sizes and the options of one model.
+
+    Attributes:
+        hidden: The size of the hidden states (`hidden_size`).
+        intermediate: The size of the feed-forward part (`intermediate_size`).
+        kv_heads: The number of key-value heads (`num_key_value_heads`).
+        epsilon: The number added to the mean square in norms (`rms_norm_eps`).
+        positions: The maximum length of a sequence.
+        tied_embeddings: Whether the head is the embedding (`tie_word_embeddings`).
+        qkv_bias: Whether the projections of queries, keys and values have biases.
+        output_bias: Whether the output projection of the attention has a bias.
+        mlp_bias: Whether the feed-forward projections have biases.
+    """
 
     family: str
     hidden: int

@@ -248,14 +248,14 @@ def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
     """Return the reason why a tokenizer of a class of transformers cannot be used, or ""."""
     if kind in (f"{name}Tokenizer" for name in _UNSUPPORTED_CLASSES.split()):
         allowed = f"{', '.join(_SPECIAL_TOKENS)}, PreTrainedTokenizerFast and unknown names"
-        found = repr(kind)
+        class_name = repr(kind)
     elif kind in _SPECIAL_TOKENS and not isinstance(tokenizer.model, models.BPE):
         allowed = "PreTrainedTokenizerFast"
-        found = f"{kind!r} with a tokenizer.json of {type(tokenizer.model).__name__}"
+        class_name = f"{kind!r} with a tokenizer.json of {type(tokenizer.model).__name__}"
     else:
         return ""
     return (
-        f"tokenizer_class: {found} is not supported, because that class replaces parts of "
+        f"tokenizer_class: {class_name} is not supported, because that class replaces parts of "
         f"tokenizer.json (supported: {allowed})"
     )
 
@@ -274,14 +274,14 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
     if not is_spm:
         uses_regex = kind != "Qwen2Tokenizer"
         byte_level = pre_tokenizers.ByteLevel(add_prefix is True, use_regex=uses_regex)
-        earlier: list[Any] = []
+        splits: list[Any] = []
         if kind == "Qwen2Tokenizer":
-            earlier = [pre_tokenizers.Split(Regex(_QWEN2_PATTERN), "isolated")]
+            splits = [pre_tokenizers.Split(Regex(_QWEN2_PATTERN), "isolated")]
         elif kind == "CohereTokenizer":
-            earlier = [pre_tokenizers.Digits(individual_digits=True)]
+            splits = [pre_tokenizers.Digits(individual_digits=True)]
         if kind != "GPT2Tokenizer":
             tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*earlier, byte_level])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         tokenizer.decoder = decoders.ByteLevel()
         return
     parts = [decoders.Replace(_SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -312,12 +312,12 @@ def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any], added: dict[str,
     settings |= settings.get("model_specific_special_tokens") or {}
     special = (*map(settings.get, _special_tokens(settings)), *extra)
     special_by_text = {_content(token): token for token in special}
-    known = tokenizer.get_added_tokens_decoder()
-    known_by_text = {token.content: token for token in known.values()}
+    known_tokens = tokenizer.get_added_tokens_decoder()
+    known_by_text = {token.content: token for token in known_tokens.values()}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
         number: {"content": text, "special": text in special_by_text}
         for text, number in added.items()
-        if number not in known
+        if number not in known_tokens
     }
     tokens = {int(number): _added_token(token) for number, token in declared.items()}
     tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])

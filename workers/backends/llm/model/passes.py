@@ -17,8 +17,8 @@ from torch.nn import functional
 from shmserve.workers.backends.llm.model.attention import KvCache, Pass, make_attention
 from shmserve.workers.backends.llm.model.transformer import Transformer
 
-_MIN_ROWS = 2  # minimum number of rows of a graph
-_MIN_KEYS = 256  # minimum number of keys per row of a graph
+_MIN_ROWS = 2
+_MIN_KEYS = 256  # per row
 # Maximum number of keys of all rows: each graph has memory for its gathered keys.
 _MAX_KEYS = 1 << 17
 _ROW_COLUMNS = 3  # columns of a row before its blocks: token, position, slot

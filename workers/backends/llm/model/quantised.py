@@ -243,8 +243,8 @@ class Quantisation:
 
     def _group_size(self, size: int, count: int) -> int:
         """Return the size of each of `count` groups or blocks along a dimension of `size`."""
-        matching = (group for group in self.group_sizes if -(-size // group) == count)
-        group_size = next(matching, 0 if size % count else size // count)
+        matching_sizes = (group for group in self.group_sizes if -(-size // group) == count)
+        group_size = next(matching_sizes, 0 if size % count else size // count)
         if not group_size:
             raise ValueError
         return group_size

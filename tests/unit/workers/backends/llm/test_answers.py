@@ -113,7 +113,7 @@ def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
 
 def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder) -> None:
     whole = TOKENIZER.decode(greedy(folder, 30))
-    pairs = [whole[memory_range : memory_range + 2] for memory_range in range(2, len(whole) - 2)]
+    pairs = [whole[index : index + 2] for index in range(2, len(whole) - 2)]
     stop = next(pair for pair in pairs if "\ufffd" not in pair)
     ways: list[dict[str, Any]] = [{}, {"stream": True}, {"include_stop_str_in_output": True}]
     for key, more in enumerate(ways, 1):
@@ -301,10 +301,10 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
     with torch.inference_mode():
         expected = reference(folder())(torch.tensor([tokens])).logits[0].log_softmax(-1)
     assert responses["prompt"][0] is None
-    for memory_range, found in enumerate([*responses["prompt"][1:], *responses["content"]], 1):
-        assert found["token_id"] == tokens[memory_range]
+    for index, found in enumerate([*responses["prompt"][1:], *responses["content"]], 1):
+        assert found["token_id"] == tokens[index]
         assert found["logprob"] == pytest.approx(
-            expected[memory_range - 1, tokens[memory_range]].item(), abs=1e-3
+            expected[index - 1, tokens[index]].item(), abs=1e-3
         )
     assert [len(entry["top_logprobs"]) for entry in responses["content"]] == [2] * 4
 
@@ -335,10 +335,10 @@ def test_a_repeated_prompt_is_scored_with_its_text(
             ]
             assert [response["token_id"] for response in texts] == whole
             assert (texts[0]["logprob"], texts[0]["top_logprobs"]) == (None, None)
-            for memory_range, response in enumerate(texts[1:], 1):
-                mine = expected[memory_range - 1, whole[memory_range]]
+            for position, response in enumerate(texts[1:], 1):
+                mine = expected[position - 1, whole[position]]
                 assert response["logprob"] == pytest.approx(mine.item(), abs=1e-3)
-                assert response["rank"] == (expected[memory_range - 1] > mine).sum() + 1
+                assert response["rank"] == (expected[position - 1] > mine).sum() + 1
             characters = text.encode()
             for response in texts[: len(tokens)]:
                 assert characters.startswith(bytes(response["bytes"]))

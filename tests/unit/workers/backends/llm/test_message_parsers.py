@@ -157,8 +157,8 @@ def parsed(
     message = {"content": "", "reasoning": ""}
     calls: list[list[str]] = []
     ids: set[str] = set()
-    for memory_range, chunk in enumerate([*chunks, ""]):
-        parser.feed(chunk, memory_range == len(chunks))
+    for index, chunk in enumerate([*chunks, ""]):
+        parser.feed(chunk, index == len(chunks))
         taken = parser.take()
         for part in message:
             message[part] += taken.get(part, "")

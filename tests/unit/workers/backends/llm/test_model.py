@@ -62,7 +62,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def prompt(size: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed + memory_range).randrange(3, 320) for memory_range in range(size)]
+    return [random.Random(seed + index).randrange(3, 320) for index in range(size)]
 
 
 class Lone:
@@ -164,16 +164,14 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
         pytest.fail("packed linears do not work here")
     lone = Lone(folder())
     tokens = prompt(48)
-    tables = [list(range(16 * memory_range, 16 * memory_range + 16)) for memory_range in range(8)]
+    tables = [list(range(16 * index, 16 * index + 16)) for index in range(8)]
     alone = lone.chunks(tokens, 48, tables[0])
     for size in (16, 32):
         assert torch.equal(lone.chunks(tokens, size, tables[1]), alone)
     shuffled = random.Random(2).sample(range(32, 128), 96)
     assert torch.equal(lone.chunks(tokens, 48, shuffled), alone)
     single = lone.together([([7], 48, tables[0])])
-    others = [
-        (prompt(5 + memory_range, 9), 0, tables[memory_range]) for memory_range in range(2, 6)
-    ]
+    others = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
     in_company = lone.together([*others, ([7], 48, tables[0]), ([8], 48, tables[1])])
     memory_range = sum(len(row[0]) for row in others)
     assert torch.equal(in_company[memory_range : memory_range + 1], single)
@@ -207,14 +205,14 @@ def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder)
     lone = Lone(folder(), block_size=2, blocks=1024)
     lengths = [1, 15, 16, 17, 130, 300, 301, 40]
     shuffled = random.Random(3).sample(range(1024), 1024)
-    tables = [shuffled[128 * memory_range : 128 * memory_range + 128] for memory_range in range(8)]
+    tables = [shuffled[128 * index : 128 * index + 128] for index in range(8)]
     tables[5] += tables[7][64:]
     tables[6] += tables[0][64:]
     texts = [prompt(length, length) for length in lengths]
     alone = []
     for text, table in zip(texts, tables, strict=True):
         lone.chunks(text, 512, table)
-        rows = [([7 + memory_range], len(text) + memory_range, table) for memory_range in range(3)]
+        rows = [([7 + index], len(text) + index, table) for index in range(3)]
         alone.append(torch.cat([lone.together([row]) for row in rows]))
     drafted = [([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)]
     assert torch.equal(lone.together(drafted, drafted=True), torch.cat(alone))

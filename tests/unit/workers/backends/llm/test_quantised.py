@@ -29,10 +29,10 @@ def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torc
     rows, columns = values.shape
     words = torch.zeros(rows, math.ceil(columns / count), dtype=torch.int64)
     for word in range(words.shape[1]):
-        for memory_range, index in enumerate(order):
+        for position, index in enumerate(order):
             column = word * count + index
             if column < columns:
-                words[:, word] |= values[:, column].long() << (bits * memory_range)
+                words[:, word] |= values[:, column].long() << (bits * position)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 

@@ -76,10 +76,8 @@ def test_distributions_equal_those_of_transformers() -> None:
     wanted = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
     sampler.process(logits, rows)
     probabilities = sampler.distribution(logits, rows)  # all rows in one call
-    for memory_range, settings in enumerate(SETTINGS):
-        assert torch.allclose(probabilities[memory_range], wanted[memory_range], atol=1e-6), (
-            settings
-        )
+    for index, settings in enumerate(SETTINGS):
+        assert torch.allclose(probabilities[index], wanted[index], atol=1e-6), settings
 
 
 def test_penalties_of_presence_and_frequency() -> None:

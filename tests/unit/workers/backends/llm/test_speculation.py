@@ -72,8 +72,8 @@ def test_proposals_without_chance_leave_seeded_texts_as_they_are(
     folder: Folder, tmp_path: Path
 ) -> None:
     texts: list[list[int]] = []
-    for memory_range, (engine, draft) in enumerate(((None, 0), (NGRAM, 4))):
-        with llm_rig(tmp_path / str(memory_range), folder(), engine, draft=draft) as scheduler:
+    for index, (engine, draft) in enumerate(((None, 0), (NGRAM, 4))):
+        with llm_rig(tmp_path / str(index), folder(), engine, draft=draft) as scheduler:
             prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
             settings: dict[str, Any] = {"temperature": 0.3, "presence_penalty": 0.05, "seed": 3}
             scheduler.add(1, input_ids=prompt, max_tokens=60, ignore_eos=True, **settings)

@@ -52,10 +52,8 @@ GIVEN = [function("weather", SCHEMA), function("now", NOW)]
 def tokenizer(*special: str) -> Tokenizer:
     """Return a tokenizer with added tokens, half of which are special."""
     test_tokenizer = Tokenizer.from_str(tokenizer_text())
-    for memory_range, call in enumerate(special):
-        test_tokenizer.add_tokens(
-            [AddedToken(call, special=memory_range % 2 == 0, normalized=False)]
-        )
+    for index, call in enumerate(special):
+        test_tokenizer.add_tokens([AddedToken(call, special=index % 2 == 0, normalized=False)])
     return test_tokenizer
 
 
