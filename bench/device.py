@@ -44,9 +44,9 @@ def _median_us(call: Callable[[], object], seconds: float) -> float:
     times = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        began = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         call()
-        times.append(time.perf_counter_ns() - began)
+        times.append(time.perf_counter_ns() - start_ns)
     return statistics.median(times) / 1000
 
 

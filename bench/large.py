@@ -97,9 +97,9 @@ def connections(count: int) -> None:
             active = [open_connection(port) for _ in range(_ACTIVE)]
             alone = _latencies(active)
             before = resources.sample(server.pid).memory_mb
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             idle = [_after_one_request(open_connection(port)) for _ in range(count)]
-            took = time.perf_counter() - began
+            took = time.perf_counter() - start_s
             after = resources.sample(server.pid).memory_mb
             beside = _latencies(active)
             ended = sum(map(_ended, idle))
@@ -131,8 +131,8 @@ def _latencies(active: list[Connection]) -> list[float]:
     by_socket = {connection.sock: connection for connection in active}
     sent: dict[socket.socket, float] = {}
     latencies_ms = []
-    began = time.perf_counter()
-    due_s = [began + number / len(active) for number in range(_SECONDS * len(active))]
+    start_s = time.perf_counter()
+    due_s = [start_s + number / len(active) for number in range(_SECONDS * len(active))]
     while due_s or sent:
         if due_s and time.perf_counter() >= due_s[0]:
             connection = active[len(due_s) % len(active)]
@@ -205,9 +205,9 @@ def _register(client: Client, name: str) -> None:
 
 
 def _time_ms(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     call()
-    return (time.perf_counter() - began) * 1e3
+    return (time.perf_counter() - start_s) * 1e3
 
 
 def models(count: int) -> None:
@@ -231,8 +231,8 @@ def models(count: int) -> None:
                 total_s = sum(unload) / 1e3
                 line += f"; unload p50 {quantile(unload, 0.5):.0f} ms, all {total_s:.1f} s"
                 remaining_mb = processes.pss_mb(server.pid)
-                began = time.perf_counter()
-            stopped_s = time.perf_counter() - began
+                start_s = time.perf_counter()
+            stopped_s = time.perf_counter() - start_s
             print(f"{line}, {remaining_mb:,.0f} MB left; end {stopped_s:.1f} s", flush=True)
 
 

@@ -76,7 +76,7 @@ class Suite:
 
     def run(self) -> int:
         """Run every piece, and once more what failed; returns 0 when nothing failed twice."""
-        began = time.monotonic()
+        start_s = time.monotonic()
         queues = [self.pieces(lane) for lane in self._lanes]
         with ThreadPoolExecutor(len(queues)) as lanes:
             list(lanes.map(self._run_lane, (queues[n:] + queues[:n] for n in range(len(queues)))))
@@ -85,7 +85,7 @@ class Suite:
             print(line)
         print(
             f"{passed} passed, {failed} failed, {skipped} skipped "
-            f"in {time.monotonic() - began:.0f} s"
+            f"in {time.monotonic() - start_s:.0f} s"
         )
         return int(failed > 0)
 
@@ -122,11 +122,11 @@ class Suite:
         return passed, failed, skipped, late
 
     def _run_one(self, tests: list[str]) -> Outcomes:
-        began = time.monotonic()
+        start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="shmserve-tests-") as folder:
             file = Path(folder) / "outcomes"
             plugin = ("-p", "tests.support.outcomes", f"--outcomes={file}")
-            done = subprocess.run(
+            result = subprocess.run(
                 [*_PYTEST, *plugin, *tests, *self._options],
                 cwd=HERE.parent,
                 stdin=subprocess.DEVNULL,
@@ -137,10 +137,10 @@ class Suite:
                 check=False,
             )
             outcomes = Outcomes.read(file)
-        outcomes.complete &= done.returncode in _RAN
+        outcomes.complete &= result.returncode in _RAN
         with _showing:
             names = " ".join(map(self._shown, tests))
-            print(f"== {names}: {time.monotonic() - began:.0f} s\n{done.stdout}", flush=True)
+            print(f"== {names}: {time.monotonic() - start_s:.0f} s\n{result.stdout}", flush=True)
         return outcomes
 
     def _shown(self, test: str) -> str:

@@ -139,10 +139,10 @@ def _run_faults(stage: Stage, options: argparse.Namespace, seconds: float) -> No
     with Clients(stage.server, ledger, options.seed, LOADS), Probe(stage.server) as probe:
         ledger.wait_recovered(ledger.begin("start"), time.monotonic(), 60.0)
         while time.monotonic() < end and not ledger.failed:
-            began = time.monotonic()
+            start_s = time.monotonic()
             draw(stage.rng)(stage)
             pause = stage.rng.random() * _MAX_PAUSE_S
-            time.sleep(max(pause, options.pace - (time.monotonic() - began)))
+            time.sleep(max(pause, options.pace - (time.monotonic() - start_s)))
     print(
         f"readiness: asked {probe.probe_count} times, {probe.not_ready_count} times not ready, "
         f"slowest answer {probe.slowest_s:.3f} s",

@@ -491,18 +491,18 @@ class Clients:
             thread.join()
 
     def _run(self, load: Load, name: str, rng: random.Random) -> None:
-        began = time.monotonic()
+        start_s = time.monotonic()
         while not self._stop.is_set():
             try:
                 with load.open(self._server, rng) as send:
                     while not self._stop.is_set():
-                        began = time.monotonic()
+                        start_s = time.monotonic()
                         send()
-                        self._ledger.record_response(load.name, name, began)
+                        self._ledger.record_response(load.name, name, start_s)
                         self._stop.wait(rng.random() * _MAX_PAUSE_S)
-                        began = time.monotonic()
+                        start_s = time.monotonic()
             except Exception as error:
-                self._failed(load, name, began, error)
+                self._failed(load, name, start_s, error)
             self._stop.wait(_MAX_PAUSE_S)
 
     def _failed(self, load: Load, name: str, began: float, error: Exception) -> None:

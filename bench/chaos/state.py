@@ -109,7 +109,7 @@ class Probe:
                 self._server.http(10) as connection,
             ):
                 while not self._stop.wait(_PROBE_S):
-                    began = time.monotonic()
+                    start_s = time.monotonic()
                     self.not_ready_count += connection.get("/v2/health/ready").status != 200
                     self.probe_count += 1
-                    self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+                    self.slowest_s = max(self.slowest_s, time.monotonic() - start_s)

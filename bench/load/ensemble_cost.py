@@ -237,10 +237,10 @@ def measure(chain: Chain, requests: int = 4000) -> tuple[float, float]:
     count = requests // 5
     for _ in range(5):
         chain.worker_ns = 0
-        began = time.process_time()
+        start_s = time.process_time()
         for _ in range(count):
             chain.run()
-        took_us = (time.process_time() - began) / count * 1e6
+        took_us = (time.process_time() - start_s) / count * 1e6
         best = min(best, (took_us, chain.worker_ns / count / 1e3))
     return best
 

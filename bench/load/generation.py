@@ -73,12 +73,12 @@ class SequenceBatch:
 
     def prefill(self) -> float:
         """Compute all prompts, one per step, and return the seconds that this took."""
-        began = time.thread_time()
+        start_s = time.thread_time()
         for key in range(self._rows):
             blocks = list(range(key * self._blocks, (key + 1) * self._blocks))
             row = Row(key + 1, 0, PROMPT, 0, blocks)
             self._step(key + 1, [row], [NewSequence(key + 1, key, 0)])
-        return time.thread_time() - began
+        return time.thread_time() - start_s
 
     def decode(self) -> list[float]:
         """Decode all sequences together after their prompts; return the seconds of each step."""
@@ -88,9 +88,9 @@ class SequenceBatch:
                 Row(key + 1, PROMPT + position - 1, 1, self._blocks, [])
                 for key in range(self._rows)
             ]
-            began = time.thread_time()
+            start_s = time.thread_time()
             self._step(self._rows + position, rows, [])
-            took_s.append(time.thread_time() - began)
+            took_s.append(time.thread_time() - start_s)
         return took_s
 
     def _step(self, number: int, rows: list[Row], begin: list[NewSequence]) -> Stepped:
@@ -124,9 +124,9 @@ def median_ms(call: Callable[[], None], times: int) -> float:
     """Return the median duration of `times` calls in ms."""
     took_s: list[float] = []
     for _ in range(times):
-        began = time.thread_time()
+        start_s = time.thread_time()
         call()
-        took_s.append(time.thread_time() - began)
+        took_s.append(time.thread_time() - start_s)
     return statistics.median(took_s) * 1e3
 
 
@@ -183,7 +183,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
             prompt = array("i", [key, *range(1, PROMPT)])
             engine.add(Generation(None, key, key, prompt, NEW))
         for number in range(1, 1_000_000):
-            began = time.thread_time()
+            start_s = time.thread_time()
             step = engine.plan(number)
             planned = time.thread_time()
             if step is None:
@@ -196,7 +196,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
             stepped = Stepped(number, results, 0, 20_000_000, 0)
             responded = time.thread_time()
             engine.finish_step(stepped)
-            step_s.append(time.thread_time() - responded + planned - began)
+            step_s.append(time.thread_time() - responded + planned - start_s)
             if len(results) == sequences:
                 decode_s.append(step_s[-1])
     return {

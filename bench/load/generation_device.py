@@ -57,17 +57,17 @@ def steps(passes: Passes, rows: int) -> tuple[float, float]:
     engine = WorkerEngine(passes, None, prompts, lambda news: None, lambda *_: None)
     blocks = (PROMPT + NEW) // BLOCK
     tables = [list(range(key * blocks, (key + 1) * blocks)) for key in range(rows)]
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     for key in range(rows):
         row = Row(key + 1, 0, PROMPT, 0, tables[key])
         engine.step(Step(key + 1, [row], [NewSequence(key + 1, key, 0)]))
-    prefill = time.perf_counter() - began
+    prefill = time.perf_counter() - start_s
     took_s: list[float] = []
     for position in range(1, NEW):
         step_rows = [Row(key + 1, PROMPT + position - 1, 1, blocks, []) for key in range(rows)]
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         engine.step(Step(rows + position, step_rows, []))
-        took_s.append(time.perf_counter() - began)
+        took_s.append(time.perf_counter() - start_s)
     return prefill * 1e3, statistics.median(took_s) * 1e3
 
 
@@ -77,11 +77,11 @@ def copy_bytes_per_ms() -> float:
     target = torch.empty_like(source)
     target.copy_(source)
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     for _ in range(10):
         target.copy_(source)
     torch.cuda.synchronize()
-    return 20 * len(source) / (time.perf_counter() - began) / 1e3
+    return 20 * len(source) / (time.perf_counter() - start_s) / 1e3
 
 
 def transformers_ms(path: Path, rows: int, weights: str) -> float:
@@ -94,10 +94,10 @@ def transformers_ms(path: Path, rows: int, weights: str) -> float:
     settings = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": NEW}
     took_s: list[float] = []
     for _ in range(2):
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **settings)
         torch.cuda.synchronize()
-        took_s.append(time.perf_counter() - began)
+        took_s.append(time.perf_counter() - start_s)
     return min(took_s) * 1e3 / NEW
 
 
@@ -115,9 +115,9 @@ def main() -> None:
         architecture = model.architecture
         blocks = max(args.rows) * (PROMPT + NEW) // BLOCK
         passes = Passes(model, KvCache(architecture, BLOCK, blocks, 0, DEVICE))
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         passes.capture(max(args.rows), PROMPT + NEW)
-        capture_s = time.perf_counter() - began
+        capture_s = time.perf_counter() - start_s
         per_layer = (
             architecture.hidden
             * (architecture.heads + 2 * architecture.kv_heads)

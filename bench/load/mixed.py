@@ -89,11 +89,11 @@ class Mixed:
             await self._drive(doors, rate, seconds)
 
     async def _drive(self, doors: Mapping[str, SendRequest], rate: float, seconds: float) -> None:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         tasks: set[asyncio.Task[None]] = set()
-        reported_s = began
+        reported_s = start_s
         for number in range(int(rate * seconds)):
-            due_s = began + number / rate
+            due_s = start_s + number / rate
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             for door, send in doors.items():
                 task = asyncio.create_task(self._run_request(door, send, number, due_s))

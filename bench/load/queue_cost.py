@@ -134,6 +134,6 @@ def sample(queued: int, turns: int = 3000) -> float:
     for _ in range(turns // 10):
         queue.turn()
     gc.collect()
-    began = time.process_time_ns()
+    start_ns = time.process_time_ns()
     requests = sum(queue.turn() for _ in range(turns))
-    return (time.process_time_ns() - began) / 1000 / requests
+    return (time.process_time_ns() - start_ns) / 1000 / requests

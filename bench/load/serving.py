@@ -102,13 +102,13 @@ class Serving:
 
     def step(self) -> bool:
         """Plan and compute one step; return whether there was one."""
-        began, wall_began = time.thread_time(), time.perf_counter()
+        start_s, wall_began = time.thread_time(), time.perf_counter()
         self._steps += 1
         step = self._engine.plan(self._steps)
         if step is None:
             return False
         stepped = self._worker.step(step)
-        cpu_s, wall_s = time.thread_time() - began, time.perf_counter() - wall_began
+        cpu_s, wall_s = time.thread_time() - start_s, time.perf_counter() - wall_began
         self._engine.finish_step(_scaled(stepped, cpu_s / wall_s))
         self.clock += cpu_s
         keys = {number: s.prompt.key for number, s in self._worker._sequences.items()}

@@ -131,7 +131,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
         failure = row.get("reason", "" if "version" in row else _NOT_LOADED)
         verdict, seconds = _Verdict("FAILED", failure), 0.0
         if not failure:
-            began = time.monotonic()
+            start_s = time.monotonic()
             try:
                 location = supervisor.registry.find(row["name"], row["version"])
                 version = supervisor.registry.models[row["name"]].published[location["version"]]
@@ -140,7 +140,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
                 verdict = await asyncio.to_thread(model.verdict)
             except ShmserveError as error:
                 verdict = _Verdict("FAILED", error.message)
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - start_s
         name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
         text = verdict.text.rstrip("; \n")
         outcome = {"outcome": verdict.outcome, "milliseconds": round(seconds * 1e3, 1)}

@@ -57,8 +57,8 @@ def generate(proto: Path) -> dict[str, bytes]:
 def main() -> None:
     """Regenerate the modules and stubs of all .proto files in this folder."""
     for proto in sorted(_HERE.glob("*.proto")):
-        for name, made in generate(proto).items():
-            (_HERE / name).write_bytes(made)
+        for name, content in generate(proto).items():
+            (_HERE / name).write_bytes(content)
             print(f"wrote {name}")
 
 

@@ -14,5 +14,5 @@ _START_AND_END_S = 300
 def test_chaos() -> None:
     """Faults and requests are drawn from a seed, but their order in time is not reproducible."""
     command = ("-m", "bench.chaos", f"--minutes={_MINUTES}", "--seed=1")
-    done = run_python(*command, timeout_s=60 * _MINUTES + _START_AND_END_S)
-    assert done.returncode == 0, done.stdout[-30_000:] + done.stderr[-10_000:]
+    result = run_python(*command, timeout_s=60 * _MINUTES + _START_AND_END_S)
+    assert result.returncode == 0, result.stdout[-30_000:] + result.stderr[-10_000:]

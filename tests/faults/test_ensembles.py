@@ -100,14 +100,14 @@ class Asking:
         requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
             while not self._over.is_set():
-                began = time.monotonic()
+                start_s = time.monotonic()
                 reply = http.infer_binary("pipe", tensors, outputs=requested_outputs)
                 if reply.status != 200:
                     self.wrong.append(f"{reply.status} {reply.error}")
                 elif (reply.tensors()["OUT"] != values + 3).any():
                     self.wrong.append("wrong values")
                 else:
-                    self.right[which].append(began)
+                    self.right[which].append(start_s)
 
     def wait_right(self, since: float, within_s: float = 10.0) -> None:
         """Wait until each client has a correct response to a request sent after `since`."""
@@ -189,8 +189,8 @@ def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
     Requests wait meanwhile.
     """
     ready = "/v2/models/pipe/ready"
-    with open(load_lock) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(load_lock) as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         server.find_one("worker first.0").kill()
         until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)
         assert not server.answers("/v2/health/ready")

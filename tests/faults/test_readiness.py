@@ -89,9 +89,9 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
         states = {item["name"]: item for item in http.post("/v2/repository/index").json()}
         assert states["once"]["state"] == "UNAVAILABLE"
         assert states["once"]["reason"]
-        began = time.monotonic()
+        start_s = time.monotonic()
         assert pool.number("once", 1).result().status == 503
-        assert time.monotonic() - began < RECOVERY_S
+        assert time.monotonic() - start_s < RECOVERY_S
 
 
 @pytest.mark.parametrize("mode", ["explicit", "poll"])

@@ -157,8 +157,8 @@ class _Client:
         for kind, _, stream, payload in self.scene.transport.frames():
             if kind == DATA:
                 self.came[stream] += payload
-        for stream, came in self.came.items():
-            assert b"".join(map(message, self.sent[stream])).startswith(came)
+        for stream, received in self.came.items():
+            assert b"".join(map(message, self.sent[stream])).startswith(received)
 
 
 async def _play(data: bytes) -> None:

@@ -82,13 +82,13 @@ _SIGNATURES = [
 @contextlib.contextmanager
 def _refused(sent: bytes) -> Iterator[None]:
     """Check an error's text: it may quote the client's bytes, but no internal names."""
-    said = ""
+    outcome = ""
     try:
         yield
     except ShmserveError as error:
-        said = error.message
-    found = _OURS.search(said)
-    assert found is None or found[0].encode() in sent, said
+        outcome = error.message
+    found = _OURS.search(outcome)
+    assert found is None or found[0].encode() in sent, outcome
 
 
 class _Bytes:
@@ -98,8 +98,8 @@ class _Bytes:
         self.rest = data
 
     def number(self, size: int) -> int:
-        taken, self.rest = self.rest[:size], self.rest[size:]
-        return int.from_bytes(taken, "little")
+        chunk, self.rest = self.rest[:size], self.rest[size:]
+        return int.from_bytes(chunk, "little")
 
 
 # --- what comes over HTTP
@@ -127,9 +127,9 @@ def http(data: bytes) -> None:
             check_encoding(text)
 
 
-def _inference(given: _Bytes) -> None:
-    tail_size = given.number(1)
-    body = given.rest
+def _inference(fuzz_input: _Bytes) -> None:
+    tail_size = fuzz_input.number(1)
+    body = fuzz_input.rest
     signature = _SIGNATURES[tail_size % 3]
     if not body:
         raw_request(signature, bytes(tail_size))
@@ -206,12 +206,12 @@ class _Inline:
         return _Built(b"".join(datas))
 
 
-def _compressed(given: _Bytes) -> None:
-    step = given.number(1) + 1
+def _compressed(fuzz_input: _Bytes) -> None:
+    step = fuzz_input.number(1) + 1
     inflater = Inflater(_LIMIT)
     size = 0
-    for at in range(0, len(given.rest), step):
-        for piece in inflater.feed(given.rest[at : at + step]):
+    for at in range(0, len(fuzz_input.rest), step):
+        for piece in inflater.feed(fuzz_input.rest[at : at + step]):
             size += len(piece)
             assert size <= _LIMIT
     inflater.finish()
@@ -244,11 +244,11 @@ def register(data: bytes) -> None:
 _EDGES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
 
 
-def _edge(given: _Bytes) -> int:
-    kind = given.number(1)
+def _edge(fuzz_input: _Bytes) -> int:
+    kind = fuzz_input.number(1)
     if kind < 200:
         return _EDGES[kind % len(_EDGES)] + (kind // len(_EDGES)) % 5 - 2
-    return given.number(9)
+    return fuzz_input.number(9)
 
 
 def ranges(data: bytes) -> None:
@@ -275,11 +275,11 @@ def ranges(data: bytes) -> None:
     _spans(drawn_bytes)
 
 
-def _spans(given: _Bytes) -> None:
+def _spans(fuzz_input: _Bytes) -> None:
     spans = WrittenRanges()
     taken: list[tuple[int, int]] = []
-    while given.rest:
-        start, size = given.number(1), given.number(1) % 16 + 1
+    while fuzz_input.rest:
+        start, size = fuzz_input.number(1), fuzz_input.number(1) % 16 + 1
         span = (start, start + size)
         free = all(span[1] <= s or e <= span[0] for s, e in taken)
         if start % 5 == 0 and taken:
@@ -365,10 +365,10 @@ def native(data: bytes) -> None:
                     _said(message)
 
 
-def _decoded(given: _Bytes) -> None:
+def _decoded(fuzz_input: _Bytes) -> None:
     """Check that any split of a stream is decoded to the same messages and to no more bytes."""
-    step = given.number(1) + 1
-    stream = _HANDSHAKE * (given.number(1) % 2) + given.rest
+    step = fuzz_input.number(1) + 1
+    stream = _HANDSHAKE * (fuzz_input.number(1) % 2) + fuzz_input.rest
     uncut, cut = zmtp.Decoder(), zmtp.Decoder()
     taken = uncut.feed(stream)
     pieces = []

@@ -38,13 +38,13 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     check = CHECKS[arguments.check]
-    began = time.monotonic()
+    start_s = time.monotonic()
     try:
         report = check.run(arguments.size or check.size, arguments.first)
     except AssertionError as error:
         print(f"{arguments.check}: {error}")
         return 1
-    print(f"{report} ({time.monotonic() - began:.1f} s)")
+    print(f"{report} ({time.monotonic() - start_s:.1f} s)")
     return 0
 
 

@@ -185,21 +185,21 @@ class Schedule:
     def run(self) -> None:
         """Let requests come, some of them go, and compare. Raises AssertionError."""
         rig, draw = self._rig, self._draw
-        asked: dict[int, Asked] = {}
+        prompts: dict[int, Asked] = {}
         cancelled: set[int] = set()
-        left = self._seats
-        while left or rig.engine.live_sequences:
-            while left and draw.random() < 0.7:
-                left -= 1
+        free_seats = self._seats
+        while free_seats or rig.engine.live_sequences:
+            while free_seats and draw.random() < 0.7:
+                free_seats -= 1
                 request = draw.choice(requests())
-                asked[rig.ask(request).key] = request
-            if asked and draw.random() < 0.1:
-                key = draw.choice(list(asked))
+                prompts[rig.ask(request).key] = request
+            if prompts and draw.random() < 0.1:
+                key = draw.choice(list(prompts))
                 cancelled.add(key)
                 rig.engine.cancel(rig.generations[key])
             rig.turn()
         rig.drain()
-        for key, request in asked.items():
+        for key, request in prompts.items():
             self._compare(key, request, key in cancelled)
         counts = rig.engine.counts
         assert not counts.recomputed
@@ -207,7 +207,7 @@ class Schedule:
             swapped=counts.preemptions["swap"],
             copied_on_write=counts.copied_on_write,
             prefix_hits=counts.prefix_hits,
-            requests=len(asked),
+            requests=len(prompts),
         )
 
     def _compare(self, key: int, request: Asked, cancelled: bool) -> None:

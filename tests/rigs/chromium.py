@@ -91,9 +91,9 @@ class Page:
         assert "exceptionDetails" not in reply, reply
         return reply["result"].get("value")
 
-    def wait(self, what: str, script: str, within_s: float = 20.0) -> None:
+    def wait(self, condition_text: str, script: str, within_s: float = 20.0) -> None:
         """Return once an expression holds."""
-        until(what, lambda: self.run(script), within_s)
+        until(condition_text, lambda: self.run(script), within_s)
 
     def key(self, name: str) -> None:
         code = {"Tab": 9, "Enter": 13, "Escape": 27}[name]

@@ -203,8 +203,8 @@ def placed(region: worker_rig.Region) -> Case:
             memory_range["shared_memory_offset"] = at * _PLACE
             return {"name": name, **more, "parameters": memory_range}
 
-        given = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
-        return {"inputs": [given], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
+        input_tensor = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
+        return {"inputs": [input_tensor], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
 
     def response(request: Inference) -> Inferred:
         (output,) = request.outputs

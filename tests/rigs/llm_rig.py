@@ -26,19 +26,19 @@ from tests.support.waiting import DEADLINE_S
 ALL = ("text_output", "index", "token_ids", "finish_reason", "stop_reason", "logprobs", "usage")
 
 
-def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
+def work(key: int, outputs: Sequence[str] = ALL, **fields: Any) -> Work:
     """Return a request. Arguments that are inputs of the model are tensors, all others
     parameters.
     """
     inputs: list[TensorRef] = [
-        tensor(name, np.array([given.pop(name).encode()], object))
+        tensor(name, np.array([fields.pop(name).encode()], object))
         for name in ("text_input", "messages")
-        if name in given
+        if name in fields
     ]
-    if "input_ids" in given:
-        inputs.append(tensor("input_ids", np.array(given.pop("input_ids"), np.int32)))
-    if given:
-        text = json.dumps({"exclude_input_in_output": True, **given})
+    if "input_ids" in fields:
+        inputs.append(tensor("input_ids", np.array(fields.pop("input_ids"), np.int32)))
+    if fields:
+        text = json.dumps({"exclude_input_in_output": True, **fields})
         inputs.append(tensor("sampling_parameters", np.array([text.encode()], object)))
     requested_outputs = tuple(RequestedOutput(name) for name in outputs)
     return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), requested_outputs)))
@@ -143,14 +143,14 @@ class Scheduler:
 
     # --- requests
 
-    def prepare(self, key: int, resumed: Sequence[g.Resumed] = (), **given: Any) -> None:
+    def prepare(self, key: int, resumed: Sequence[g.Resumed] = (), **fields: Any) -> None:
         """Send a request, and wait until it is prepared or has failed."""
-        self.send(g.Prepare([work(key, **given)], list(resumed)))
+        self.send(g.Prepare([work(key, **fields)], list(resumed)))
         self._wait(f"request {key} is prepared", lambda: key in {*self.prepared, *self.ended})
 
-    def add(self, key: int, resumed: Sequence[g.Resumed] = (), **given: Any) -> None:
+    def add(self, key: int, resumed: Sequence[g.Resumed] = (), **fields: Any) -> None:
         """Prepare a request, and begin its samples."""
-        self.prepare(key, resumed, **given)
+        self.prepare(key, resumed, **fields)
         if key not in self.prepared or self.prepared[key].beams:
             return
         earlier = {each.sample: each for each in resumed}
@@ -254,7 +254,7 @@ class Scheduler:
         """Wait for the ends of all requests."""
         self._wait("all requests end", lambda: self.prepared.keys() <= self.ended)
 
-    def _wait(self, what: str, holds: Callable[[], bool]) -> None:
+    def _wait(self, condition_text: str, holds: Callable[[], bool]) -> None:
         """Take the worker's messages until a condition holds.
 
         Raises:
@@ -262,7 +262,7 @@ class Scheduler:
         """
         deadline = time.monotonic() + DEADLINE_S
         while not holds():
-            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {condition_text}"
             self.listen(0.2)
 
     @property

@@ -45,7 +45,7 @@ class Run:
     took: list[tuple[float, float]] = field(default_factory=list)
 
     def p99_s(self, from_s: float, to_s: float) -> float:
-        latencies = sorted(took for came, took in self.took if from_s <= came < to_s)
+        latencies = sorted(took for arrival_s, took in self.took if from_s <= arrival_s < to_s)
         return latencies[math.ceil(0.99 * len(latencies)) - 1] if latencies else 0.0
 
     def count_at(self, at_s: float) -> int:
@@ -82,10 +82,10 @@ class Host:
         came_s = self._next(shape, 0.0)
         while (at_s := min(came_s, looks, changes_at, done[0][0] if done else math.inf)) < seconds:
             if done and done[0][0] == at_s:
-                _, came, began = heapq.heappop(done)
-                run.took.append((came, at_s - came))
+                _, arrival_s, began = heapq.heappop(done)
+                run.took.append((arrival_s, at_s - arrival_s))
                 executed += 1
-                queueing_s += began - came
+                queueing_s += began - arrival_s
                 execution_s += at_s - began
             elif at_s == changes_at:
                 ready, starting, changes_at = ready + 1, 0, math.inf

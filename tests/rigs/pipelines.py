@@ -75,9 +75,9 @@ def step(
     return f'{{ model_name: "{model}" model_version: {version} {maps} }}'
 
 
-def xy(model: str, given: str, made: str) -> str:
+def xy(model: str, input_name: str, output_name: str) -> str:
     """Return a step from X, of the ensemble's tensor `given`, to Y, its tensor `made`."""
-    return step(model, {"X": given}, {"Y": made})
+    return step(model, {"X": input_name}, {"Y": output_name})
 
 
 def add_ensemble(

@@ -159,8 +159,8 @@ class Processes:
     def load_held(self) -> None:
         """Report the loads that hang as finished; later loads do not hang."""
         self.hanging = False
-        held, self._held = self._held, []
-        for address in held:
+        held_addresses, self._held = self._held, []
+        for address in held_addresses:
             self._dispatch(address, m.InstanceLoaded(0.0))
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:

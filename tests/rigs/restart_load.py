@@ -90,9 +90,9 @@ def registering(port: int) -> Iterator[Ask]:
     def ask(number: int) -> str:
         one, other = connections[number % 2], connections[1 - number % 2]
         through = retried(lambda: InferInMemory(one, 64))
-        said = retried(lambda: through(other, number)) or retried(lambda: through(one, number))
+        outcome = retried(lambda: through(other, number)) or retried(lambda: through(one, number))
         retried(lambda: through.close(other))
-        return said
+        return outcome
 
     yield ask
 
@@ -142,10 +142,10 @@ def main(
             while not stop.is_set():
                 number += 1
                 try:
-                    said = ask(number) or "right"
+                    outcome = ask(number) or "right"
                 except Exception as error:
-                    said = f"{type(error).__name__}: {error}"
-                counts[door][said[:300]] += 1
+                    outcome = f"{type(error).__name__}: {error}"
+                counts[door][outcome[:300]] += 1
                 stop.wait(0.02)
 
     doors = {

@@ -129,7 +129,7 @@ class Rig:
         numbers = []
         for _ in range(count):
             self._ids += 1
-            given = {
+            defaults = {
                 "id": self._ids,
                 "schema": kind if packed is None else packed[0],
                 "data": [work or b"w%d" % self._ids] if packed is None else packed[1],
@@ -139,7 +139,7 @@ class Rig:
                 "priority": 0,
                 "request_id": "",
             }
-            self.scheduler.from_client(peer, m.Submit(**{**given, **fields}), self.now)
+            self.scheduler.from_client(peer, m.Submit(**{**defaults, **fields}), self.now)
             numbers.append(self._ids)
         self.pass_time(0)
         return numbers
@@ -207,11 +207,11 @@ class Rig:
         self, peer: bytes, key: int, response: bytes | Packed = b"part", **fields: Any
     ) -> None:
         """Send a worker's response to a request; the last one if `final`."""
-        given = {"code": "", "message": "", "final": False, "computed_ns": self.now}
-        given |= {"written_ns": self.now}
+        defaults = {"code": "", "message": "", "final": False, "computed_ns": self.now}
+        defaults |= {"written_ns": self.now}
         schema, data = packed(response)
-        given |= {"schema": schema, "data": data}
-        self.worker(peer, m.ExecutionResponded(key=key, **{**given, **fields}))
+        defaults |= {"schema": schema, "data": data}
+        self.worker(peer, m.ExecutionResponded(key=key, **{**defaults, **fields}))
 
     def returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
         """Report that `execute` of a decoupled model returned; all requests but `ended`

@@ -22,12 +22,12 @@ class SequenceRig(Rig):
         strategy: str = "direct",
         rows: int = 2,
         instances: int = 1,
-        given: dict[str, Any] | None = None,
+        extra_fields: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         server = {key: options.pop(key) for key in list(options) if key.endswith("scheduler")}
         decoupled = options.pop("decoupled", False)
-        sequences = {strategy: given or {}, **options}
+        sequences = {strategy: extra_fields or {}, **options}
         super().__init__(None, rows, decoupled=decoupled, sequences=sequences, **server)
         self.peers = [self.start(index, 100 + index) for index in range(instances)]
         self._batches: dict[int, list[Any]] = {}

@@ -38,8 +38,10 @@ class Streams:
         works = []
         for key, value in enumerate(values, 1):
             array = np.atleast_1d(np.asarray(value, np.float32))
-            given = tensor(self._x, array.reshape(1, -1) if self._rows else array, memory_range)
-            packed = pack_inference(Inference((given,), outputs))
+            input_tensor = tensor(
+                self._x, array.reshape(1, -1) if self._rows else array, memory_range
+            )
+            packed = pack_inference(Inference((input_tensor,), outputs))
             works.append(m.Work(key, CLIENT_PID, *packed, f"id-{key}"))
         self.rig.execute(works)
 

@@ -90,9 +90,12 @@ def asked(server: Server, *, generative: bool = False) -> Iterator[None]:
     def ask(one: Callable[[Http, int], None]) -> None:
         number = 0
         while not stop.is_set():
-            with contextlib.suppress(OSError, http.client.HTTPException), server.http() as given:
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                server.http() as http_client,
+            ):
                 while not (stop.wait(0.04) and number % 8 == 0):  # no sequence is left open
-                    one(given, number)
+                    one(http_client, number)
                     number += 1
                     if number == 1:
                         answered.release()

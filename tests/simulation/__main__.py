@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--traced", type=int, default=TRACED, help="how many events to show")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    began, requests, failed = time.monotonic(), 0, 0
+    start_s, requests, failed = time.monotonic(), 0, 0
     faults: Counter[str] = Counter()
     seed = arguments.first
     for seed in range(arguments.first, arguments.first + arguments.seeds):
@@ -50,11 +50,11 @@ def main() -> int:
         faults += simulation.world.faults
         if arguments.seconds and time.process_time() > arguments.seconds:
             break
-    seconds = time.monotonic() - began
-    what = "orders" if arguments.lifecycle else "requests"
+    seconds = time.monotonic() - start_s
+    kind = "orders" if arguments.lifecycle else "requests"
     print(
-        f"{seed + 1 - arguments.first} seeds, {requests} {what}, {sum(faults.values())} faults "
-        f"in {seconds:.1f} s ({requests / seconds:.0f} {what}/s), {failed} failed: {dict(faults)}"
+        f"{seed + 1 - arguments.first} seeds, {requests} {kind}, {sum(faults.values())} faults "
+        f"in {seconds:.1f} s ({requests / seconds:.0f} {kind}/s), {failed} failed: {dict(faults)}"
     )
     return int(failed > 0)
 

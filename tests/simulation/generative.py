@@ -285,11 +285,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def engine_settings(**given: Any) -> EngineSettings:
+def engine_settings(**fields: Any) -> EngineSettings:
     """Return the settings of a small engine."""
     small = {"block_size": 4, "kv_cache_blocks": 64, "swap_blocks": 32, "max_batch_size": 8}
     budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
-    return EngineSettings.of({**small, **budgets, **given})
+    return EngineSettings.of({**small, **budgets, **fields})
 
 
 class Schedule:
@@ -380,17 +380,19 @@ class Schedule:
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
-        had = {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
+        tokens = {
+            each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences
+        }
         over = sum((generation.key, each) in self.rig.ended for each in range(generation.samples))
-        if generation.beams is not None or len(had) + over < generation.samples:
+        if generation.beams is not None or len(tokens) + over < generation.samples:
             return
         self.rig.engine.cancel(generation)
         moved = self.rig.submit(
-            generation.prompt, generation.max_tokens, had, samples=generation.samples
+            generation.prompt, generation.max_tokens, tokens, samples=generation.samples
         )
         assert moved is not None
-        self._samples[generation.key] -= had.keys()
-        self._samples[moved.key] = set(had)
+        self._samples[generation.key] -= tokens.keys()
+        self._samples[moved.key] = set(tokens)
 
 
 def main() -> int:

@@ -90,7 +90,7 @@ def _try(mutant: Mutant) -> str:
     if len(count) != 1:
         print(f"stale   {mutant.name} (in {len(count)} places)", flush=True)
         return "stale"
-    began = time.monotonic()
+    start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shmserve-mutant-") as folder:
         tree = Path(folder)
         for name in _COPIED:
@@ -98,7 +98,7 @@ def _try(mutant: Mutant) -> str:
         changed = tree / count[0].relative_to(ROOT)
         changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
         command = ["-m", "tests.simulation", "--seeds", "100000", "--seconds", str(_CAUGHT_S)]
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, *command, *mutant.flags],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree)},
@@ -107,9 +107,9 @@ def _try(mutant: Mutant) -> str:
             text=True,
             check=False,
         )
-    last = next((line for line in done.stdout.splitlines() if line.startswith("seed ")), "")
-    word = "caught" if done.returncode and last else "LIVES"
-    print(f"{word} in {time.monotonic() - began:4.1f} s  {mutant.name}: {last[:110]}", flush=True)
+    last = next((line for line in result.stdout.splitlines() if line.startswith("seed ")), "")
+    word = "caught" if result.returncode and last else "LIVES"
+    print(f"{word} in {time.monotonic() - start_s:4.1f} s  {mutant.name}: {last[:110]}", flush=True)
     return word
 
 

@@ -188,9 +188,9 @@ class Link:
             count = len(frames)
             if count > 1 and world.chance(0.3):
                 count = world.random.randint(1, count)
-            taken = [message for _ in range(count) for message in frames.popleft()]
-            if taken:
-                self._deliver(taken)
+            messages = [message for _ in range(count) for message in frames.popleft()]
+            if messages:
+                self._deliver(messages)
             wait_ns = world.between(5 * US, 100 * US)
         if frames and not self._waking:
             self._waking = True

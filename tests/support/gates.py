@@ -39,12 +39,12 @@ def holding(gate: Gate) -> Iterator[Callable[[], None]]:
     path = gate.path.with_name(gate.path.name + ".held")
     seen_file = path.with_name(path.name + ".seen")
     os.mkfifo(path)
-    held = os.open(path, os.O_RDWR)
+    pipe_fd = os.open(path, os.O_RDWR)
     try:
         yield lambda: until("the model runs", seen_file.exists)
     finally:
         path.unlink()
-        os.close(held)
+        os.close(pipe_fd)
         seen_file.unlink(missing_ok=True)
 
 

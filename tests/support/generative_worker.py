@@ -115,9 +115,9 @@ class GenerativeWorker:
                 continue  # the request of this sequence has ended
             else:
                 prompt = self.prompts[begin.key]
-                had = self.resumed.get((begin.key, begin.sample), array("i"))
+                resumed_tokens = self.resumed.get((begin.key, begin.sample), array("i"))
                 sequence = _SequenceSlots(
-                    extend([], prompt + had), begin.key, begin.sample, len(prompt)
+                    extend([], prompt + resumed_tokens), begin.key, begin.sample, len(prompt)
                 )
             self.known[begin.sequence] = sequence
         for source, target in _pairs(step.swap_out):

@@ -75,7 +75,10 @@ class Snapshot:
                 leaks.append(f"server {pid} had {dict(before)}, has {dict(titles)}")
         if now.descriptors - self.descriptors:
             gc.collect()
-            leaks += [f"descriptor {what}" for what in descriptors(os.getpid()) - self.descriptors]
+            leaks += [
+                f"descriptor {descriptor}"
+                for descriptor in descriptors(os.getpid()) - self.descriptors
+            ]
         return leaks
 
 

@@ -81,12 +81,12 @@ class InferInMemory:
         """Write the input, send a request, and check the output."""
         values = np.arange(self.count, dtype=np.float32) + number
         self.shared.write(values)
-        given = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
+        input_tensor = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
         wanted = {
             "name": "OUTPUT0",
             "parameters": in_region(self.shared.name, self.size, self.size),
         }
-        reply = http.infer("identity", {"inputs": [given], "outputs": [wanted]})
+        reply = http.infer("identity", {"inputs": [input_tensor], "outputs": [wanted]})
         if reply.status != 200:
             return f"{reply.status}: {reply.error}"
         right = (self.shared.read(np.float32, self.count, self.size) == values).all()
@@ -140,13 +140,13 @@ class Load:
             number = 1000 * client
             while not self._stop.is_set():
                 number += 1
-                began = time.monotonic()
+                start_s = time.monotonic()
                 try:
                     trouble = ask(connection, number)
                 except (OSError, http_error) as error:
                     trouble = f"connection: {error!r}"
                 with self._news:
-                    self.answers.append(Answer(client, began, time.monotonic(), trouble))
+                    self.answers.append(Answer(client, start_s, time.monotonic(), trouble))
                     self._news.notify_all()
                 self._stop.wait(_BREATH_S)
 

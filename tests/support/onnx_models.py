@@ -18,8 +18,8 @@ def save(
     separated by spaces.
     """
     made = [
-        helper.make_node(kind, taken.split(), given.split(), **dict(*more))
-        for kind, taken, given, *more in nodes
+        helper.make_node(kind, input_names.split(), output_names.split(), **dict(*more))
+        for kind, input_names, output_names, *more in nodes
     ]
     graph = helper.make_graph(
         made,

@@ -269,8 +269,8 @@ class Server:
         pids = (
             os.listdir(self.folder) if self.folder.exists() else []
         )  # the folder is missing if the server was stopped before
-        left = [n for n in pids if n.startswith((".ses", "torchinductor"))]
-        assert not left, f"left behind in $TMPDIR: {left}"
+        leftovers = [n for n in pids if n.startswith((".ses", "torchinductor"))]
+        assert not leftovers, f"left behind in $TMPDIR: {leftovers}"
 
     def kill(self) -> None:
         """Send SIGKILL only to the supervisor."""
@@ -285,8 +285,8 @@ class Server:
                 process.kill()
         self.process.wait()
         watchdog.unregister(self.pid)
-        for held in self._held:
-            held.close()
+        for port_socket in self._held:
+            port_socket.close()
         if self in RUNNING:
             RUNNING.remove(self)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -342,11 +342,11 @@ def hold_ports(count: int) -> list[socket.socket]:
     The kernel assigns a reserved port to no other socket, but a server may still listen there
     explicitly.
     """
-    held = [socket.socket() for _ in range(count)]
-    for each in held:
+    port_sockets = [socket.socket() for _ in range(count)]
+    for each in port_sockets:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         each.bind(("127.0.0.1", 0))
-    return held
+    return port_sockets
 
 
 def refuses(port: int) -> bool:
@@ -358,8 +358,8 @@ def refuses(port: int) -> bool:
     return False
 
 
-def port_of(held: socket.socket) -> int:
-    return int(held.getsockname()[1])
+def port_of(port_socket: socket.socket) -> int:
+    return int(port_socket.getsockname()[1])
 
 
 def unload_all(server: Server, repository: Path) -> None:

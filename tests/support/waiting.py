@@ -9,7 +9,7 @@ DEADLINE_S = 60.0
 _STEP_S = 0.005
 
 
-def until(what: str, holds: Callable[[], object], within_s: float = DEADLINE_S) -> None:
+def until(condition_text: str, holds: Callable[[], object], within_s: float = DEADLINE_S) -> None:
     """Return as soon as a condition holds.
 
     The checks use at most half of a processor, because the awaited process needs the rest.
@@ -27,7 +27,7 @@ def until(what: str, holds: Callable[[], object], within_s: float = DEADLINE_S) 
     while not holds():
         now = time.monotonic()
         if now > deadline:
-            raise AssertionError(f"not within {within_s} s: {what}")
+            raise AssertionError(f"not within {within_s} s: {condition_text}")
         time.sleep(max(_STEP_S, now - looked))
         looked = time.monotonic()
 

@@ -104,8 +104,8 @@ def test_nothing_pickles() -> None:
 )
 def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
     program = f"import sys, {module}; print(*sys.modules)"
-    done = run_python("-c", program, check=True)
-    assert not {"torch", "aiohttp"} & set(done.stdout.split())
+    result = run_python("-c", program, check=True)
+    assert not {"torch", "aiohttp"} & set(result.stdout.split())
 
 
 PUBLIC = (
@@ -123,8 +123,8 @@ def test_each_name_of_all_exists(name: str) -> None:
 
 def test_the_grpc_gateway_does_without_aiohttp() -> None:
     program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
-    done = run_python("-c", program, check=True)
-    loaded = done.stdout.split()
+    result = run_python("-c", program, check=True)
+    loaded = result.stdout.split()
     assert [name for name in loaded if within(name, {"aiohttp", "shmserve.gateway.http"})] == []
 
 

@@ -146,9 +146,9 @@ def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
             print("printed", flush=True)
         print("after", file=sys.stderr)
     """
-    done = run_python("-c", program, check=True)
+    result = run_python("-c", program, check=True)
     assert path.read_text() == "before\nours\ntheirs\n"
-    assert (done.stdout, done.stderr) == ("printed\n", "after\n")
+    assert (result.stdout, result.stderr) == ("printed\n", "after\n")
 
 
 @pytest.mark.parametrize("path", ["/nowhere/x", "/", "a\0b"])
@@ -260,5 +260,5 @@ def test_a_closed_journal(
     monkeypatch.setenv("JOURNAL_STREAM", "1:1")
     logs.configure("role", LogSettings())
     logging.getLogger("shmserve.somewhere").info("three")
-    said = capfd.readouterr().err.splitlines()
-    assert [line.split()[-1] for line in said] == ["one", "two", "three"]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split()[-1] for line in lines] == ["one", "two", "three"]

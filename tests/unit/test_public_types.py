@@ -63,10 +63,10 @@ def test_mypy_strict(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "user.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.skipif(PYRIGHT is None, reason="pyright is not installed; `make clients` does that")
@@ -74,10 +74,10 @@ def test_pyright(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
     command = [str(PYRIGHT), "--pythonpath", sys.executable, "user.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout
 
 
 def test_the_package_is_marked_as_typed() -> None:

@@ -47,10 +47,10 @@ def ensemble(
     return Model(name, config)
 
 
-def through(model: str, given: str, made: str, more: str = "") -> str:
+def through(model: str, input_name: str, output_name: str, more: str = "") -> str:
     """Return a step from one tensor to another one."""
-    inputs = {"INPUT0": given} | ({"MORE": more} if more else {})
-    return step(model, inputs, {"OUTPUT0": made})
+    inputs = {"INPUT0": input_name} | ({"MORE": more} if more else {})
+    return step(model, inputs, {"OUTPUT0": output_name})
 
 
 def one_by_one(*asks: Ask) -> list[Ask | Drain]:

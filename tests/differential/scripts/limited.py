@@ -25,8 +25,8 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
     group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"
     recording_model = recorder(name, "", instances=instances)
     lines = recording_model.config.splitlines()
-    kept = [line for line in lines if "instance_group" not in line]
-    return Model(name, "\n".join([*kept, group]), recording_model.one)
+    kept_lines = [line for line in lines if "instance_group" not in line]
+    return Model(name, "\n".join([*kept_lines, group]), recording_model.one)
 
 
 def taking_turns(name: str, resource: str) -> Script:

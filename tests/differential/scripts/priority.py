@@ -36,8 +36,8 @@ def scene(
 ) -> Script:
     """Steps after an executing request, all for the model that has the scene's name."""
     recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
-    asked = [replace(step, model=name) if isinstance(step, Ask) else step for step in steps]
-    return Script(name, [recording_model], [Ask("first", name), *asked, Drain()], known or [])
+    model_steps = [replace(step, model=name) if isinstance(step, Ask) else step for step in steps]
+    return Script(name, [recording_model], [Ask("first", name), *model_steps, Drain()], known or [])
 
 
 def ask(label: str, priority: int = 0, timeout_us: int = 0) -> Ask:

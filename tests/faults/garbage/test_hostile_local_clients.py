@@ -202,11 +202,11 @@ def slow_to_close(local_client: Guest, stage: Scene) -> None:
         scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
         scheduler.connect(local_client.models["identity"].removeprefix("ipc://"))
         send_what_lingers(stack, scheduler, zmtp.GREETING, 1)
-        began = time.monotonic()
+        start_s = time.monotonic()
         honest(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()
-        assert time.monotonic() - began < LINGER_S / 2
+        assert time.monotonic() - start_s < LINGER_S / 2
 
 
 LINGER_S = 10

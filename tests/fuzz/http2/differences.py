@@ -41,12 +41,12 @@ def _instead(seen: Seen) -> str:
 
 
 def _resets(seen: Seen, other: Seen) -> str:
-    said = []
+    texts = []
     for number, code in seen.resets.items():
         if other.resets.get(number) != code:
             request = other.requests.get(number)
-            said.append(f"{code} of {written(request.fields if request is not None else ())}")
-    return ", ".join(said) or "-"
+            texts.append(f"{code} of {written(request.fields if request is not None else ())}")
+    return ", ".join(texts) or "-"
 
 
 def written(fields: Fields) -> str:

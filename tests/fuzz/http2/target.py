@@ -47,15 +47,15 @@ def http2(data: bytes) -> None:
                     _do(other, step.what, step.stream)
                 except (H2Error, ngh2.NGH2Error) as error:
                     other.seen.over = f"{type(error).__name__} {error}"
-            said = "" if ours.in_block else difference(ours.seen, other.seen)
-            if said:
-                said = f"{step.name} {said}"
-                if behind_reset and "STREAM_CLOSED" in said:
-                    said += " behind a reset"
-                if begun and "resets: -" in said:
-                    said += f" with trailers {written(ours.decoded)}"
-                known = explained(name, said)
-                assert known is not None, f"{name}: {said}"
+            difference_text = "" if ours.in_block else difference(ours.seen, other.seen)
+            if difference_text:
+                difference_text = f"{step.name} {difference_text}"
+                if behind_reset and "STREAM_CLOSED" in difference_text:
+                    difference_text += " behind a reset"
+                if begun and "resets: -" in difference_text:
+                    difference_text += f" with trailers {written(ours.decoded)}"
+                known = explained(name, difference_text)
+                assert known is not None, f"{name}: {difference_text}"
                 MET[f"{name}: {known.why}"] += 1
                 del other_sides[name]
         if ours.seen.over or not other_sides:

@@ -71,8 +71,8 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, given in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
-        repositories.write(models, name, CONFIG % given, text)
+    for name, text, input_name in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
+        repositories.write(models, name, CONFIG % input_name, text)
     return start(models, gpu=True)
 
 
@@ -83,8 +83,8 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     gc.collect()
 
 
-def forms(given: str = "x") -> dict[str, tuple[tuple[int, int], str]]:
-    return {given: ((SIDE, SIDE), "FP32"), "y": ((SIDE, SIDE), "FP32")}
+def forms(input_name: str = "x") -> dict[str, tuple[tuple[int, int], str]]:
+    return {input_name: ((SIDE, SIDE), "FP32"), "y": ((SIDE, SIDE), "FP32")}
 
 
 def copied(server: Server) -> float:

@@ -192,7 +192,7 @@ def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
     old.kill()
     until(
         "there is another worker",
-        lambda: any(found.pid != old.pid for found in server.find("worker host")),
+        lambda: any(process.pid != old.pid for process in server.find("worker host")),
     )
     server.wait_ready()
     hogs: list[Any] = []

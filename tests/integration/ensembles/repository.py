@@ -26,8 +26,8 @@ def write(repository: Path) -> None:
 
 
 def _models(repository: Path) -> None:
-    for name, what in (("add", "+ 1"), ("double", "* 2")):
-        one = f'return self.response(Y=self.input(request, "X") {what})'
+    for name, operation in (("add", "+ 1"), ("double", "* 2")):
+        one = f'return self.response(Y=self.input(request, "X") {operation})'
         add_model(repository, name, one, max_batch_size=4)
     add_model(repository, "plain", 'return self.response(Y=self.input(request, "X") + 1)')
     fixed = [tensor("X", dims=[LARGE])], [tensor("Y", dims=[LARGE])]

@@ -64,8 +64,8 @@ def server(models: Path, start: Start) -> Server:
 
 
 def _sequences(repository: Path) -> None:
-    said = "[request.correlation_id(), request.flags()]"
-    tell = f"return self.response(Y=np.array([repr({said})], object))"
+    expression = "[request.correlation_id(), request.flags()]"
+    tell = f"return self.response(Y=np.array([repr({expression})], object))"
     texts = [tensor("OUT", "BYTES")]
     add_model(repository, "tell", tell, outputs=[tensor("Y", "BYTES")])
     for name, parameters in SAYS.items():
@@ -120,23 +120,23 @@ def _gated(repository: Path) -> None:
     ],
 )
 def test_sequence_parameters_of_a_step_hold_for_later_steps(
-    server: Server, model: str, told: list[Any]
+    server: Server, model: str, expected_values: list[Any]
 ) -> None:
     """Section 3.7: the `sequence_*` parameters of a step's response override the request's
     flags for all later steps, and are part of the response.
     """
-    said, parameters = ask_sequence(server, model)
-    assert said == told
+    output_values, parameters = ask_sequence(server, model)
+    assert output_values == expected_values
     assert parameters == {
-        "sequence_id": told[0],
-        "sequence_start": bool(told[1] & 1),
-        "sequence_end": bool(told[1] & 2),
+        "sequence_id": expected_values[0],
+        "sequence_start": bool(expected_values[1] & 1),
+        "sequence_end": bool(expected_values[1] & 2),
     }
 
 
 def test_sequence_parameters_of_a_step_do_not_reach_parallel_steps(server: Server) -> None:
-    said, parameters = ask_sequence(server, "beside")
-    assert said == [7, 1]
+    output_values, parameters = ask_sequence(server, "beside")
+    assert output_values == [7, 1]
     assert parameters["sequence_id"] == 99
 
 
@@ -197,9 +197,9 @@ def cancelled(server: Server, model: str) -> float:
 
 
 @contextlib.contextmanager
-def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
+def hanging_up(server: Server, model: str, sent_array: np.ndarray) -> Iterator[Any]:
     """Yield a function that disconnects the client of a request."""
-    body = json.dumps({"inputs": [json_input("IN", given)]}).encode()
+    body = json.dumps({"inputs": [json_input("IN", sent_array)]}).encode()
     with raw_connection(server.http_port) as connection:
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -216,7 +216,7 @@ def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, m
     requests of the ensemble together, also after a decoupled step.
     """
     with ThreadPoolExecutor() as pool:
-        got = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
+        streams = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
         visits = [server.gate.next() for _ in range(most)]
         assert server.gate.is_idle()
         for _ in range(8 - most):
@@ -225,4 +225,4 @@ def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, m
             assert server.gate.is_idle(0.01)
         for visit in visits:
             visit.release()
-        assert [sorted(future.result()) for future in got] == [[[0], [1], [2], [3]]] * 2
+        assert [sorted(future.result()) for future in streams] == [[[0], [1], [2], [3]]] * 2

@@ -389,8 +389,10 @@ def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: st
     request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
     messages: Any = [{"role": "user", "content": "Hi"}]
     text = client.completions.create(prompt="a", **request).choices[0].text
-    said = client.chat.completions.create(messages=messages, **request).choices[0].message.content
-    assert {text, said} <= {"yes", "no"}
+    content = (
+        client.chat.completions.create(messages=messages, **request).choices[0].message.content
+    )
+    assert {text, content} <= {"yes", "no"}
 
 
 def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:

@@ -178,10 +178,10 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
     assert result.as_numpy("prompt_token_ids").tolist() == tokens
     assert unary["text_output"].startswith(PROMPT)
     expected = scores(tokens)
-    for given in (unary.get("logprobs"), result.as_numpy("logprobs")[0]):
-        if given is None:
+    for logprobs_text in (unary.get("logprobs"), result.as_numpy("logprobs")[0]):
+        if logprobs_text is None:
             continue
-        content = json.loads(given)["content"]
+        content = json.loads(logprobs_text)["content"]
         assert [entry["token_id"] for entry in content[: len(tokens)]] == tokens
         for index, entry in enumerate(content[1 : len(tokens)], 1):
             mine = expected[index - 1, tokens[index]].item()

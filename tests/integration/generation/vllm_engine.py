@@ -114,8 +114,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
     version = folder / "tiny" / "1"
     write_model(version)
-    given = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
-    (version / "model.json").write_text(json.dumps(given))
+    parameters = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
+    (version / "model.json").write_text(json.dumps(parameters))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
     environment = {"TMPDIR": str(folder)}  # torch keeps a cache in this folder
     made = Server([folder], ["--load-timeout-secs=600"], environment=environment)
@@ -131,8 +131,8 @@ def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Yield the port of vLLM's own server with the same model."""
     folder = tmp_path_factory.mktemp("peer")
     write_model(folder)
-    (held,) = hold_ports(1)
-    port = port_of(held)
+    (port_socket,) = hold_ports(1)
+    port = port_of(port_socket)
     flags = [f"--{name.replace('_', '-')}" for name in ARGUMENTS]
     values = [[] if value is True else [str(value)] for value in ARGUMENTS.values()]
     process = subprocess.Popen(
@@ -157,7 +157,7 @@ def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     finally:
         process.terminate()
         process.wait(60)
-        held.close()
+        port_socket.close()
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -166,8 +166,8 @@ def test_texts_equal_those_of_vllms_server(
     server: Server, vllm_port: int, kind: dict[str, Any], chat: bool
 ) -> None:
     for prompt in PROMPTS:
-        asked = chat, prompt, kind
-        assert text_of(server.http_port, *asked) == text_of(vllm_port, *asked)
+        request_case = chat, prompt, kind
+        assert text_of(server.http_port, *request_case) == text_of(vllm_port, *request_case)
 
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
@@ -213,11 +213,11 @@ def test_200_concurrent_requests(server: Server) -> None:
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
-    asked, before = {**LONG, "stream": True}, generated(server)
+    request_body, before = {**LONG, "stream": True}, generated(server)
     connections = []
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
-        connection.request("POST", "/v1/completions", json.dumps(asked))
+        connection.request("POST", "/v1/completions", json.dumps(request_body))
         connections.append(connection)
     for connection in connections:
         connection.getresponse().read(100)

@@ -148,11 +148,11 @@ def test_all_metadata_calls_work(client: triton.InferenceServerClient) -> None:
 
 def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None:
     results: list[Any] = []
-    done = threading.Semaphore(0)
+    done_count = threading.Semaphore(0)
 
     def take(result: Any, error: Any) -> None:
         results.append(error if result is None else result.get_response().id)
-        done.release()
+        done_count.release()
 
     client.start_stream(take)
     try:
@@ -160,7 +160,7 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
             name = "nobody" if number == 3 else "identity"
             client.async_stream_infer(name, row(VALUES[: number + 1]), request_id=str(number))
         for _ in range(8):
-            assert done.acquire(timeout=20)
+            assert done_count.acquire(timeout=20)
     finally:
         client.stop_stream()
     assert "'nobody' is not found" in str(results.pop(3))

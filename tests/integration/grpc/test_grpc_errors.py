@@ -32,21 +32,21 @@ def parameter(key: str, kind: str, value: object) -> Callable[[Any], None]:
     return lambda request: setattr(request.parameters[key], kind, value)
 
 
-def of_input(**given: tuple[str, object]) -> Callable[[Any], None]:
+def of_input(**fields: tuple[str, object]) -> Callable[[Any], None]:
     """Return a request whose first input has parameters instead of data."""
 
     def change(request: Any) -> None:
         del request.raw_input_contents[0]
-        for key, (kind, value) in given.items():
+        for key, (kind, value) in fields.items():
             setattr(request.inputs[0].parameters[key], kind, value)
 
     return change
 
 
-def of_output(name: str = "OUTPUT0", **given: tuple[str, object]) -> Callable[[Any], None]:
+def of_output(name: str = "OUTPUT0", **fields: tuple[str, object]) -> Callable[[Any], None]:
     def change(request: Any) -> None:
         output = request.outputs.add(name=name)
-        for key, (kind, value) in given.items():
+        for key, (kind, value) in fields.items():
             setattr(output.parameters[key], kind, value)
 
     return change
@@ -240,8 +240,8 @@ def test_a_refused_inference(call: Any, case: str) -> None:
     change, status, text = CASES[case]
     request = simple_request()
     change(request)
-    code, said = refusal(call.ModelInfer, request)
-    assert (code, said.partition(" (0 are registered")[0]) == (status, text)
+    code, message = refusal(call.ModelInfer, request)
+    assert (code, message.partition(" (0 are registered")[0]) == (status, text)
 
 
 def load(**parameters: tuple[str, object]) -> Any:

@@ -295,8 +295,8 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken(models: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         run = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
     assert run.returncode == 2
     assert re.fullmatch(
@@ -351,11 +351,11 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         assert next(health) == b"\x08\x02"
         until("nobody is let in", lambda: refuses(server.grpc_port))
         with idle_sock:  # the gateway is draining, and no new connection arrives
-            said = b""
-            while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in said:
+            received = b""
+            while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in received:
                 piece = idle_sock.recv(65536)
-                assert piece, said
-                said += piece
+                assert piece, received
+                received += piece
             while idle_sock.recv(65536):
                 pass
         text = (

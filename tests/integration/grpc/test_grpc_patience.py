@@ -111,7 +111,7 @@ def read_all(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent_bytes",
     [
         b"",
         PREFACE[:10],
@@ -120,9 +120,9 @@ def read_all(sock: socket.socket) -> None:
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
-def test_a_client_that_stops_sending_is_disconnected(port: int, said: bytes) -> None:
+def test_a_client_that_stops_sending_is_disconnected(port: int, sent_bytes: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
-        silent.sendall(said)
+        silent.sendall(sent_bytes)
         read_all(silent)
     assert is_served(port)
 
@@ -172,10 +172,10 @@ def test_a_slow_upload_is_waited_for(port: int) -> None:
     request = pb.ModelInferRequest(model_name="none", raw_input_contents=[bytes(700_000)])
     with throttled(port, 256 * 1024) as slower, grpc.insecure_channel(slower) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        began = time.monotonic()
+        start_s = time.monotonic()
         with pytest.raises(grpc.RpcError) as error:
             stub.ModelInfer(request, timeout=30, wait_for_ready=True)
-        assert time.monotonic() - began > 2 * _PATIENCE_S
+        assert time.monotonic() - start_s > 2 * _PATIENCE_S
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -200,8 +200,8 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
         listening(tmp_path, "0.0.0.0", max_connections=most) as port,
         contextlib.ExitStack() as ends,
     ):
-        held = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-        held.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        open_socket = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        open_socket.sendall(OPENED + frame(SETTINGS, ACK, 0))
         crowd = [
             ends.enter_context(
                 socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
@@ -213,7 +213,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
                 sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
         until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(most))
         assert is_served(port)
-        assert is_open(held)
+        assert is_open(open_socket)
 
 
 def is_open(sock: socket.socket) -> bool:
@@ -233,11 +233,11 @@ def until_said(sock: socket.socket, text: bytes) -> None:
     """Read until the server sends these bytes; raise TimeoutError or AssertionError if it does
     not.
     """
-    said = b""
-    while text not in said:
+    received = b""
+    while text not in received:
         piece = sock.recv(65536)
         assert piece, "the connection ended"
-        said += piece
+        received += piece
 
 
 @contextlib.contextmanager

@@ -141,13 +141,13 @@ def test_deadlines(plain_endpoint: Way, timeout: bytes, status: bytes) -> None:
     ) as sock:
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
         sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
-        said = b""
-        while (rest_of_status := said.partition(b"grpc-status")[2])[1:] == b"" or len(
+        received = b""
+        while (rest_of_status := received.partition(b"grpc-status")[2])[1:] == b"" or len(
             rest_of_status
         ) < 1 + rest_of_status[0]:
             piece = sock.recv(65536)
-            assert piece, said
-            said += piece
+            assert piece, received
+            received += piece
     assert rest_of_status[1 : 1 + rest_of_status[0]] == status
 
 

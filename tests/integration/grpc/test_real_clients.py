@@ -145,14 +145,14 @@ def test_the_largest_messages(endpoint: Way) -> None:
 
 def test_ends_of_calls(any_endpoint: Way) -> None:
     """A deadline, a cancelled call, a stream that its client leaves."""
-    held = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
+    pending_request = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
     with any_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         with pytest.raises(grpc.RpcError) as caught:
-            infer(held, timeout=0.3)
+            infer(pending_request, timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         visit = any_endpoint.server.gate.next()
-        waiting = infer.future(held, timeout=30)
+        waiting = infer.future(pending_request, timeout=30)
         any_endpoint.server.wait_pending("gated", 1)
         waiting.cancel()
         any_endpoint.server.wait_pending("gated", 0)
@@ -207,9 +207,9 @@ def test_grpcurl(grpcurl: str, any_endpoint: Way) -> None:
     trust = ("-plaintext",) if any_endpoint.root is None else ("-cacert", str(any_endpoint.root))
     there = ("-unix", path) if scheme == "unix" else (any_endpoint.target,)
 
-    def ask(*what: str, data: Any = None) -> str:
-        said = () if data is None else ("-d", json.dumps(data))
-        return clients.run([grpcurl, *trust, *said, *there, *what])
+    def ask(*arguments: str, data: Any = None) -> str:
+        data_flags = () if data is None else ("-d", json.dumps(data))
+        return clients.run([grpcurl, *trust, *data_flags, *there, *arguments])
 
     service = SERVICE.strip("/")
     assert service in ask("list").split()

@@ -76,7 +76,7 @@ def test_the_processes(server: Server) -> None:
         assert ports == {server.grpc_port}
 
 
-def live(port: int, asked: Counter[str]) -> None:
+def live(port: int, request_counts: Counter[str]) -> None:
     """Query liveness on a new connection; repeat it if the connection is lost."""
     while True:
         try:
@@ -84,34 +84,34 @@ def live(port: int, asked: Counter[str]) -> None:
             with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
                 head = frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ServerLive"))
                 sock.sendall(OPENED + head + frame(DATA, END_STREAM, 1, message(b"")))
-                said = b""
-                while b"grpc-status\x010" not in said:
+                received = b""
+                while b"grpc-status\x010" not in received:
                     piece = sock.recv(65536)
                     if not piece:
                         raise ConnectionResetError
-                    said += piece
+                    received += piece
         except (ConnectionResetError, BrokenPipeError):
-            asked["cut off"] += 1
+            request_counts["cut off"] += 1
         else:
-            asked["answered"] += 1
+            request_counts["answered"] += 1
             return
 
 
 def test_no_death_refuses_a_connection(server: Server) -> None:
-    asked: Counter[str] = Counter()
+    request_counts: Counter[str] = Counter()
     over = threading.Event()
 
     def ask() -> None:
         while not over.is_set():
-            live(server.grpc_port, asked)
+            live(server.grpc_port, request_counts)
 
     def kill(victims: list[psutil.Process]) -> None:
         for victim in victims:
             victim.kill()
         psutil.wait_procs(victims)
-        before = asked["answered"]
+        before = request_counts["answered"]
         until("all are back", lambda: gateways(server) == TITLES)
-        until("calls go on", lambda: asked["answered"] > before)
+        until("calls go on", lambda: request_counts["answered"] > before)
 
     choice = random.Random(1)
     with ThreadPoolExecutor(CALLERS) as pool:
@@ -124,7 +124,7 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
             over.set()
         for caller in callers:
             caller.result()
-    assert asked["cut off"] <= CALLERS * (DEATHS + 3)
+    assert request_counts["cut off"] <= CALLERS * (DEATHS + 3)
 
 
 def test_calls_of_a_client_go_on(server: Server) -> None:
@@ -217,9 +217,9 @@ def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
         alice.SystemSharedMemoryRegister(register("hers", hers), timeout=20, **mine)
         alice.ModelInfer(through("hers"), timeout=20, **mine)
         assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-        for who, seen in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
+        for who, visible_names in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
             regions = who.SystemSharedMemoryStatus(status, timeout=20, **mine)
-            assert sorted(regions.regions) == seen
+            assert sorted(regions.regions) == visible_names
         assert refusal(bob.ModelInfer, through("hers"), **mine)[0] == "NOT_FOUND"
         alice.SystemSharedMemoryUnregister(
             pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **mine

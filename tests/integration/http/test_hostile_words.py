@@ -218,9 +218,11 @@ def test_over_the_native_listener(server: Server, word: str) -> None:
             link.send(m.Submit(number, *work, 0, 0, 0, 0, word))
             assert isinstance(answer(link), m.Failed)
         shouter = local_client.link("shouter", f"{local_client.number}.{local_client.token}.2")
-        said = TensorRef("INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object)))
+        text_input = TensorRef(
+            "INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object))
+        )
         for number, name in enumerate(("error", word)):
-            work = pack_inference(Inference((said,), ()))
+            work = pack_inference(Inference((text_input,), ()))
             shouter.send(m.Submit(number, *work, 0, 0, 0, 0, name))
             assert isinstance(answer(shouter), m.Failed)
 

@@ -205,12 +205,12 @@ def test_the_unix_socket_admits_the_group_with_a_token(
         (("--shm-overlap=x",), "--shm-overlap: 'x' is not one of error, warn, ignore"),
     ],
 )
-def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
     """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
     ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
     refused = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
     assert refused.returncode == 2
-    assert said in refused.stderr
+    assert message in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
 
 
@@ -218,8 +218,8 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
     """R3, R4: only configured listeners exist; a socket left by a killed server is replaced."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as stale_socket:
+        stale_socket.bind(str(path))
     flags = ("--allow-http=false", f"--http-unix-socket={path}", "--metrics-address=0.0.0.0")
     server = Server([tmp_path / "models"], (*flags, "--insecure"))
     try:
@@ -236,9 +236,9 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
         assert set(listening) == {server.metrics_port}
         with contextlib.closing(Http(server.metrics_port)) as scraper:
             assert scraper.get("/metrics").status == 200
-        taken = run_command("serve", f"--model-repository={tmp_path / 'models'}", *flags[:2])
-        assert taken.returncode == 2
-        assert "Address already in use" in taken.stderr
+        result = run_command("serve", f"--model-repository={tmp_path / 'models'}", *flags[:2])
+        assert result.returncode == 2
+        assert "Address already in use" in result.stderr
         assert path.exists()
     finally:
         server.stop()

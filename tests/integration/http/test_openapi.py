@@ -112,5 +112,5 @@ def test_the_root_page_and_the_log_link_the_other_pages(server: Server) -> None:
     end = log[log.index("the server is ready after") :]
     assert f"dashboard: {host}\n" in end and f"API: http://{server.url}/docs\n" in end
     (command,) = re.findall("try: shmserve (.*)", end)
-    done = run_python("-m", "shmserve", *shlex.split(command), check=True)
-    assert json.loads(done.stdout)["model_name"] in ("simple", "identity")
+    result = run_python("-m", "shmserve", *shlex.split(command), check=True)
+    assert json.loads(result.stdout)["model_name"] in ("simple", "identity")

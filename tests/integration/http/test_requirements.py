@@ -138,8 +138,8 @@ def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> No
         assert (refused.status, refused.error.lower()) == (400, text.lower())
         if name != "timeout":  # gRPC's own
             metadata = [(name, HEADERS[name])]
-            code, said = refusal(lambda: call.ModelInfer(request, metadata=metadata, timeout=20))  # noqa: B023
-            assert (code, said) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+            code, message = refusal(lambda: call.ModelInfer(request, metadata=metadata, timeout=20))  # noqa: B023
+            assert (code, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "triton_x", "triton_"]
@@ -188,8 +188,8 @@ def test_a_model_name_cannot_leave_the_repository(
     code, text = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
     assert str(folder) not in text
-    asked = request_of(name, ROW, "INT32")
-    assert refusal(lambda: call.ModelInfer(asked, timeout=20))[0] in (
+    infer_request = request_of(name, ROW, "INT32")
+    assert refusal(lambda: call.ModelInfer(infer_request, timeout=20))[0] in (
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.NOT_FOUND,
     )
@@ -226,8 +226,11 @@ def test_files_of_a_load_request_stay_in_their_folder(
     """R17: over both listeners; and what a configuration names must be there too."""
     before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
-    given = {"config": json.dumps(config), f"file:{path}": base64.b64encode(b"x").decode()}
-    reply = http.post("/v2/repository/models/constant/load", {"parameters": given})
+    load_parameters = {
+        "config": json.dumps(config),
+        f"file:{path}": base64.b64encode(b"x").decode(),
+    }
+    reply = http.post("/v2/repository/models/constant/load", {"parameters": load_parameters})
     assert reply.status in (400, 500), reply.body
     request = pb.RepositoryModelLoadRequest(model_name="constant")
     request.parameters["config"].string_param = json.dumps(config)
@@ -284,8 +287,8 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
 
         def ask() -> None:
             with server.http() as http, stub(server) as call:
-                asked = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
-                for token, admin in asked:
+                token_pairs = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
+                for token, admin in token_pairs:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
                     paths = ("/v2", "/v2/logging", "/v2/models/stats", "/nothing")
                     answers.extend(repr(http.get(path, headers)) for path in paths)

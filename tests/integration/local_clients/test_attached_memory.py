@@ -88,16 +88,16 @@ SOURCES: dict[str, Callable[[SharedMemory], Any]] = {
 def test_memory_of_another_maker_is_used_in_place(
     server: Server, shared_memory: SharedMemory, source: str
 ) -> None:
-    given = SOURCES[source](shared_memory)
-    with server.attach(given, SPECS) as region:
+    source_array = SOURCES[source](shared_memory)
+    with server.attach(source_array, SPECS) as region:
         numbers(shared_memory.buf)[:] = 3
         server.infer("double", region)
         assert (numbers(shared_memory.buf, AT) == 6).all() and (region["output"] == 6).all()
         again = server.infer("double", x=region["x"], outputs={"output": region["output"]})
         assert again["output"][0, 0] == 6
     assert Path("/dev/shm", shared_memory.name).exists(), "its maker unlinks it"
-    if hasattr(given, "close") and given is not shared_memory:
-        given.close()
+    if hasattr(source_array, "close") and source_array is not shared_memory:
+        source_array.close()
 
 
 def test_tensors_may_begin_anywhere_and_be_described_later(
@@ -139,7 +139,7 @@ def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) 
 
 def test_unsuitable_objects_cannot_be_attached(server: Server, shared_memory: SharedMemory) -> None:
     with open(__file__) as file, open(f"/dev/shm/{shared_memory.name}", "rb") as reader:
-        for given, kind, text in (
+        for invalid_source, kind, text in (
             ("nosuch", shmserve.client.NotFound, "no shared memory 'nosuch' in /dev/shm"),
             (-1, shmserve.client.InvalidArgument, "got -1"),
             (None, shmserve.client.InvalidArgument, "by its name in /dev/shm"),
@@ -148,7 +148,7 @@ def test_unsuitable_objects_cannot_be_attached(server: Server, shared_memory: Sh
             (reader, shmserve.client.InvalidArgument, "open for reading and writing"),
         ):
             with pytest.raises(kind, match=text):
-                server.attach(given, SPECS)
+                server.attach(invalid_source, SPECS)
     with pytest.raises(shmserve.client.InvalidArgument, match=r"has 160000 bytes, and .* 240000"):
         server.attach(shared_memory, {**SPECS, "y": SPECS["x"]})
     with pytest.raises(shmserve.client.InvalidArgument, match="offset must be"):
@@ -318,8 +318,8 @@ def test_killed_processes_leave_nothing(server: Server, local_server: LocalServe
         maker.kill()
     until("memory is released", lambda: regions_of(local_server) <= before)
     until("its maker's tracker unlinks it", lambda: not Path("/dev/shm", name).exists())
-    left = {each for each in os.listdir("/dev/shm") if "shmserve" in each}
-    assert left <= listed
+    leftover_objects = {each for each in os.listdir("/dev/shm") if "shmserve" in each}
+    assert leftover_objects <= listed
 
 
 def test_the_example_draws_the_frames_of_the_camera() -> None:

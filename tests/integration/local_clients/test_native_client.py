@@ -203,15 +203,18 @@ def test_a_region_is_read_and_written_in_place(client) -> None:
 @pytest.mark.parametrize("part", [slice(None), slice(1, 2)], ids=["views", "plain views"])
 def test_results_end_with_their_own_regions(client, part: slice) -> None:
     sizes = {"a": ((2, 16), "INT32"), "b": ((2, 16), "INT32")}
-    given, first, second = (client.allocate(sizes) for _ in range(3))
-    for region in (given, first, second):
+    passed_region, first, second = (client.allocate(sizes) for _ in range(3))
+    for region in (passed_region, first, second):
         region["a"][:], region["b"][:] = A, B
     result = client.infer(
         "simple",
-        {"INPUT0": given["a"][part], "INPUT1": given.view("b", given["a"][part].shape)},
+        {
+            "INPUT0": passed_region["a"][part],
+            "INPUT1": passed_region.view("b", passed_region["a"][part].shape),
+        },
         outputs={"OUTPUT0": first["a"][part], "OUTPUT1": second["b"][part]},
     )
-    given.release()
+    passed_region.release()
     first.release()
     assert (result["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
     with pytest.raises(shmserve.client.Released):
@@ -347,12 +350,12 @@ def test_finished_calls_keep_no_memory(client) -> None:
         )
         assert 1 <= len(prepared._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
-        held = weakref.ref(region.lease)
+        lease_ref = weakref.ref(region.lease)
         client.infer_async("rows", region).result(20)
         with contextlib.suppress(shmserve.client.InvalidArgument):
             client.infer("rows", region, parameters={"x": None})
         region.release()
-        until("the connection's thread has let go", lambda: held() is None)
+        until("the connection's thread has let go", lambda: lease_ref() is None)
         # The server has a region's memory back as well, though nothing is allocated any more.
         region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
         kept = np.asarray(region["INPUT0"])
@@ -410,8 +413,8 @@ def test_more_at_once_than_a_frame_may_have(client, rows_server: Server) -> None
 
     async def ask() -> list[shmserve.client.Result | BaseException]:
         async with aio.connect(rows_server.run_dir) as server:
-            asked = (server.infer("identity", INPUT0=x) for _ in range(count))
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+            pending_calls = (server.infer("identity", INPUT0=x) for _ in range(count))
+            answers = await asyncio.gather(*pending_calls, return_exceptions=True)
             assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
             return answers
 

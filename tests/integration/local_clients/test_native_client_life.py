@@ -185,10 +185,10 @@ def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.clie
 async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
     async with aio.connect(gated.run_dir) as server:
         with shmserve.client.connect(gated.run_dir) as other:
-            given = _value(other, 1)
-        blocker = asyncio.create_task(server.infer("gated", given))
+            other_value = _value(other, 1)
+        blocker = asyncio.create_task(server.infer("gated", other_value))
         visit = await asyncio.to_thread(gated.gate.next)
-        waiting = asyncio.create_task(server.infer("gated", given))
+        waiting = asyncio.create_task(server.infer("gated", other_value))
         await asyncio.to_thread(gated.wait_pending, "gated", 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -238,13 +238,13 @@ sys.stdin.read()
 
 def _shared(process: psutil.Process) -> int:
     """Return the number of clients' memories that a process maps or holds."""
-    held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
+    mappings = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
     for name in os.listdir(f"/proc/{process.pid}/fd"):
         try:
-            held += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
+            mappings += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
         except OSError:
             continue
-    return held
+    return mappings
 
 
 def test_a_killed_client_leaks_nothing(gated: Server, client: shmserve.client.Server) -> None:
@@ -475,8 +475,8 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
     def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
         try:
             with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
-                asked = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
-            asked.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
+                pending_call = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
+            pending_call.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
         except BaseException as error:
             second.set_exception(error)
 
@@ -659,6 +659,6 @@ def test_a_program_pays_for_neither_torch_nor_aiohttp(gated: Server) -> None:
         "    client.infer_async('rows', INPUT0=np.ones((1, 8192), np.float32)).result()\n"
         "print(*sys.modules)"
     )
-    done = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
-    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(done.stdout.split())
-    assert not done.stderr
+    result = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
+    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(result.stdout.split())
+    assert not result.stderr

@@ -317,10 +317,10 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
 
 
 def test_the_client_in_c(server: Server, client_in_c: Path) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [client_in_c, server.run_dir], capture_output=True, text=True, check=False, timeout=20
     )
-    assert done.returncode == 0, done.stderr
-    sums, differences = (line.split() for line in done.stdout.splitlines())
+    assert result.returncode == 0, result.stderr
+    sums, differences = (line.split() for line in result.stdout.splitlines())
     assert sums == ["OUTPUT0", *map(str, range(1, 17))]
     assert differences == ["OUTPUT1", *map(str, range(-1, 15))]

@@ -93,8 +93,8 @@ def test_both_clients_ask_the_control_plane() -> None:
 
 
 def test_the_error_of_a_model_is_raised() -> None:
-    gone = "RuntimeError: the weights are gone"
-    with pytest.raises(Internal, match=gone), shmserve.serve(Broken):
+    message = "RuntimeError: the weights are gone"
+    with pytest.raises(Internal, match=message), shmserve.serve(Broken):
         raise AssertionError("entered")
     with pytest.raises(ShmserveError, match="no_such"), shmserve.serve("no_such.py:Class"):
         raise AssertionError("entered")
@@ -140,8 +140,8 @@ def test_a_class_in_a_repository_needs_no_configuration_and_takes_a_file(
     server = serve_model(tmp_path / "models")
     arguments = f"--run-dir={server.run_dir}", "infer", "lengths", f"--input=image=@{photo}"
     command = [sys.executable, "-m", "shmserve", "client", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout)["outputs"][0]["data"] == [[100]]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(result.stdout)["outputs"][0]["data"] == [[100]]
 
     url = f"{server.url}/v2/models/lengths/infer"
     headers = {"Inference-Header-Content-Length": "0"}
@@ -163,8 +163,8 @@ def test_curl_sends_a_file(tmp_path: Path, serve_model, size: int) -> None:
     header = "-HInference-Header-Content-Length: 0"
     command = ["curl", "-sS", "--fail", "--data-binary", "@photo.jpg", header]
     command.append(f"{url}/v2/models/lengths/infer")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
-    assert int.from_bytes(done.stdout[-4:], "little") == size
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    assert int.from_bytes(result.stdout[-4:], "little") == size
 
 
 def test_a_class_is_loaded_again_when_its_file_changes(tmp_path: Path, serve_model) -> None:
@@ -222,8 +222,8 @@ def test_help_shows_what_a_user_imports() -> None:
 def test_a_class_of_a_script_is_served(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert float(done.stdout) == 12.0
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert float(result.stdout) == 12.0
 
 
 @pytest.mark.parametrize(("file", "name"), [("blur.py", "Blur"), ("model/__init__.py", "Model")])
@@ -244,5 +244,5 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
     # With `-c`, as in a notebook, the working directory is "" in sys.path.
     for arguments in (["script.py"], ["-c", "import script"]):
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.stdout == "8.0\n", done.stderr
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert result.stdout == "8.0\n", result.stderr

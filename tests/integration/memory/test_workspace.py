@@ -91,17 +91,17 @@ def test_without_a_pool_the_error_names_the_flag(
     ],
 )
 def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None:
-    done = run_command(
+    result = run_command(
         "serve", f"--model-repository={repository}", f"--workspace-byte-size={value}"
     )
-    assert done.returncode != 0
-    assert f"--workspace-byte-size: {text}" in done.stderr
+    assert result.returncode != 0
+    assert f"--workspace-byte-size: {text}" in result.stderr
 
 
 def test_a_device_that_is_not_there_ends_the_start(repository: Path) -> None:
-    done = run_command(
+    result = run_command(
         *("serve", f"--model-repository={repository}", "--workspace-byte-size=cuda:99=4096"),
         *("--http-port=0", "--grpc-port=0", "--metrics-port=0"),
     )
-    assert done.returncode == 1
-    assert "workspace cuda:99 ended during its start" in done.stderr
+    assert result.returncode == 1
+    assert "workspace cuda:99 ended during its start" in result.stderr

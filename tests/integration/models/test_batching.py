@@ -56,46 +56,46 @@ def queue(server: Server) -> Iterator[Callable[[str], Queue]]:
 def test_without_a_batching_block_one_request_is_one_execution(
     queue: Callable[[str], Queue],
 ) -> None:
-    held = queue("plain")
+    held_calls = queue("plain")
     for value in (1, 2, 3):
-        held.add(value)
-    assert held.batches(3) == [[1], [2], [3]]
+        held_calls.add(value)
+    assert held_calls.batches(3) == [[1], [2], [3]]
 
 
 def test_waiting_requests_run_together_in_order(queue: Callable[[str], Queue]) -> None:
-    held = queue("eager")
+    held_calls = queue("eager")
     for value in range(1, 12):
-        held.add(value)
-    assert held.batches(2) == [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
+        held_calls.add(value)
+    assert held_calls.batches(2) == [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
 
 
 def test_requests_are_never_split(queue: Callable[[str], Queue]) -> None:
-    held = queue("eager")
+    held_calls = queue("eager")
     for value, rows in ((1, 3), (2, 4), (3, 2), (4, 8), (5, 1)):
-        held.add(value, rows)
-    assert held.batches(4) == [[1, 2], [3], [4], [5]]
+        held_calls.add(value, rows)
+    assert held_calls.batches(4) == [[1, 2], [3], [4], [5]]
 
 
 def test_shapes_part_batches(queue: Callable[[str], Queue]) -> None:
-    held = queue("eager")
+    held_calls = queue("eager")
     for value, columns in ((1, 5), (2, 5), (3, 6), (4, 5)):
-        held.add(value, 1, columns)
-    assert held.batches(3) == [[1, 2], [3], [4]]
+        held_calls.add(value, 1, columns)
+    assert held_calls.batches(3) == [[1, 2], [3], [4]]
 
 
 def test_preferred_sizes_without_delay(queue: Callable[[str], Queue]) -> None:
-    held = queue("preferred_now")
+    held_calls = queue("preferred_now")
     for value in range(1, 8):
-        held.add(value)
-    assert held.batches(2) == [[1, 2, 3, 4, 5, 6], [7]]
+        held_calls.add(value)
+    assert held_calls.batches(2) == [[1, 2, 3, 4, 5, 6], [7]]
 
 
 def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
     server: Server, queue: Callable[[str], Queue]
 ) -> None:
     """The model "preferred" would wait half a minute for more than three requests."""
-    held = queue("plain")
-    pool = held.pool
+    held_calls = queue("plain")
+    pool = held_calls.pool
     answers = [pool.number("preferred", value) for value in range(1, 4)]
     server.wait_pending("preferred", 3)
     assert server.gate.is_idle()
@@ -104,14 +104,14 @@ def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
     assert sorted(visit.batch) == [1, 2, 3, 4]
     visit.release()
     assert [values(answer.result()) for answer in answers] == [[1], [2], [3], [4]]
-    held.holder.release()
+    held_calls.holder.release()
 
 
 def test_the_delay_gathers(server: Server, pool: RequestPool) -> None:
-    began = time.monotonic()
+    start_s = time.monotonic()
     answers = [pool.number("patient", value) for value in (1, 2, 3)]
     visit = server.gate.next()
-    waited = time.monotonic() - began
+    waited = time.monotonic() - start_s
     assert sorted(visit.batch) == [1, 2, 3]
     assert 1.5 <= waited < 5
     visit.release()
@@ -129,28 +129,28 @@ def test_a_full_batch_does_not_wait(server: Server, pool: RequestPool) -> None:
 
 
 def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> None:
-    held = queue("short")
-    held.add(1)
-    held.add(2)
-    refused = held.pool.number("short", 3).result()
+    held_calls = queue("short")
+    held_calls.add(1)
+    held_calls.add(2)
+    refused = held_calls.pool.number("short", 3).result()
     assert refused.status == 503
     assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
     assert int(refused.headers["Retry-After"]) >= 1
-    assert held.batches(1) == [[1, 2]]
-    assert held.first.result().status == 200
+    assert held_calls.batches(1) == [[1, 2]]
+    assert held_calls.first.result().status == 200
 
 
 def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Queue]) -> None:
-    held = queue("timed")
-    began = time.monotonic()
-    late = held.pool.number("timed", 1)
-    sooner = held.pool.number("timed", 2, deadline_us=50_000)
+    held_calls = queue("timed")
+    start_s = time.monotonic()
+    late = held_calls.pool.number("timed", 1)
+    sooner = held_calls.pool.number("timed", 2, deadline_us=50_000)
     assert (sooner.result().status, sooner.result().error) == (503, EXPIRED)
     assert not late.done(), "the one before it has the queue's timeout"
     assert (late.result().status, late.result().error) == (503, EXPIRED)
-    assert 1.5 <= time.monotonic() - began < 5
-    held.holder.release()
-    assert held.first.result().status == 200
+    assert 1.5 <= time.monotonic() - start_s < 5
+    held_calls.holder.release()
+    assert held_calls.first.result().status == 200
 
 
 def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:

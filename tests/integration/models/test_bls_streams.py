@@ -157,8 +157,8 @@ def ran(http: Http, model: str, code: str, *steps: str) -> list[str]:
     ]
     answer = http.infer(model, {"inputs": inputs}).ok()
     (output,) = answer.json()["outputs"]
-    seen: list[str] = output["data"]
-    return seen
+    events: list[str] = output["data"]
+    return events
 
 
 ITERATOR = {
@@ -185,9 +185,9 @@ ITERATE = {
     ],
 )
 def test_each_response_and_the_end(
-    http: Http, model: str, steps: tuple[str, ...], seen: list[str]
+    http: Http, model: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert ran(http, model, ITERATE[model], *steps) == seen
+    assert ran(http, model, ITERATE[model], *steps) == expected
 
 
 @pytest.mark.parametrize("model", ITERATE)
@@ -292,7 +292,7 @@ class Model:
 
 
 @pytest.mark.parametrize("model", ITERATE)
-@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("moment", ["before", "during"])
 @pytest.mark.parametrize(
     ("steps", "seen"),
     [
@@ -302,9 +302,9 @@ class Model:
     ],
 )
 def test_a_cancelled_model_is_notified_and_its_later_responses_arrive(
-    http: Http, model: str, when: str, steps: tuple[str, ...], seen: list[str]
+    http: Http, model: str, moment: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert ran(http, model, ITERATOR[model] + CANCELS[when], *steps) == seen
+    assert ran(http, model, ITERATOR[model] + CANCELS[moment], *steps) == expected
 
 
 @pytest.mark.parametrize("model", ITERATE)

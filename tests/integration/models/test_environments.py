@@ -78,8 +78,8 @@ def test_conflicting_packages_share_a_server(
     first, second = environment(tmp_path / "a b", 1), environment(tmp_path / "second", 2)
     add(repository, "first", first)
     add(repository, "second", "$$TRITON_MODEL_DIRECTORY/../../second")
-    for name, given in (("absolute", str(second)), ("relative", "../../../a b")):
-        repositories.write(repository, name, 'backend: "native"\n', CLASS.format(given=given))
+    for name, env_path in (("absolute", str(second)), ("relative", "../../../a b")):
+        repositories.write(repository, name, 'backend: "native"\n', CLASS.format(given=env_path))
     with serve(repository).http() as http:
         assert answer(http, "first") == [1, str(first), f"{first}/bin"]
         assert answer(http, "second")[0] == 2
@@ -121,11 +121,11 @@ def test_a_missing_environment_is_reported_with_the_remedy(
     old.chmod(0o755)
     add(repository, "old", old.parent.parent)
     ended = run_command("check", str(repository))
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 2, said
-    assert f"environment '{tmp_path}/void' has no bin/python" in said
-    assert "environment 'nowhere/env.tar.gz' does not exist" in said
-    assert "has Python 3.8.18, and a worker needs 3.11 or later" in said
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 2, output
+    assert f"environment '{tmp_path}/void' has no bin/python" in output
+    assert "environment 'nowhere/env.tar.gz' does not exist" in output
+    assert "has Python 3.8.18, and a worker needs 3.11 or later" in output
 
 
 @pytest.mark.parametrize(

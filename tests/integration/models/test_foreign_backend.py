@@ -61,9 +61,9 @@ def test_it_is_among_what_a_check_runs(
 ) -> None:
     add(repository, "rows", TABLE)
     add(repository, "cube", TABLE.reshape(2, 2, 3))
-    done = run_command("check", str(repository), env={**os.environ, **backend_environment})
-    assert done.returncode == 2
-    assert "table.npy must have 2 dimensions, it has 3" in done.stdout + done.stderr
+    result = run_command("check", str(repository), env={**os.environ, **backend_environment})
+    assert result.returncode == 2
+    assert "table.npy must have 2 dimensions, it has 3" in result.stdout + result.stderr
 
 
 def test_without_it_the_error_names_the_backends_there_are(

@@ -365,8 +365,8 @@ def test_check_runs_a_sequence_of_one_request(tmp_path: Path) -> None:
     for id_type in ("STRING", "UINT64"):
         config = f"sequence_batching {{ direct {{ }} {controls('TYPE_' + id_type)} }}"
         repositories.add_as(tmp_path, f"id_{id_type}", "sequencer", config)
-    done = run_command("check", str(tmp_path))
-    assert done.returncode == 0, done.stdout
+    result = run_command("check", str(tmp_path))
+    assert result.returncode == 0, result.stdout
 
 
 def test_a_file_that_is_too_short_is_a_load_error(empty_server: tuple[Server, Path]) -> None:

@@ -71,9 +71,9 @@ def successes(http: Http, name: str) -> int:
 def set_count(folder: Path, count: int) -> None:
     """Write this number of instances into config.pbtxt."""
     path = folder / "config.pbtxt"
-    kept = [line for line in path.read_text().splitlines() if "instance_group" not in line]
+    kept_lines = [line for line in path.read_text().splitlines() if "instance_group" not in line]
     fresh = path.with_suffix(".new")
-    fresh.write_text("\n".join([*kept, instances(count), ""]))
+    fresh.write_text("\n".join([*kept_lines, instances(count), ""]))
     fresh.rename(path)
 
 

@@ -70,8 +70,8 @@ def test_a_model_reports_whether_it_is_ready(repository: Path, form: str) -> Non
     ):
         # With "odd" the method returns no bool, and with "none" it raises: both count as not ready
         # and are logged.
-        for said, ready in (("yes", 1), ("no", 0), ("odd", 0), ("none", 0), ("yes", 1)):
-            state.write_text(said)
+        for reply_text, ready in (("yes", 1), ("no", 0), ("odd", 0), ("none", 0), ("yes", 1)):
+            state.write_text(reply_text)
             reply = http.get("/v2/models/moody/ready")
             assert (reply.status == 200) == bool(ready)
             assert client.is_model_ready("moody") == bool(ready)
@@ -97,8 +97,8 @@ def test_a_native_model_reports_whether_it_is_ready(
     logged = len(server.log())
     with server.http() as http:
         http.load("moody").ok()
-        for said, status in (("yes", 200), ("no", 400), ("odd", 400), ("yes", 200)):
-            state.write_text(said)
+        for reply_text, status in (("yes", 200), ("no", 400), ("odd", 400), ("yes", 200)):
+            state.write_text(reply_text)
             assert http.get("/v2/models/moody/ready").status == status
     assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()[logged:]
 
@@ -127,10 +127,10 @@ def test_one_that_takes_long_is_joined_and_holds_up_nothing(
             first = pool.submit(http.get, ready)
             until("it is asked", called.exists)
             body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-            began = time.monotonic()
+            start_s = time.monotonic()
             with server.http() as third:
                 third.infer("slow", body).ok()
-            assert time.monotonic() - began < 3, "it executes meanwhile"
+            assert time.monotonic() - start_s < 3, "it executes meanwhile"
             assert first.result().status == 400
             other.sendall(f"GET {ready} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             for _ in range(2):  # the supervisor replies after the readiness request has reached it

@@ -80,9 +80,9 @@ def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("repeat", grpc_inputs(list(range(1000))))
-        got = [answers.get(timeout=20)[0] for _ in range(1000)]
+        responses = [answers.get(timeout=20)[0] for _ in range(1000)]
         client.stop_stream()
-    assert [int(result.as_numpy("OUT")[0]) for result in got] == list(range(1000))
+    assert [int(result.as_numpy("OUT")[0]) for result in responses] == list(range(1000))
 
 
 def test_a_stream_that_is_left_cancels(server: Server) -> None:

@@ -119,11 +119,11 @@ def test_the_shells_client_prints_each_response(
         "http": f"--url=http://{server.url}",
         "grpc": f"--url=grpc://{server.grpc_url}",
     }[transport]
-    done = run_command(
+    result = run_command(
         "client", "infer", "words", '--input=text="one two"', "--request-id=q", where
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    responses = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (result.returncode, result.stderr) == (0, "")
+    responses = [json.loads(line) for line in result.stdout.splitlines()]
     assert [response["outputs"][0]["data"] for response in responses] == [["one"], ["two"]]
     assert {response["id"] for response in responses} == {"q"}
     failing = run_command("client", "infer", "plain", "--input=x=-1", where)

@@ -191,9 +191,9 @@ def test_requests_during_a_load_wait_for_it(server: Server) -> None:
     """A request whose own timeout expires fails, and the load continues."""
     late = {**SLOW, "parameters": {"deadline_us": 200_000}}
     with server.http() as http, ThreadPoolExecutor(4) as threads:
-        began = time.monotonic()
+        start_s = time.monotonic()
         reply = http.infer("slow", late)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - start_s < 5
         assert reply.status == 503
         assert reply.error == "model 'slow' was not loaded within the time of the request"
 

@@ -78,7 +78,7 @@ def test_a_file_without_a_configuration_is_a_model(client: triton.InferenceServe
 
 
 def test_states_and_controls_of_sequences(client: triton.InferenceServerClient) -> None:
-    seen = []
+    responses = []
     for step in range(3):
         result = client.infer(
             "accumulator",
@@ -87,7 +87,7 @@ def test_states_and_controls_of_sequences(client: triton.InferenceServerClient) 
             sequence_start=step == 0,
             sequence_end=step == 2,
         )
-        seen.append(result.as_numpy("y")[0, 0])
-    assert seen == [101.0, 103.0, 106.0]
+        responses.append(result.as_numpy("y")[0, 0])
+    assert responses == [101.0, 103.0, 106.0]
     metadata = client.get_model_metadata("accumulator")
     assert [tensor["name"] for tensor in metadata["inputs"]] == ["x"]

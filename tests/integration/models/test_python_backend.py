@@ -342,5 +342,5 @@ def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> 
             assert not region["OUTPUT0"].any()
         with pytest.raises(Internal, match=lacks):
             client.infer("partial", INPUT0=np.zeros(1 << 16, np.int32), outputs=["OUTPUT0"])
-    said = "model 'partial' did not return the requested outputs OUTPUT0"
-    assert server.log().count(said) == 1
+    message = "model 'partial' did not return the requested outputs OUTPUT0"
+    assert server.log().count(message) == 1

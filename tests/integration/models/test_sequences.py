@@ -297,7 +297,7 @@ def test_the_shells_client(server: Server, sequence: str) -> None:
     sums = []
     for url, flags in zip(urls, (["--start"], [], ["--end"]), strict=True):
         arguments = ["--input=INPUT0=[2]", f"--sequence={sequence}", *flags]
-        done = run_command("client", "infer", "plain", url, *arguments)
-        assert done.returncode == 0, done.stderr
-        sums.append(json.loads(done.stdout)["outputs"][0]["data"])
+        result = run_command("client", "infer", "plain", url, *arguments)
+        assert result.returncode == 0, result.stderr
+        sums.append(json.loads(result.stdout)["outputs"][0]["data"])
     assert sums == [[[2]], [[4]], [[6]]]

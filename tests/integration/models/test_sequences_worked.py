@@ -192,17 +192,17 @@ def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: Request
     for waiting, (sequence, flags) in enumerate(steps, 1):
         replies.append(ask(sequence, **flags))
         server.wait_pending("oldest", waiting)
-    seen = [visit.message["CORRID"]]
+    correlation_ids = [visit.message["CORRID"]]
     ends = []
     for _ in range(5):
         visit.release()
         visit = gate.next()
-        seen.append(visit.message["CORRID"])
+        correlation_ids.append(visit.message["CORRID"])
         ends.append(visit.message["END"])
         assert all(visit.message["READY"])
     visit.release()
     # The oldest sequences run first, at most one request of each. An ended sequence frees its
     # slot.
-    assert seen == [[1], [2, 3], [4, 1], [4], [4], [5]]
+    assert correlation_ids == [[1], [2, 3], [4, 1], [4], [4], [5]]
     assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
     assert sums(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

@@ -258,11 +258,11 @@ def test_an_error_is_one_line(
     door: str,
     arguments: list[str],
     status: int,
-    said: str,
+    message: str,
 ) -> None:
     assert main(["perf", *arguments, *at(asked, door)]) == status
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 

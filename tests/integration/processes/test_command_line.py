@@ -330,9 +330,9 @@ def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 def infer(door: str, *arguments: str) -> Any:
     """Return the output of `shmserve client infer`."""
-    done = run_command("client", "infer", *arguments, door)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    result = run_command("client", "infer", *arguments, door)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
@@ -365,9 +365,9 @@ def test_client_infer_that_is_refused(connection_flags: dict[str, str], door: st
         (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
         (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
     ):
-        done = run_command("client", "infer", *arguments, connection_flags[door])
-        assert (done.returncode, done.stdout) == (1, "")
-        assert expected in done.stderr and done.stderr.count("\n") == 1
+        result = run_command("client", "infer", *arguments, connection_flags[door])
+        assert (result.returncode, result.stdout) == (1, "")
+        assert expected in result.stderr and result.stderr.count("\n") == 1
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
@@ -427,11 +427,11 @@ def test_client_without_a_server(
 def test_client_infer_finds_this_users_server(server: Server) -> None:
     environment = {**os.environ, "SHMSERVE_RUN_DIR": str(server.run_dir)}
     arguments = ("client", "infer", "completed", "--input=INPUT0=[1, 2, 3, 4]")
-    done = run_command(*arguments, env=environment)
-    assert json.loads(done.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], done.stderr
-    done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
-    assert done.returncode == 1
-    assert done.stderr == (
+    result = run_command(*arguments, env=environment)
+    assert json.loads(result.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], result.stderr
+    result = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
+    assert result.returncode == 1
+    assert result.stderr == (
         "shmserve client infer: no server is running: there is no run directory /nowhere\n"
     )
 
@@ -448,21 +448,21 @@ def test_client_infer_finds_this_users_server(server: Server) -> None:
     ],
 )
 def test_client_infer_that_fails(
-    server: Server, arguments: tuple[str, ...], status: int, told: str
+    server: Server, arguments: tuple[str, ...], status: int, message: str
 ) -> None:
     url = f"http://127.0.0.1:{server.http_port}"
-    done = run_command("client", "infer", *arguments, "--url", url)
-    assert done.returncode == status
-    assert told in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    result = run_command("client", "infer", *arguments, "--url", url)
+    assert result.returncode == status
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_client_infer_without_a_server(scheme: str) -> None:
-    (held,) = hold_ports(1)  # a port at which no server listens
-    with held:
-        url = f"{scheme}://127.0.0.1:{port_of(held)}"
-        done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
-    assert done.returncode == 1
-    assert f": {url}: no response: " in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    (port_socket,) = hold_ports(1)  # a port at which no server listens
+    with port_socket:
+        url = f"{scheme}://127.0.0.1:{port_of(port_socket)}"
+        result = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
+    assert result.returncode == 1
+    assert f": {url}: no response: " in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

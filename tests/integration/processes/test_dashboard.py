@@ -311,8 +311,8 @@ def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: 
     line = page.run("document.querySelector('#models pre').textContent")
     assert line.startswith(f"curl -s http://{guarded_server.url}/v2/models/identity/infer -H ")
     environment = {**os.environ, "TOKEN": OTHER}
-    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True)
-    assert json.loads(done.stdout)["model_name"] == "identity"
+    result = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True)
+    assert json.loads(result.stdout)["model_name"] == "identity"
     # The request body can be edited, and the command line contains the edited body.
     script = "(() => { const area = document.querySelector('#models textarea'); area.value = "
     page.run(script + "'{\"x\": 1}'; area.oninput(); })()")
@@ -347,10 +347,10 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             body = f"!!{part}.querySelector('pre + textarea, pre + pre + button')"
             if name != "simple":
                 assert not page.run(body)
-                done = subprocess.run(
+                result = subprocess.run(
                     ["bash", "-c", page.run(line)], capture_output=True, check=True
                 )
-                assert json.loads(done.stdout).get("name") == (None if name == "broken" else name)
+                assert json.loads(result.stdout).get("name") == (None if name == "broken" else name)
                 page.run(f"{part}.querySelector('button').click()")
             if name == "broken":
                 page.wait("it has not loaded", f"{answer}.includes('no such weight')")
@@ -359,8 +359,8 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             page.run(f"{part}.querySelector('button').click()")
             page.wait(f"{name} has answered", f"/^[0-9]+,/.test({answer})")
             assert page.run(answer).startswith("200, "), page.run(answer)
-            done = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
-            assert b'"error"' not in done.stdout and name.encode() in done.stdout, done.stdout
+            result = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
+            assert b'"error"' not in result.stdout and name.encode() in result.stdout, result.stdout
         with server.http() as http:
             offered = http.get("/docs/models").ok().json()
         paths: dict[str, list[str]] = {name: [] for name in names}
@@ -370,8 +370,8 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
         assert paths["embedder"] == ["/v2/models/embedder/infer", "/v1/embeddings"]
         script = "[...document.querySelectorAll('#models pre:first-child')].map(e => e.textContent)"
         (line,) = [text for text in page.run(script) if "/v1/embeddings" in text]
-        done = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
-        assert json.loads(done.stdout)["object"] == "list"
+        result = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
+        assert json.loads(result.stdout)["object"] == "list"
 
 
 @needs_chromium

@@ -41,10 +41,10 @@ def events(server: Server) -> Iterator[EventReader]:
 
 def heard(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
     received: list[Any] = []
-    for told in events.follow():
-        assert not told.lost
-        received.append(told.event)
-        if last(told.event):
+    for event in events.follow():
+        assert not event.lost
+        received.append(event.event)
+        if last(event.event):
             return received
     raise AssertionError
 
@@ -154,8 +154,8 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
         inputs = [{"name": each, **tensor} for each in ("INPUT0", "INPUT1")]
         refused = http.infer("simple", {"inputs": inputs})
         assert "Unable to find shared memory region" in refused.error
-    *_, gone = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
-    assert gone == m.RegionUnregistered(shared.name, "its program has disconnected")
+    *_, unregistered = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
+    assert unregistered == m.RegionUnregistered(shared.name, "its program has disconnected")
     until("it is gone", lambda: server.metric("shmserve_shm_unnamed_regions") == 0)
 
 
@@ -218,9 +218,9 @@ def test_counters_are_printed_only_if_they_are_asked_for(server: Server) -> None
 
 
 def test_no_server(tmp_path: Path) -> None:
-    done = run_command("events", f"--run-dir={tmp_path}")
-    assert done.returncode == 1
-    assert done.stderr.startswith("shmserve: no server publishes events at ")
+    result = run_command("events", f"--run-dir={tmp_path}")
+    assert result.returncode == 1
+    assert result.stderr.startswith("shmserve: no server publishes events at ")
 
 
 def test_zeromq_is_the_supervisors_alone(server: Server) -> None:

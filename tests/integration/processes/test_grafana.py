@@ -110,9 +110,9 @@ class Prometheus:
 
     def __init__(self, folder: Path, server: Server) -> None:
         assert PROMETHEUS
-        (held,) = hold_ports(1)
-        self._url = f"127.0.0.1:{port_of(held)}"
-        held.close()
+        (port_socket,) = hold_ports(1)
+        self._url = f"127.0.0.1:{port_of(port_socket)}"
+        port_socket.close()
         rules = run_command("grafana", "--alerts").stdout
         (folder / "alerts.yaml").write_text(rules)
         target = {"targets": [f"127.0.0.1:{server.metrics_port}"]}
@@ -209,7 +209,7 @@ def rule_test(series: dict[str, str], at: str, *names: str) -> dict[str, Any]:
     expected = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names]
     return {
         "interval": "30s",
-        "input_series": [{"series": name, "values": given} for name, given in series.items()],
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "promql_expr_test": [
             {
                 "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
@@ -227,11 +227,11 @@ def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
         alert["alert"] for alert in alerts()
     }
     (tmp_path / "alerts.yaml").write_text(run_command("grafana", "--alerts").stdout)
-    gone = {name: "1x10 stale" for name in HEALTHY if name.startswith("nv_cpu_utilization")}
+    stale_series = {name: "1x10 stale" for name in HEALTHY if name.startswith("nv_cpu_utilization")}
     tests = [
         rule_test(HEALTHY, "25m"),
-        rule_test({**HEALTHY, **gone}, "6m"),
-        rule_test({**HEALTHY, **gone}, "7m", "ShmserveGone"),
+        rule_test({**HEALTHY, **stale_series}, "6m"),
+        rule_test({**HEALTHY, **stale_series}, "7m", "ShmserveGone"),
     ]
     for name, changed, silent_at, fires_at in ALARMS:
         assert changed.keys() <= HEALTHY.keys()
@@ -241,8 +241,8 @@ def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
     rules = {"rule_files": ["alerts.yaml"], "evaluation_interval": "30s", "tests": tests}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(rules))
     for verb in (["check", "rules", "alerts.yaml"], ["test", "rules", "tests.yaml"]):
-        done = subprocess.run([PROMTOOL, *verb], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        result = subprocess.run([PROMTOOL, *verb], cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_promtool
@@ -251,10 +251,10 @@ def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
     assert PROMTOOL
     with watched.asked(server, generative=True):
         page = server.metrics()
-    done = subprocess.run(
+    result = subprocess.run(
         [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
     )
-    lines = (done.stdout + done.stderr).splitlines()
+    lines = (result.stdout + result.stderr).splitlines()
     assert not [line for line in lines if not line.startswith("nv_")]
 
 

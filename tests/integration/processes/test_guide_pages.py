@@ -72,7 +72,7 @@ class Reader:
         if block.language == "python":
             self.programs.append(text)
             command = [sys.executable, "-c", "\n".join(self.programs)]
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             cwd=self.folder,
             env=environment,
@@ -81,8 +81,8 @@ class Reader:
             timeout=LONGEST_S,
             check=False,
         )
-        assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
-        self.printed = done.stdout
+        assert result.returncode == 0, f"{block.text}\n{result.stdout}\n{result.stderr}"
+        self.printed = result.stdout
 
     def compare(self, block: Block) -> None:
         pattern = ".*?".join(map(re.escape, block.text.rstrip().split("...")))

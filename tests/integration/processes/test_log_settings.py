@@ -308,8 +308,8 @@ def spoken(server: Server, http: Http) -> str:
     """Return the levels of the lines that the model logs about one request."""
     before = len(lines(server, "worker talker"))
     http.infer("talker", ROW).ok()  # the model's log lines are written before its response is sent
-    said = lines(server, "worker talker")[before:]
-    return "".join(line[0] for line in said if " I am " in line)
+    log_lines = lines(server, "worker talker")[before:]
+    return "".join(line[0] for line in log_lines if " I am " in line)
 
 
 def in_iso(server: Server, pid: int) -> bool:

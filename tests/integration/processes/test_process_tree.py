@@ -182,9 +182,9 @@ def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> No
             os.kill(server.pid, second)
             assert server.wait_exit(1.1) is None
             os.kill(server.pid, second)
-            began = time.monotonic()
+            start_s = time.monotonic()
             assert server.wait_exit(5) is not None
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - start_s < 2
             assert stuck.result().status == 503
         server.assert_exited(members)
         assert not errors(server)
@@ -201,11 +201,11 @@ def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
         with request_pool(server) as pool:
             stuck = pool.number("gated", 1)
             server.gate.next()
-            began = time.monotonic()
+            start_s = time.monotonic()
             server.process.terminate()
             # The model never ends by itself. Without the flag, the server would wait for 30 s.
             assert server.wait_exit(15) == 0
-            assert time.monotonic() - began > 1.8
+            assert time.monotonic() - start_s > 1.8
             assert stuck.result().status == 503
         server.assert_exited(members)
         assert not errors(server)

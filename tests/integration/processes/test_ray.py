@@ -124,9 +124,9 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (held,) = hold_ports(1)
-        self.port = port_of(held)
-        held.close()
+        (port_socket,) = hold_ports(1)
+        self.port = port_of(port_socket)
+        port_socket.close()
         flags = {**FLAGS, "model-repository": str(folder / "models")}
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(

@@ -46,11 +46,14 @@ class Load:
 
     def wait_answered(self) -> None:
         """Wait until the clients of each protocol have further responses."""
-        had = {door: sum(counts.values()) for door, counts in self.found().items()}
+        response_counts = {door: sum(counts.values()) for door, counts in self.found().items()}
 
         def answered() -> bool:
             now = self.found()
-            return all(sum(now[door].values()) - had[door] > 5 * CLIENTS for door in had)
+            return all(
+                sum(now[door].values()) - response_counts[door] > 5 * CLIENTS
+                for door in response_counts
+            )
 
         until("every door answers", answered)
 

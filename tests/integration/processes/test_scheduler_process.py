@@ -243,11 +243,11 @@ def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
 
 
 def test_a_deadline_holds_while_the_worker_is_silent(stage: Stage) -> None:
-    began = time.monotonic()
+    start_s = time.monotonic()
     number = stage.submit(timeout_ns=1_000_000_000)  # long enough for the request to be dispatched
     batch = stage.next(stage.worker)
     answer = stage.next(stage.client)
-    took = time.monotonic() - began
+    took = time.monotonic() - start_s
     assert answer == m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True)
     assert 1 <= took < 3
     assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0].key)

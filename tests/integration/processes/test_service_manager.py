@@ -43,8 +43,8 @@ def test_a_service_manager_is_notified_of_start_and_stop(
     server = Server([repository], environment={"NOTIFY_SOCKET": manager.address})
     try:
         message = manager.receive("loading slow")
-        assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in message)
-        assert not any("READY=1" in said for said in message)
+        assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in message)
+        assert not any("READY=1" in line for line in message)
         server.gate.next().release()
         assert manager.receive("READY=1")[-1] == "READY=1\nSTATUS=2/2 models ready"
         for child in server.tree()[1:]:

@@ -4,6 +4,6 @@ from tests.support.servers import run_python
 
 
 def test_a_short_soak() -> None:
-    done = run_python("-m", "bench.soak", "--minutes=0.3", "--rate=10", timeout_s=300)
-    assert done.stdout.endswith("0 grew, 0 requests failed\n"), done.stdout + done.stderr
-    assert done.returncode == 0
+    result = run_python("-m", "bench.soak", "--minutes=0.3", "--rate=10", timeout_s=300)
+    assert result.stdout.endswith("0 grew, 0 requests failed\n"), result.stdout + result.stderr
+    assert result.returncode == 0

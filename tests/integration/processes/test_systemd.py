@@ -60,8 +60,8 @@ def installed_systemd(systemd: Systemd) -> Systemd:
     hidden = ("/home", "/root", "/tmp")
     if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
         pytest.skip("this Python is in a folder that a service does not see")
-    said = systemd.run(*COMMAND, "install")
-    assert "run        systemctl daemon-reload" in said and "status" not in said
+    result = systemd.run(*COMMAND, "install")
+    assert "run        systemctl daemon-reload" in result and "status" not in result
     for service in ("shmserve", "shmserve@"):
         folder = systemd.path(f"/etc/systemd/system/{service}.service.d")
         (folder / "90-test.conf").write_text(DROP_IN)
@@ -207,8 +207,8 @@ def test_further_servers(installed_systemd: Systemd) -> None:
     ready = (*curl, "http://127.0.0.1:9000/v2/health/ready")
     until("it is ready", lambda: systemd.run(*ready) == "200")
     assert "shmserve@blue.service" in systemd.run("systemctl", "list-units")
-    said = systemd.run(*COMMAND, "remove")
-    assert "status" not in said
+    result = systemd.run(*COMMAND, "remove")
+    assert "status" not in result
     assert "shmserve@" not in systemd.run("systemctl", "list-units", "--state=active")
 
 
@@ -238,5 +238,5 @@ def test_a_user_has_one(systemd: Systemd) -> None:
     assert run("curl", "-si", "--unix-socket", path, "http://host/v2/health/ready")[9:12] == "200"
     assert "status" not in run(*COMMAND, "remove", "--user")
     systemd.path(drop_in).unlink()
-    left = run("find", f"{HOME}/.config", RUNTIME, "-name", "*shmserve*")
-    assert left.split("\n")[0] == f"{HOME}/.config/systemd/user/{SERVICE}.d"
+    leftover_files = run("find", f"{HOME}/.config", RUNTIME, "-name", "*shmserve*")
+    assert leftover_files.split("\n")[0] == f"{HOME}/.config/systemd/user/{SERVICE}.d"

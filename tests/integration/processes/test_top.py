@@ -57,9 +57,9 @@ class Terminal:
         """Return the screen once its text matches a pattern."""
         deadline = time.monotonic() + within_s
         while not re.search(pattern, "\n".join(self.screen())):
-            left = deadline - time.monotonic()
-            assert left > 0, (pattern, self._written[-3000:])
-            if select.select([self._ours], [], [], left)[0]:
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, (pattern, self._written[-3000:])
+            if select.select([self._ours], [], [], left_s)[0]:
                 self._written += os.read(self._ours, 65536).decode(errors="replace")
         return self.screen()
 

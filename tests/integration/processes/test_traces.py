@@ -120,9 +120,9 @@ def test_no_explanation_without_the_parameter(http: Http) -> None:
     assert "parameters" not in http.infer("one", request).ok().json()
 
 
-def explained(server: Server, model: str, given: str = "X") -> Any:
+def explained(server: Server, model: str, input_value: str = "X") -> Any:
     batched = ROW if model == "both" else ROW[0]
-    request = {"inputs": [json_input(given, batched)], "parameters": {"explain": True}}
+    request = {"inputs": [json_input(input_value, batched)], "parameters": {"explain": True}}
     with server.http() as http:
         return http.infer(model, request).ok().json()["parameters"]["explanation"]
 
@@ -132,9 +132,9 @@ def explained(server: Server, model: str, given: str = "X") -> Any:
     [("both", "IN", "steps", ["one", "two"]), ("calls", "X", "calls", ["one"])],
 )
 def test_the_time_of_inner_models_is_explained(
-    server: Server, model: str, given: str, key: str, inner: list[str]
+    server: Server, model: str, input_value: str, key: str, inner: list[str]
 ) -> None:
-    explanation = explained(server, model, given)
+    explanation = explained(server, model, input_value)
     assert [trace["model"] for trace in explanation[key]] == inner
     for trace in explanation[key]:
         assert sum(trace[phase] for phase in PHASES) <= trace["total_us"] <= explanation["total_us"]
@@ -344,11 +344,13 @@ def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: 
         back = {"trace_level": None, "trace_rate": None, "log_frequency": None}
         assert client.update_trace_settings("one", back) == {**off, "trace_count": "7"}
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
-        given = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)["settings"]
-        assert given["trace_rate"] == {"value": ["9"]}
-        assert given["trace_level"] == {"value": ["OFF"]}
-        given = client.update_trace_settings("two", {"trace_rate": []}, as_json=True)["settings"]
-        assert given["trace_rate"] == {"value": ["1"]}
+        settings = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)[
+            "settings"
+        ]
+        assert settings["trace_rate"] == {"value": ["9"]}
+        assert settings["trace_level"] == {"value": ["OFF"]}
+        settings = client.update_trace_settings("two", {"trace_rate": []}, as_json=True)["settings"]
+        assert settings["trace_rate"] == {"value": ["1"]}
 
 
 def entries_in(path: Path) -> list[dict[str, Any]]:
@@ -429,8 +431,8 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
             name = "IN" if model == "twice" else "X"
             with httpclient.InferenceServerClient(server.url) as client:
                 datatype = "BYTES" if model == "words" else "FP32"
-                given = httpclient.InferInput(name, list(values.shape), datatype)
-                client.infer(model, [given.set_data_from_numpy(values)])
+                infer_input = httpclient.InferInput(name, list(values.shape), datatype)
+                client.infer(model, [infer_input.set_data_from_numpy(values)])
             until("it is written", partial(is_longer, path, before))
             tensors = [flag["tensor"] for flag in entries_in(path)[before:] if "tensor" in flag]
             assert len(tensors) == (6 if model == "twice" else 2)

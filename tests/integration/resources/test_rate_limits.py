@@ -142,15 +142,15 @@ def test_other_instances_in_place(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
     folder = repositories.add_as(repository, "simple", "simple")
     config = folder / "config.pbtxt"
-    kept = [line for line in config.read_text().splitlines() if "instance_group" not in line]
-    config.write_text("\n".join([*kept, limited(1, "Q")]))
+    kept_lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
+    config.write_text("\n".join([*kept_lines, limited(1, "Q")]))
     server.load("simple")
     with server.http() as http:
         scheduler = server.find_one("scheduler simple").pid
         with Load(server, simple=4, memory=0) as stream:
             more = limited(1, "Q").replace("count: 2", "count: 3", 1)
             for group, count in ((more, 3), (limited(2, "Q"), 2)):
-                config.write_text("\n".join([*kept, group]))
+                config.write_text("\n".join([*kept_lines, group]))
                 http.load("simple").ok()
                 wait_workers(server, count)
         assert server.find_one("scheduler simple").pid == scheduler

@@ -53,11 +53,11 @@ class LifecycleRun:
         self._checked()
         self.executor.oracles.check_quiet()
 
-    def _draw(self, what: Callable[[], None], count: int) -> None:
+    def _draw(self, actions: Callable[[], None], count: int) -> None:
         bursts = [self._random.randrange(_DRAWN_NS) for _ in range(6)]
         for _ in range(count):
             at_ns = self._random.choice(bursts) + self.world.between(MS, 500 * MS)
-            self.world.after(at_ns, what)
+            self.world.after(at_ns, actions)
 
     def _checked(self) -> bool:
         if self.world.busy:
@@ -101,9 +101,9 @@ class LifecycleRun:
 
     def _death(self) -> None:
         processes = self.executor.processes
-        what = [processes.worker_dies] * 2
-        what += [processes.worker_overruns, processes.host_dies, processes.breaks]
-        self._random.choice(what)()
+        actions = [processes.worker_dies] * 2
+        actions += [processes.worker_overruns, processes.host_dies, processes.breaks]
+        self._random.choice(actions)()
 
     def _gateway(self) -> None:
         if self.world.chance(0.5):

@@ -62,7 +62,7 @@ def find_analyzer() -> peer.Analyzer:
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Run a program, check its exit status, and return its output."""
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         env={**os.environ, **(environment or {})},
         stdin=subprocess.DEVNULL,
@@ -71,5 +71,5 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
         timeout=_TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stderr}"
-    return done.stdout
+    assert result.returncode == 0, f"{command[0]} ended with {result.returncode}:\n{result.stderr}"
+    return result.stdout

@@ -23,8 +23,8 @@ def test_ctrl_c_before_anything_listens_for_it(monkeypatch: pytest.MonkeyPatch) 
 def test_a_closed_output_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as gone:
-        monkeypatch.setattr("sys.stdout", gone)
+    with os.fdopen(writer, "w") as closed_pipe:
+        monkeypatch.setattr("sys.stdout", closed_pipe)
         assert cli.main(["--help"]) == 1
 
 

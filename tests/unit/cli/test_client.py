@@ -347,8 +347,8 @@ def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
 )
 def test_the_pixels_of_a_file(tmp_path: Path, shape: tuple[int, ...], found: list[int]) -> None:
     value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
-    got, raw = encode(ModelTensor("X", "UINT8", shape), value)
-    assert got == found and len(raw) == math.prod(found)
+    encoded, raw = encode(ModelTensor("X", "UINT8", shape), value)
+    assert encoded == found and len(raw) == math.prod(found)
     if 1 not in shape and shape[-1] == 3:
         assert raw[:3] == bytes((10, 20, 30))
     if found == [1, 3, 3, 4]:

@@ -148,16 +148,16 @@ def test_a_submission_during_close_fails_with_disconnected(
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    left, other = waiter.submit(built(connection)), waiter.submit(built(connection))
-    cancelling = threading.Thread(target=waiter.cancel, args=([left],), daemon=True)
+    cancelled_call, other = waiter.submit(built(connection)), waiter.submit(built(connection))
+    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled_call],), daemon=True)
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
-        assert not cancelling.is_alive() and not left.abandoned
+        assert not cancelling.is_alive() and not cancelled_call.abandoned
 
     def end() -> None:
         with contextlib.suppress(AssertionError):
-            until("it is cancelled", lambda: left.abandoned)
+            until("it is cancelled", lambda: cancelled_call.abandoned)
         connection.close()
 
     ending = threading.Thread(target=end)
@@ -165,7 +165,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     with pytest.raises(Disconnected):
         waiter.wait(other)
     ending.join()
-    assert left.abandoned
+    assert cancelled_call.abandoned
     waiter.close()
 
 
@@ -174,21 +174,21 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
 ) -> None:
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
-        said: list[Exception] = []
+        errors: list[Exception] = []
 
         def callback(_: RequestChannel) -> None:
             until("the client is closed", lambda: session._closed)
             try:
                 session.connection()
             except Disconnected as error:
-                said.append(error)
+                errors.append(error)
 
         session._connection.call(callback)
         closing = threading.Thread(target=session.close, daemon=True)
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
-        assert str(said[0]) == "this client is closed"
+        assert str(errors[0]) == "this client is closed"
 
 
 def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) -> None:
@@ -208,19 +208,19 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
         lost.call(submit)
         assert submitted.wait(10)
     assert at_work.wait(10)
-    said: list[Exception] = []
+    errors: list[Exception] = []
 
     def ask() -> None:
         try:
             session.connection()
         except Disconnected as error:
-            said.append(error)
+            errors.append(error)
 
     asking = threading.Thread(target=ask, daemon=True)
     with listener(tmp_path):
         asking.start()
         asking.join(10)
-        assert not asking.is_alive() and not said and session._connection is not lost
+        assert not asking.is_alive() and not errors and session._connection is not lost
     go_on.set()
     lost._thread.join(10)
     session.close()

@@ -49,8 +49,8 @@ def test_the_example_equals_the_packed_message() -> None:
 
 def test_importing_the_client_costs_little() -> None:
     program = "import shmserve.client, sys; print(*sys.modules)"
-    done = run_python("-X", "importtime", "-c", program, check=True)
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    result = run_python("-X", "importtime", "-c", program, check=True)
+    loaded = {name.partition(".")[0] for name in result.stdout.split()}
     foreign = loaded - set(sys.stdlib_module_names) - {"shmserve"}
     allowed = {"numpy", "msgpack", "__main__", "sitecustomize", "cython_runtime"}
     assert {n for n in foreign if not n.startswith(("_", "numpy", "cython"))} <= allowed

@@ -49,12 +49,12 @@ def spelled(value: Any, data: st.DataObject) -> str:
     blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
     if isinstance(value, Members):
         parts = [
-            f"{string(name, data)}{blank}:{blank}{spelled(held, data)}"
-            for name, held in value.pairs
+            f"{string(name, data)}{blank}:{blank}{spelled(member, data)}"
+            for name, member in value.pairs
         ]
         return f"{{{blank}{f',{blank}'.join(parts)}{blank}}}"
     if isinstance(value, list):
-        return f"[{f'{blank},'.join(spelled(held, data) for held in value)}]"
+        return f"[{f'{blank},'.join(spelled(member, data) for member in value)}]"
     return string(value, data) if isinstance(value, str) else json.dumps(value)
 
 
@@ -65,7 +65,7 @@ def string(text: str, data: st.DataObject) -> str:
 def is_doubled(value: Any) -> bool:
     if isinstance(value, Members):
         names = [name for name, _ in value.pairs]
-        return len(set(names)) < len(names) or any(is_doubled(held) for _, held in value.pairs)
+        return len(set(names)) < len(names) or any(is_doubled(member) for _, member in value.pairs)
     return isinstance(value, list) and any(map(is_doubled, value))
 
 
@@ -93,11 +93,11 @@ request: Pairs = [
 def holders(value: Any) -> Iterator[Members]:
     if isinstance(value, Members):
         yield value
-        for _, held in value.pairs:
-            yield from holders(held)
+        for _, member in value.pairs:
+            yield from holders(member)
     elif isinstance(value, list):
-        for held in value:
-            yield from holders(held)
+        for member in value:
+            yield from holders(member)
 
 
 PLACES = [(at, name) for at, held in enumerate(holders(Members(request))) for name, _ in held.pairs]
@@ -111,16 +111,16 @@ def test_duplicate_names_are_refused_everywhere_in_a_request(
 ) -> None:
     """A duplicate name is rejected at any position and with any value."""
     assert loads(spelled(Members(request), data).encode())["id"] == "i"
-    held = list(holders(Members(request)))[at]
-    kept = held.pairs
+    members = list(holders(Members(request)))[at]
+    kept = members.pairs
     where = data.draw(st.integers(0, len(kept)))
-    held.pairs = [*kept[:where], (name, value), *kept[where:]]
+    members.pairs = [*kept[:where], (name, value), *kept[where:]]
     # The root object is new each time, but it contains the same members.
-    root = held if at == 0 else Members(request)
+    root = members if at == 0 else Members(request)
     try:
         raw = spelled(root, data).encode()
     finally:
-        held.pairs = kept
+        members.pairs = kept
     for read in (loads, loads_large):
         with pytest.raises(InvalidArgument, match=f"duplicate key '{name}' in an object"):
             read(raw)
@@ -203,12 +203,12 @@ BODIES = {
 def test_over_http(gateway: Rig, path: str) -> None:
     """The request has no effect."""
     http = Http(gateway.port)
-    said = len(gateway.received)
+    received_count = len(gateway.received)
     reply = http.post(path, BODIES[path])
     http.close()
     assert reply.status == 400
     assert "duplicate key '" in reply.error
-    assert len(gateway.received) == said
+    assert len(gateway.received) == received_count
 
 
 def test_in_the_head_of_a_binary_request(gateway: Rig) -> None:

@@ -11,8 +11,8 @@ def test_shares_of_a_gateway_are_within_its_limit(
 ) -> None:
     monkeypatch.setattr(fd_limits, "limit", lambda: limit)
     for listeners, scraped in ((1, 1), (2, 1), (1, 0), (0, 1)):
-        taken = listeners * fd_limits.for_connections(listeners, scraped)
-        assert 0 < taken + scraped * fd_limits.for_scrapes() <= limit - 128
+        connection_fds = listeners * fd_limits.for_connections(listeners, scraped)
+        assert 0 < connection_fds + scraped * fd_limits.for_scrapes() <= limit - 128
 
 
 def test_metrics_take_little_of_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     value = flag.choices[-1] if flag.choices else text
     written = f'"{value}"' if flag.kind is str else value
     options = read(tmp_path, f"{name}: {written}")
-    said = command_line.parse([f"--{name}={value}"])
-    assert {**options.values, "config": None} == said.values
-    assert (options.repeated, options.without_effect) == (said.repeated, said.without_effect)
+    parsed = command_line.parse([f"--{name}={value}"])
+    assert {**options.values, "config": None} == parsed.values
+    assert (options.repeated, options.without_effect) == (parsed.repeated, parsed.without_effect)
 
 
 def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:

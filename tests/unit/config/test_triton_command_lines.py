@@ -211,5 +211,5 @@ def test_a_command_line_of_triton_is_parsed_or_refused_by_name(line: str, tmp_pa
     options = server.from_flags(command_line.parse(words), os.environ)
     assert set(options.model_repositories) == {tmp_path}
     for path, value in ({IDLE: ()} | dict(expected)).items():
-        what = attrgetter(path)(options)
-        assert (set(what()) if callable(what) else what) == value
+        option_value = attrgetter(path)(options)
+        assert (set(option_value()) if callable(option_value) else option_value) == value

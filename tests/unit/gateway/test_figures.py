@@ -163,9 +163,9 @@ def test_a_generative_model_has_token_rates() -> None:
     st.sampled_from((0.5, 0.9, 0.99)),
 )
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(times_ns: list[int], q: float) -> None:
-    seen = Histogram(BOUNDS, 1_000_000_000)
-    seen.observe(*times_ns)
-    found = quantile(q, BOUNDS, seen.report()["counts"])
+    histogram = Histogram(BOUNDS, 1_000_000_000)
+    histogram.observe(*times_ns)
+    found = quantile(q, BOUNDS, histogram.report()["counts"])
     rank = min(
         int(q * len(times_ns)) if q * len(times_ns) % 1 else int(q * len(times_ns)) - 1,
         len(times_ns) - 1,

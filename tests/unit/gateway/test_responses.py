@@ -60,10 +60,10 @@ def test_items_are_messages_with_calls_and_results() -> None:
     ]
     function = {"name": "f", "arguments": "{}"}
     calls = [{"id": name, "type": "function", "function": function} for name in "cd"]
-    said = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": calls}
+    message = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": calls}
     assert chat(input=items)["messages"] == [
         {"role": "user", "content": "hi"},
-        said,
+        message,
         {"role": "tool", "tool_call_id": "c", "content": "1"},
         {"role": "tool", "tool_call_id": "d", "content": "2"},
         {"role": "assistant", "content": "b"},

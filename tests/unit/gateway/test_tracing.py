@@ -17,9 +17,9 @@ SAMPLED = f"00-{'1' * 32}-{'2' * 16}-01"
     ("rate", "count", "taken"),
     [(1, -1, 12), (3, -1, 4), (3, 2, 2), (0, -1, 0), (1, 0, 0), (100, -1, 0)],
 )
-def test_sampling_has_a_rate_and_a_count(rate: int, count: int, taken: int) -> None:
+def test_sampling_has_a_rate_and_a_count(rate: int, count: int, expected_traces: int) -> None:
     sampler = Sampler(TraceSettings(("TIMESTAMPS",), rate, count))
-    assert sum(sampler.take() for _ in range(12)) == taken
+    assert sum(sampler.take() for _ in range(12)) == expected_traces
     assert not Sampler(TraceSettings(trace_rate=rate, trace_count=count)).take()
 
 
@@ -41,9 +41,9 @@ def test_no_trace_is_created_without_need() -> None:
     assert not tracer.active
     assert tracer.begin_trace("m", "1", "", 0, "", False) is None
     assert tracer.begin_trace("m", "1", "", 0, "nonsense", False) is None
-    asked = tracer.begin_trace("m", "1", "", 0, "", True)
-    assert asked is not None
-    assert not asked.sampled
+    trace = tracer.begin_trace("m", "1", "", 0, "", True)
+    assert trace is not None
+    assert not trace.sampled
     called = tracer.begin_trace("m", "1", "", 0, SAMPLED, False)
     assert called is not None
     assert called.scheduler.trace_id == "1" * 32

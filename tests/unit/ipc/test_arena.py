@@ -21,17 +21,17 @@ from shmserve.ipc.transport.records import MalformedMessage
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))
 def test_blocks_and_holes_always_tile_the_arena(steps: list[tuple[bool, int]]) -> None:
     free_list = FreeList(16384)
-    held: list[int] = []
+    offsets: list[int] = []
     for allocate, number in steps:
         if allocate:
             offset = free_list.allocate(number)
             if offset is not None:
                 assert offset % 64 == 0
-                held.append(offset)
-        elif held:
-            assert free_list.free(held.pop(number % len(held)))
+                offsets.append(offset)
+        elif offsets:
+            assert free_list.free(offsets.pop(number % len(offsets)))
         free_list.check_integrity()
-    for offset in held:
+    for offset in offsets:
         assert free_list.free(offset)
     assert free_list.used == 0
     assert free_list.allocate(16384) == 0, "all holes have joined again"

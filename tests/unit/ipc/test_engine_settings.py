@@ -33,9 +33,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
 def test_wrong_engine_settings_are_named_with_the_allowed_ones(case: str) -> None:
-    given, text = WRONG[case]
+    wrong_settings, text = WRONG[case]
     with pytest.raises(InvalidArgument) as caught:
-        EngineSettings.of(given)
+        EngineSettings.of(wrong_settings)
     assert text in caught.value.message
 
 

@@ -78,8 +78,8 @@ def test_every_message_survives_the_wire(cls: type[Any]) -> None:
 
 
 def test_half_a_character_is_escaped() -> None:
-    (got,) = frames.unpack(frames.pack([m.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
-    assert got.message == r"a \ud800 b ☃"
+    (decoded,) = frames.unpack(frames.pack([m.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
+    assert decoded.message == r"a \ud800 b ☃"
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)

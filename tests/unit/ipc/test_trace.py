@@ -51,8 +51,8 @@ def test_a_header_is_read_and_passed_on() -> None:
         ("x" * 100_000, False),
     ],
 )
-def test_a_malformed_trace_header_is_ignored(header: str, taken: bool) -> None:
-    assert (TraceContext.of_header(header) is not None) is taken
+def test_a_malformed_trace_header_is_ignored(header: str, is_valid: bool) -> None:
+    assert (TraceContext.of_header(header) is not None) is is_valid
 
 
 def test_spans_are_concatenated() -> None:
@@ -72,8 +72,8 @@ def test_spans_are_concatenated() -> None:
         (f"00-{TRACE}-{CALLER}-01-{CALLER}x", False),
     ],
 )
-def test_a_message_is_checked(trace: str, taken: bool) -> None:
-    assert is_trace(trace) is taken
+def test_a_message_is_checked(trace: str, is_valid: bool) -> None:
+    assert is_trace(trace) is is_valid
 
 
 @pytest.mark.parametrize("wrong", [{"span_id": "x"}, {"parent_id": "-"}, {"version": "one"}])

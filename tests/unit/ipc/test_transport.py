@@ -62,10 +62,10 @@ def test_messages_arrive_in_order_in_both_directions(router: Router, dealer: Dea
         dealer.post(m.Cancel(number))
     dealer.flush()
     dealer.send(m.Cancel(5))
-    got: list[Any] = []
-    while len(got) < 6:
-        got += arrived(router)
-    assert got == [(b"me", m.Cancel(number)) for number in range(6)]
+    received: list[Any] = []
+    while len(received) < 6:
+        received += arrived(router)
+    assert received == [(b"me", m.Cancel(number)) for number in range(6)]
     router.post(b"me", m.Settled(1))
     router.post(b"me", m.Settled(2))
     router.post(b"nobody", m.Settled(3))
@@ -94,10 +94,10 @@ def test_an_unencodable_message_does_not_block_other_peers(router: Router, deale
     router.post(b"other", m.Settled(5))
     router.flush()
     assert arrived(dealer) == [m.Settled(4)]
-    got: list[Any] = []
-    while len(got) < 2:
-        got += arrived(other)
-    assert got == [m.Settled(1), m.Settled(5)] and not other.wait(0)
+    received: list[Any] = []
+    while len(received) < 2:
+        received += arrived(other)
+    assert received == [m.Settled(1), m.Settled(5)] and not other.wait(0)
     other.close()
 
 

@@ -16,9 +16,9 @@ CONTROL = "sequence_batching.control_input[0].control[0]"
 FIRST = "sequence_batching.state[0].initial_state[0]"
 
 
-def at(text: str, what: str) -> str:
+def at(text: str, field: str) -> str:
     """Return `text` with its only mark, "@", moved before `what`."""
-    return text.replace("@", "").replace(what, "@" + what, 1)
+    return text.replace("@", "").replace(field, "@" + field, 1)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def model(
     inputs: tuple[str, ...] = ("X",),
 ) -> ModelConfig:
     """Return a model with these inputs and the output Y."""
-    given = "".join(
+    steps_text = "".join(
         f'input {{ name: "{each}" data_type: {data_type} dims: [ {dims} ] }} ' for each in inputs
     )
     out = f'output {{ name: "Y" data_type: {data_type} dims: [ {dims} ] }}'
-    return config(f'name: "{name}" backend: "python" {given} {out} {more}')
+    return config(f'name: "{name}" backend: "python" {steps_text} {out} {more}')
 
 
 OPTIONAL = 'input { name: "Z" data_type: TYPE_FP32 dims: [ -1 ] optional: true }'

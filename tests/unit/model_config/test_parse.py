@@ -162,7 +162,7 @@ def messages(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
         if field.message_type is None:
             return scalar(field)
         cls: Any = message_factory.GetMessageClass(field.message_type)
-        return messages(field.message_type).map(lambda given: cls(**given))
+        return messages(field.message_type).map(lambda field_values: cls(**field_values))
 
     fields: list[FieldDescriptor] = list(descriptor.fields)
     chosen = (

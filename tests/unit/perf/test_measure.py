@@ -12,19 +12,19 @@ from shmserve.perf.load import Mark, Records
 from shmserve.perf.measure import Values
 
 
-def values(given: list[int]) -> Values:
-    return np.sort(np.array(given, np.int64))
+def values(samples: list[int]) -> Values:
+    return np.sort(np.array(samples, np.int64))
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1), st.floats(0.1, 100))
 def test_a_percentile_is_the_least_that_so_many_do_not_exceed(
-    given: list[int], percent: float
+    samples: list[int], percent: float
 ) -> None:
-    result = measure.percentile(values(given), percent)
-    need = percent / 100 * len(given) - 1e-6
-    assert result in given
-    assert sum(sample <= result for sample in given) >= need
-    assert sum(sample < result for sample in given) < need + 1e-5
+    result = measure.percentile(values(samples), percent)
+    need = percent / 100 * len(samples) - 1e-6
+    assert result in samples
+    assert sum(sample <= result for sample in samples) >= need
+    assert sum(sample < result for sample in samples) < need + 1e-5
 
 
 def test_percentiles_of_a_hundred() -> None:

@@ -53,11 +53,11 @@ def test_slots_have_ranges_of_their_own() -> None:
     transport: Any = Transport()
     with Regions(transport, "system") as regions:
         rooms = regions.outputs({"Y": 100, "Z": 4}, 3)
-        taken = sorted((p.offset, p.offset + p.byte_size) for room in rooms for p in room.values())
-        assert len(taken) == 6
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
+        ranges = sorted((p.offset, p.offset + p.byte_size) for room in rooms for p in room.values())
+        assert len(ranges) == 6
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
         ((_, fields),) = transport.registered.values()
-        assert taken[-1][1] <= fields["byte_size"]
+        assert ranges[-1][1] <= fields["byte_size"]
 
 
 def test_memory_of_a_device_is_registered_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:

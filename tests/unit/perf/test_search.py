@@ -119,19 +119,19 @@ def test_there_are_no_more_runs_than_may_be(most: int) -> None:
 
 def test_the_best_is_measured_once_more_and_may_fall() -> None:
     measure = model(4, 0.4, 1)
-    seen: dict[Candidate, int] = {}
+    measurements: dict[Candidate, int] = {}
     lucky = Search(measure, TARGET_MS, SPACE, 60).run(START)
     assert lucky is not None
 
     def once(candidate: Candidate) -> Trial:
-        seen[candidate] = seen.get(candidate, 0) + 1
-        late = candidate == lucky.candidate and seen[candidate] > 1
+        measurements[candidate] = measurements.get(candidate, 0) + 1
+        late = candidate == lucky.candidate and measurements[candidate] > 1
         return measure(candidate)._replace(p99_ms=99.0) if late else measure(candidate)
 
     best = Search(once, TARGET_MS, SPACE, 60).run(START)
     assert best is not None
     assert best.candidate != lucky.candidate
-    assert seen[best.candidate] == 2
+    assert measurements[best.candidate] == 2
 
 
 def test_a_best_run_that_is_slower_when_repeated_is_not_preferred() -> None:

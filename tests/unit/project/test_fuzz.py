@@ -62,19 +62,19 @@ def test_corpus(path: Path) -> None:
 def test_inputs_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What breaks a target is kept, and is the same for the same seed."""
     monkeypatch.chdir(tmp_path)
-    seen: list[bytes] = []
+    inputs: list[bytes] = []
 
     def target(data: bytes) -> None:
-        seen.append(data)
-        assert len(seen) != 50
+        inputs.append(data)
+        assert len(inputs) != 50
 
     for _ in range(2):
-        seen.clear()
+        inputs.clear()
         with pytest.raises(AssertionError):
             search(target, [b"corpus", b"other"], 60, seed=7)
         (kept,) = tmp_path.iterdir()
         assert kept.name == "crash-7-49"
-        assert kept.read_bytes() == seen[-1]
+        assert kept.read_bytes() == inputs[-1]
     assert search(len, [b"corpus"], 0, seed=7) == 1
 
 

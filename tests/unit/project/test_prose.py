@@ -227,14 +227,14 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             case ast.Call():
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
                 name = node.func.id if isinstance(node.func, ast.Name) else name
-                taken = [each.value for each in node.keywords if each.arg in TEXT_ARGUMENTS]
+                texts = [each.value for each in node.keywords if each.arg in TEXT_ARGUMENTS]
                 if name in LOG_METHODS or name[:1].isupper() or name in ("warning", "ok"):
-                    taken += node.args
+                    texts += node.args
             case ast.Assign(value=value) | ast.Return(value=ast.expr() as value):
-                taken = [value]
+                texts = [value]
             case _:
                 continue
-        for each in taken:
+        for each in texts:
             text = template(each)
             if " " in text.strip():
                 yield node.lineno, text

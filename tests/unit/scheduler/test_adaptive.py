@@ -112,9 +112,9 @@ def test_the_first_execution_does_not_count() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 512), st.floats(0, 1e12)), max_size=60))
-def test_estimated_times_are_never_negative(seen: list[tuple[int, float]]) -> None:
+def test_estimated_times_are_never_negative(observations: list[tuple[int, float]]) -> None:
     time = SizeTimes(512)
-    for units, took_ns in seen:
+    for units, took_ns in observations:
         time.observe(units, took_ns)
     assert time.setup_ns >= -1e-3
     assert all(time.expected_ns(size) >= 0 for size in range(1, 513))

@@ -207,9 +207,9 @@ def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
     rig.client(m.Release(100, list(range(9000))), OTHER)
     assert rig.workers.take() == []
     peer = rig.start(0, 100)
-    given = rig.workers.take()
-    assert given[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
-    assert len(given) == 4096
+    worker_messages = rig.workers.take()
+    assert worker_messages[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
+    assert len(worker_messages) == 4096
     rig.supervisor(ProcessExited(101, ""))
     assert rig.workers.take() == [(peer, m.ReaderExited(101))]
     rig.start(1, 101)
@@ -824,10 +824,12 @@ def families(rig: Rig) -> Any:
 
 def test_request_options_reach_the_worker() -> None:
     rig, _ = ready_rig({})
-    said: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
-    said |= {"correlation_id": 4, "correlation_text": "text"}
-    rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **said)
+    fields: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
+    fields |= {"correlation_id": 4, "correlation_text": "text"}
+    rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
     _, batch = rig.execute()
     (work,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
-    assert work == m.Work(work.key, pid, schema_of(), [b"packed"], **said, deadline_ns=rig.now + MS)
+    assert work == m.Work(
+        work.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS
+    )

@@ -102,7 +102,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, 
 
 @given(SHAPES, st.floats(0, 1), st.integers(1, 8))
 def test_padded_shapes_share_a_batch_up_to_their_bound(
-    asked: list[tuple[int, int]], most_waste: float, most: int
+    requests: list[tuple[int, int]], most_waste: float, most: int
 ) -> None:
     """A batch has the first requests that fit and may be padded together, in order.
 
@@ -110,7 +110,8 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
     """
     pads = Padding([Pad("X", (-1,), 0, (), "", "", most_waste)], {})
     queued = [
-        Item(min(units, most), shape_key=pads.key(b"", {"X": (length,)})) for length, units in asked
+        Item(min(units, most), shape_key=pads.key(b"", {"X": (length,)}))
+        for length, units in requests
     ]
     how = replace(rules(most), padding=pads)
     decision = decide(NOW, queued, how, 0)
@@ -230,16 +231,16 @@ def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
     situation: tuple[list[Item], Batching, int],
 ) -> None:
     queue, how, reserve = situation
-    now, left = NOW, list(queue)
-    while left:
-        decision = decide(now, left, how, reserve)
+    now, waiting = NOW, list(queue)
+    while waiting:
+        decision = decide(now, waiting, how, reserve)
         assert decision is not None
         if isinstance(decision, WaitUntil):
             now = decision.ns
             continue
-        for item in left[: decision.count]:
+        for item in waiting[: decision.count]:
             assert now <= max(NOW, item.enqueued_ns + how.delay_ns)
-        del left[: decision.count]
+        del waiting[: decision.count]
 
 
 def test_the_default_scheduler_runs_one_request_after_another() -> None:

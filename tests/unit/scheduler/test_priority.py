@@ -31,8 +31,8 @@ class AgainstAList(RuleBasedStateMachine):
         return [request for _, request in sorted(self.naive, key=lambda item: item[0])]
 
     def _drop(self, requests: Iterable[ScheduledRequest]) -> None:
-        gone = set(map(id, requests))
-        self.naive = [item for item in self.naive if id(item[1]) not in gone]
+        removed_ids = set(map(id, requests))
+        self.naive = [item for item in self.naive if id(item[1]) not in removed_ids]
 
     @rule(level=LEVELS)
     def append(self, level: int) -> None:
@@ -68,11 +68,11 @@ class AgainstAList(RuleBasedStateMachine):
         """Remove a batch, and put it back if `back` is set."""
         expected = self._expected()
         count = data.draw(st.integers(0, len(expected)))
-        taken = self.queue.take(count)
-        assert taken == expected[:count]
-        self._drop(taken)
+        batch = self.queue.take(count)
+        assert batch == expected[:count]
+        self._drop(batch)
         if back:
-            for request in reversed(taken):
+            for request in reversed(batch):
                 self.memory_ranges += 1
                 self.queue.prepend(request)
                 self.naive.append(((request.level, request.delayed, -self.memory_ranges), request))

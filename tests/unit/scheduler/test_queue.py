@@ -30,7 +30,7 @@ def backlog(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> Re
 
 def submit(**fields: Any) -> Submit:
     """Return a request of one row that has just arrived."""
-    given = {
+    defaults = {
         "id": 1,
         "schema": b"",
         "data": [b"work"],
@@ -39,7 +39,7 @@ def submit(**fields: Any) -> Submit:
         "timeout_us": 0,
         "priority": 0,
     }
-    return Submit(**{**given, **fields})
+    return Submit(**{**defaults, **fields})
 
 
 def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledRequest:

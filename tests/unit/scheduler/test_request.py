@@ -30,9 +30,9 @@ def test_events_follow_the_table_of_transitions(state: State, event: Event) -> N
 def test_every_way_through_the_table_ends() -> None:
     assert LIFE[State.DONE] == {}
     for state in State:
-        seen, left = set(), [state]
-        while left:
-            at = left.pop()
-            seen.add(at)
-            left += [after for after in LIFE[at].values() if after not in seen]
-        assert State.DONE in seen
+        visited, unvisited = set(), [state]
+        while unvisited:
+            at = unvisited.pop()
+            visited.add(at)
+            unvisited += [after for after in LIFE[at].values() if after not in visited]
+        assert State.DONE in visited

@@ -206,8 +206,8 @@ def test_a_cancelled_held_hit_releases_its_copy(arena: Arena) -> None:
     peer = rig.start()
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
     rig.submit(work=work(b"z"))
-    (held,) = rig.submit(work=work())
-    rig.client(m.Cancel(held))
+    (executed,) = rig.submit(work=work())
+    rig.client(m.Cancel(executed))
     assert [answer.code for answer in rig.answers()] == ["CANCELLED"]
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
@@ -234,14 +234,14 @@ def regions(arena: Arena) -> dict[str, Packed]:
     """Return requests whose inputs or outputs are in memory that schedulers do not read."""
     memory_range = placed(arena, b"r" * 64)
     memory, copied = memory_range.memory, memory_range.memory
-    held = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
+    cached_memory = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
     copied = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
     unsealed = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
     return {
-        "a client's region": work(Range(held, memory_range.offset, 64)),
+        "a client's region": work(Range(cached_memory, memory_range.offset, 64)),
         "an untrusted client's": work(Range(copied, memory_range.offset, 64)),
         "an object that may shrink": work(Range(unsealed, memory_range.offset, 64)),
-        "an output's place": work(b"x", Range(held, memory_range.offset, 64)),
+        "an output's place": work(b"x", Range(cached_memory, memory_range.offset, 64)),
     }
 
 
@@ -408,14 +408,14 @@ def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int
     cache: LruCache[int] = LruCache(50)
     bound = 50
     kept: dict[bytes, int] = {}  # least recently used first
-    for what, number, size in steps:
+    for action, number, size in steps:
         key = b"%d" % number
-        if what == "insert":
+        if action == "insert":
             assert cache.insert(key, size, size) == (size <= bound)
             if size <= bound:
                 kept.pop(key, None)
                 kept[key] = size
-        elif what == "find":
+        elif action == "find":
             assert cache.find(key) == kept.get(key)
             if key in kept:
                 kept[key] = kept.pop(key)

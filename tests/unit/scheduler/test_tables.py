@@ -36,8 +36,8 @@ def begun(**options: Any) -> tuple[Rig, bytes, int, int]:
 def give(rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **fields: Any) -> None:
     """Send a response with these compute and output times."""
     rig.now += infer_ns + output_ns
-    given = rig.now - output_ns
-    rig.respond(peer, key, computed_ns=given, written_ns=rig.now, **fields)
+    elapsed_ns = rig.now - output_ns
+    rig.respond(peer, key, computed_ns=elapsed_ns, written_ns=rig.now, **fields)
 
 
 def test_each_response_counts_from_the_one_before_it() -> None:

@@ -40,11 +40,11 @@ def low_descriptors_taken() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH), max(most, 2 * _HIGH)))
     except (OSError, ValueError):
         pytest.skip("the limit of descriptors cannot be raised")
-    taken = [os.open(os.devnull, os.O_RDONLY)]
-    while taken[-1] < _HIGH:
-        taken.append(os.dup(taken[0]))
+    opened_fds = [os.open(os.devnull, os.O_RDONLY)]
+    while opened_fds[-1] < _HIGH:
+        opened_fds.append(os.dup(opened_fds[0]))
     yield
-    for fd in taken:
+    for fd in opened_fds:
         os.close(fd)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 

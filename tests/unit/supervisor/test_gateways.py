@@ -34,9 +34,9 @@ async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
     processes.context.control.send = (  # type: ignore[method-assign]
         lambda address, message: records.append(message)
     )
-    seen = []
+    states = []
     for message in (m.Started(), m.GatewayReady()):
         processes._dispatch(child.pid, message)
         await turns()
-        seen += [starting.done(), "what there is" in records]
-    assert seen == [False, True, True, True]
+        states += [starting.done(), "what there is" in records]
+    assert states == [False, True, True, True]

@@ -51,10 +51,10 @@ def test_no_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then none is listened on: clients would find the server by one address and not by another."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         sockets = [
             (socket.AF_INET, socket.SOCK_STREAM, 6, "", where)
-            for where in (("127.0.0.2", 0), taken.getsockname(), (NOBODYS, 0))
+            for where in (("127.0.0.2", 0), listener.getsockname(), (NOBODYS, 0))
         ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: sockets)
         with pytest.raises(InvalidArgument, match=r"already in use.*; .* another --http-port"):

@@ -57,7 +57,7 @@ async def test_one_user_does_not_take_all_places(
     """R15: three quarters are for one user, however many come; and again once one has left."""
     monkeypatch.setattr(fd_limits, "for_local_clients", lambda: PLACES)
     nobody: Any = None
-    left = asyncio.Event()
+    disconnected = asyncio.Event()
     capabilities = Capabilities(os.urandom(32))
     local_clients = LocalClientServer(
         folder,
@@ -66,7 +66,7 @@ async def test_one_user_does_not_take_all_places(
         nobody,
         lambda: (),
         Acknowledgements(),
-        lambda _: left.set(),
+        lambda _: disconnected.set(),
         nobody,
     )
     with contextlib.ExitStack() as stack:
@@ -78,20 +78,20 @@ async def test_one_user_does_not_take_all_places(
                 inside.append(link)
         assert len(inside) == fd_limits.share_of(PLACES) < PLACES
         inside.pop().close()
-        await left.wait()
+        await disconnected.wait()
         assert await welcome(stack.enter_context(come(folder)))
 
 
 async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(folder: Path) -> None:
     """The program sent its hello and shared memory in one message; all of it is released."""
-    left = asyncio.Event()
+    disconnected = asyncio.Event()
     capabilities = Capabilities(bytes(32))
     registry = LocalMemory(capabilities, RegionOpener(POLICY), RecordedProcesses(), print)
     nobody: Any = None
 
     def gone(number: int) -> None:
         registry.release(number)
-        left.set()
+        disconnected.set()
 
     local_clients = LocalClientServer(
         folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone, nobody
@@ -101,7 +101,7 @@ async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(fol
         words = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
         socket.send_fds(program, [words], [fd])
     async with asyncio.timeout(10):
-        await left.wait()
+        await disconnected.wait()
     assert not len(registry)
     local_clients.connections.close()
     registry.close()
@@ -219,8 +219,8 @@ def _model(name: str, tensors: int) -> m.ModelPublished:
     return m.ModelPublished(name, "1", ModelSpec.of(config), {}, "ipc:///run/1", True, True, 0.0, 0)
 
 
-def _names(told: list[Any]) -> set[str]:
-    return {message.name for message in told if isinstance(message, m.ModelPublished)}
+def _names(messages: list[Any]) -> set[str]:
+    return {message.name for message in messages if isinstance(message, m.ModelPublished)}
 
 
 async def _told(link: socket.socket, count: int, *, hello: bool = True) -> list[Any]:

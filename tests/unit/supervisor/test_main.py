@@ -12,12 +12,12 @@ def test_idle_threads_of_openmp_do_not_spin_for_long() -> None:
 
 
 def test_variables_of_the_operator_win() -> None:
-    given = {"GOMP_SPINCOUNT": "7", "TORCHINDUCTOR_CACHE_DIR": "/cache"}
-    assert given.items() <= _worker_environment(given, Path("/run")).items()
+    environment = {"GOMP_SPINCOUNT": "7", "TORCHINDUCTOR_CACHE_DIR": "/cache"}
+    assert environment.items() <= _worker_environment(environment, Path("/run")).items()
 
 
 def test_it_imports_nothing_that_only_its_children_need() -> None:
     """Each of these takes a tenth of a second, or more, before any child is started."""
     program = "import sys, shmserve.supervisor.main; print(*sys.modules)"
-    done = run_python("-c", program, check=True)
-    assert not {"torch", "numpy", "aiohttp", "uvloop"} & set(done.stdout.split())
+    result = run_python("-c", program, check=True)
+    assert not {"torch", "numpy", "aiohttp", "uvloop"} & set(result.stdout.split())

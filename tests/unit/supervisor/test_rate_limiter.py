@@ -84,16 +84,16 @@ def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
     """Priority 2 runs half as often."""
     rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
     ran = [0, 0]
-    (held,) = rate_limiter.ask(0, 0, 0)
+    (granted,) = rate_limiter.ask(0, 0, 0)
     rate_limiter.ask(1, 0, 1)
     for ticket in range(2, 302):
-        member = held[0]
+        member = granted[0]
         assert isinstance(member, int)
         ran[member] += 1
         # The next ticket is requested before the old one is returned, so that both models always
         # wait.
         rate_limiter.ask(member, 0, ticket)
-        (held,) = rate_limiter.release(*held, True)
+        (granted,) = rate_limiter.release(*granted, True)
     assert abs(ran[0] - 2 * ran[1]) <= 3
 
 
@@ -168,14 +168,14 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     held: dict[Any, None] = {}
     waiting: dict[Any, None] = {}
     passed: dict[Any, int] = {}
-    for number, (what, member, index) in enumerate(steps):
+    for number, (action, member, index) in enumerate(steps):
         member %= len(members)
-        if what < 2:
+        if action < 2:
             index %= len(members[member])
             waiting[member, number] = None
             needs[member, number] = members[member][index]
             granted = rate_limiter.ask(member, index, number)
-        elif what == 2 and (held or waiting):
+        elif action == 2 and (held or waiting):
             key = random.Random(number).choice([*held, *waiting])
             held.pop(key, None)
             waiting.pop(key, None)

@@ -23,12 +23,12 @@ def test_a_new_run_directory_is_private_and_removed_at_the_end() -> None:
 
 
 def test_the_run_directory_of_a_killed_server_is_cleared(tmp_path: Path) -> None:
-    left = tmp_path / "run"
-    os.close(RunDirectory(left).lock_fd)
+    stale_dir = tmp_path / "run"
+    os.close(RunDirectory(stale_dir).lock_fd)
     with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(left / "control"))
-    directory = RunDirectory(left)
-    assert [entry.name for entry in left.iterdir()] == ["lock"]
+        stale.bind(str(stale_dir / "control"))
+    directory = RunDirectory(stale_dir)
+    assert [entry.name for entry in stale_dir.iterdir()] == ["lock"]
     os.close(directory.lock_fd)
 
 

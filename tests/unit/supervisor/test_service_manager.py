@@ -48,14 +48,14 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
     manager.status("e")
     manager.close()
     manager.status("f")
-    said = [sock.recv(1000) for _ in range(7)]
-    reloading = said.pop(4).decode().split()
+    messages = [sock.recv(1000) for _ in range(7)]
+    reloading = messages.pop(4).decode().split()
     assert before_us <= int(reloading.pop(1).removeprefix("MONOTONIC_USEC="))
     assert reloading == ["RELOADING=1", "STATUS=reloading"]
     with pytest.raises(BlockingIOError):
         sock.recv(1000)
     ready, stopping = b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"
-    assert said == [b"STATUS=a", b"STATUS=b", ready, b"WATCHDOG=1", ready, stopping]
+    assert messages == [b"STATUS=a", b"STATUS=b", ready, b"WATCHDOG=1", ready, stopping]
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,11 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
     ],
 )
 def test_it_may_ask_for_signs_of_life(
-    address_and_socket: tuple[str, socket.socket], said: dict[str, str], watchdog_s: float
+    address_and_socket: tuple[str, socket.socket],
+    expected: dict[str, str],
+    watchdog_s: float,
 ) -> None:
-    environment = {"NOTIFY_SOCKET": address_and_socket[0], **said}
+    environment = {"NOTIFY_SOCKET": address_and_socket[0], **expected}
     manager = ServiceManager.from_environment(environment)
     assert (manager.watchdog_s, environment) == (watchdog_s, {})
     manager.close()
@@ -96,24 +98,24 @@ def test_notifications_queue_up_without_watchdog_messages(
 
     async def fill(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
         manager = ServiceManager(address)
-        got: list[tuple[str, tuple[int, int]]] = []
+        stored_fds: list[tuple[str, tuple[int, int]]] = []
         for number, fd in enumerate(files):
             manager.keep(str(number), [fd])
             os.close(fd)  # the waiting descriptor is a duplicate
             manager.alive()
-        while not got or got[-1][0] != names[-1]:
+        while not stored_fds or stored_fds[-1][0] != names[-1]:
             await asyncio.sleep(0)
             try:
-                said, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
+                message, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
             except BlockingIOError:
                 continue
             except ValueError:  # a watchdog message sent while the queue had space
                 continue
-            got.append((said.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
+            stored_fds.append((message.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
             os.close(fd)
         manager.alive()
         manager.close()
-        return got
+        return stored_fds
 
     files = [os.memfd_create(f"kept-{number}") for number in range(count)]
     same = [(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in files]
@@ -197,7 +199,7 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
             os.dup2(copy, 3 + number)
 
     environment = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _ASK],
         env={**os.environ, **environment},
         pass_fds=range(3, 3 + len(sockets)),
@@ -206,7 +208,7 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
         text=True,
         check=True,
     )
-    return done.stdout.splitlines()
+    return result.stdout.splitlines()
 
 
 def test_sockets_are_taken_by_their_names() -> None:
@@ -218,13 +220,13 @@ def test_sockets_are_taken_by_their_names() -> None:
         addresses = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
         assert ask([http, grpc], "http:grpc") == [str(addresses), "[]"]
         assert ask([http], "http", pid="1") == ["{}", "[]"]
-        (wrong, left) = ask([http, grpc], "http:other")
+        (wrong, remaining) = ask([http, grpc], "http:other")
         assert wrong == (
             "LISTEN_FDNAMES: unknown socket name 'other' (allowed for FileDescriptorName=: http, "
             "grpc, "
             "metrics, local)"
         )
-        assert left == "[]"
+        assert remaining == "[]"
 
 
 def test_a_socket_that_does_not_listen_is_refused() -> None:

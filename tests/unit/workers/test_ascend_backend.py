@@ -103,10 +103,10 @@ def test_without_cann_the_error_names_the_missing_package(
     ],
 )
 def test_a_configuration_that_promises_too_much(
-    acl: FakeAcl, worker: Rig, given: dict[str, Any], text: str
+    acl: FakeAcl, worker: Rig, fields: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        AscendBackend(worker.context).load(ModelSpec.of(given))
+        AscendBackend(worker.context).load(ModelSpec.of(fields))
 
 
 def test_dynamic_shapes_are_refused(acl: FakeAcl, worker: Rig) -> None:

@@ -165,10 +165,10 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     """
     data = np.random.rand(4 * MIB).astype(F32)
     source = region.write(0, data)
-    seen: list[Any] = []
+    batches: list[Any] = []
 
     def look(requests: list[Request]) -> list[Response]:
-        seen.append(requests[0].inputs["X"].raw)
+        batches.append(requests[0].inputs["X"].raw)
         return echo(requests)
 
     worker.serve(FunctionBackend(worker.context, look), one_tensor())
@@ -180,7 +180,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     tracemalloc.stop()
     assert reply.code == "", reply.message
     assert peak < 1 * MIB
-    assert address(seen[0]) == address(worker.context.mappings.view(source))
+    assert address(batches[0]) == address(worker.context.mappings.view(source))
     assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
     assert reply.answer is not None
     assert reply.answer.outputs[0].data == requested_output.memory_range
@@ -267,11 +267,13 @@ def test_an_input_that_is_returned_stays_where_it_is(
         return [Response([Output("Y", "FP32", y)])]
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())
-    given = region.write(0, data)
+    memory_range = region.write(0, data)
     requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), allowed)
     for expected in (data, data[: MIB // 2], data, data + 1):
         returned = allowed and expected is data
-        (reply,) = worker.batch(inference(tensor("X", data, given), outputs=[requested_output]))
+        (reply,) = worker.batch(
+            inference(tensor("X", data, memory_range), outputs=[requested_output])
+        )
         assert reply.answer is not None
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
@@ -421,8 +423,8 @@ def test_any_layout_is_written_row_major(
     want = np.ascontiguousarray(
         data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
     )
-    got = region.read(64, 48) if placed else reply.array("Y").tobytes()
-    assert got == want.tobytes()
+    output = region.read(64, 48) if placed else reply.array("Y").tobytes()
+    assert output == want.tobytes()
 
 
 def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:
@@ -461,16 +463,16 @@ def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
 
 
 def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
-    seen: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def look(requests: list[Request]) -> list[Response]:
-        seen.extend(request.inputs["X"].shape for request in requests)
+        shapes.extend(request.inputs["X"].shape for request in requests)
         return echo(requests)
 
     config = one_tensor(dims=(4, -1), most=8, reshape={"shape": [2, 2, -1]})
     worker.serve(FunctionBackend(worker.context, look), config)
     replies = worker.batch(*(inference(tensor("X", np.zeros((n, 4, 5), F32))) for n in (1, 3)))
-    assert seen == [(1, 2, 2, 5), (3, 2, 2, 5)]
+    assert shapes == [(1, 2, 2, 5), (3, 2, 2, 5)]
     assert [reply.array("Y").shape for reply in replies] == [(1, 4, 5), (3, 4, 5)]
 
 
@@ -479,10 +481,10 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
     variable = [data.draw(st.booleans()) for _ in sizes]
     dims = tuple(-1 if free else size for size, free in zip(sizes, variable, strict=True))
     target = (1, *(dim for dim in dims if dim == -1), 1)
-    got = reshape(tuple(sizes), dims, target)
+    shape = reshape(tuple(sizes), dims, target)
     free = [size for size, is_free in zip(sizes, variable, strict=True) if is_free]
-    assert got == (1, *free, 1)
-    assert reshape(got, target, dims) == tuple(
+    assert shape == (1, *free, 1)
+    assert reshape(shape, target, dims) == tuple(
         size if dim == -1 else dim for size, dim in zip(sizes, dims, strict=True)
     )
 

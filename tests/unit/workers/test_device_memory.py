@@ -127,11 +127,11 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     mappings.unmap(region.id)
     assert (cuda.opened, memory.handle_count) == (1, 1)
     # A thread of the model drops the last reference. The main thread closes the handle.
-    held = [kept]
+    references = [kept]
     del kept
 
     def let_go() -> None:
-        held.clear()
+        references.clear()
         memory.close_unused()
 
     thread = threading.Thread(target=let_go)
@@ -430,12 +430,12 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
         "shared memory size specified with the request for output 'y' (8 bytes) should be at "
         "least 16 bytes to hold the results",
     )
-    gone = cuda.export(64)
-    cuda.revoke(gone)
+    closed_handle = cuda.export(64)
+    cuda.revoke(closed_handle)
     replies = worker.batch(
-        inference(at(gone.memory(), 0, ROW)),
+        inference(at(closed_handle.memory(), 0, ROW)),
         inference(tensor("x", ROW)),
-        inference(tensor("x", ROW), outputs=out(gone.memory(), 0)),
+        inference(tensor("x", ROW), outputs=out(closed_handle.memory(), 0)),
     )
     assert [reply.code for reply in replies] == ["INVALID_ARG", "", "INVALID_ARG"]
 
@@ -468,13 +468,15 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     twice(worker)
-    gone = cuda.export(64)
-    worker.batch(inference(at(gone.memory(), 0, ROW), outputs=out(gone.memory(), 32)))
+    closed_handle = cuda.export(64)
+    worker.batch(
+        inference(at(closed_handle.memory(), 0, ROW), outputs=out(closed_handle.memory(), 32))
+    )
     worker.context.mappings.unmap_all()
-    cuda.revoke(gone)
+    cuda.revoke(closed_handle)
     cuda.broken = True
     with pytest.raises(DeviceLost):
-        worker.batch(inference(tensor("x", ROW), outputs=out(gone.memory(), 32)))
+        worker.batch(inference(tensor("x", ROW), outputs=out(closed_handle.memory(), 32)))
 
 
 # --- other backends
@@ -534,8 +536,8 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
     words = np.array([b"one", b"three"], dtype=np.object_)
     wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
     exported.write(0, wire)
-    given = tensor("x", words, Range(memory, 0, wire.nbytes))
-    (reply,) = worker.batch(inference(given, outputs=out(memory, 32, 20)))
+    input_tensor = tensor("x", words, Range(memory, 0, wire.nbytes))
+    (reply,) = worker.batch(inference(input_tensor, outputs=out(memory, 32, 20)))
     assert reply.code == "", reply.message
     assert (exported.read(32, wire) == wire).all()
 

@@ -116,5 +116,5 @@ def test_a_first_request_imports_nothing(tmp_path: Path) -> None:
             write(folder)
     cases = [f"{backend}:{tmp_path / name}" for name, (backend, _) in CASES.items()]
     command = [sys.executable, "-c", PROGRAM, *cases]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == [str(tmp_path / name) for name in CASES], done.stderr
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines() == [str(tmp_path / name) for name in CASES], result.stderr

@@ -194,11 +194,11 @@ class Model:
     assert complete(worker)["input"][1] == tensor_config("factor", "FP32", [1], optional=True)
     serve(worker)
     x = tensor("x", np.ones((1, 2), F32))
-    for given, factor in (
+    for sent_request, factor in (
         (inference(x), 0.5),
         (inference(x, tensor("factor", np.array([[3]], F32))), 3),
     ):
-        (reply,) = worker.batch(given)
+        (reply,) = worker.batch(sent_request)
         assert reply.answer is not None, reply.message
         assert reply.answer.outputs[0].data == np.full((1, 2), factor, F32).tobytes()
 
@@ -251,18 +251,18 @@ class Model:
 """
     write(worker, text % ("'adaptive'", "12.5"))
     strategy, target = {"string_value": "adaptive"}, {"string_value": "12.5"}
-    said = complete(worker)["parameters"]
-    assert (said["batching_strategy"], said["target_p99_ms"]) == (strategy, target)
+    parameters = complete(worker)["parameters"]
+    assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target)
     written = {"target_p99_ms": {"string_value": "3"}}
-    said = complete(worker, blank(parameters=written))["parameters"]
-    assert said == {**written, "batching_strategy": strategy}
-    for values, what in (
+    parameters = complete(worker, blank(parameters=written))["parameters"]
+    assert parameters == {**written, "batching_strategy": strategy}
+    for values, message in (
         (("7", "None"), "'Model.batching_strategy' must be a string, got 7"),
         (("None", "'5'"), "'Model.target_p99_ms' must be a number of milliseconds, got '5'"),
         (("None", "True"), "'Model.target_p99_ms' must be a number of milliseconds, got True"),
     ):
         write(worker, text % values)
-        with pytest.raises(InvalidArgument, match=re.escape(what)):
+        with pytest.raises(InvalidArgument, match=re.escape(message)):
             complete(worker)
 
 

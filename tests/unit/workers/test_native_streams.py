@@ -240,9 +240,9 @@ async def predict(self, x: {ARRAY}) -> {f"{result}[{ARRAY}]" if stream else ARRA
 """
     model = Model(worker, body)
     assert model.backend.checks_ready
-    for said in (True, False):
-        model.said.append(said)
-        assert model.backend.is_ready() is said
+    for is_final in (True, False):
+        model.said.append(is_final)
+        assert model.backend.is_ready() is is_final
     model.said.append(1)
     with pytest.raises(Internal, match="`is_ready` must return a bool, found type '<class 'int'>'"):
         model.backend.is_ready()

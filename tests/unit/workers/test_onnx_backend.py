@@ -235,8 +235,8 @@ def test_the_platform_of_older_configurations() -> None:
     assert backends.find(ModelSpec.of({"platform": "onnxruntime_onnx"})) is OnnxBackend
 
 
-def parameters(**given: str) -> dict[str, Any]:
-    keys = {key: {"string_value": value} for key, value in given.items()}
+def parameters(**values: str) -> dict[str, Any]:
+    keys = {key: {"string_value": value} for key, value in values.items()}
     return {"name": "m", "parameters": keys}
 
 
@@ -310,8 +310,8 @@ def test_a_gpu_needs_the_other_package(worker: Rig) -> None:
         OnnxBackend(worker.context).complete_config(BARE)
 
 
-@pytest.mark.parametrize("given", [BARE, None])
-def test_a_scalar_has_one_element_for_clients(worker: Rig, given: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("fields", [BARE, None])
+def test_a_scalar_has_one_element_for_clients(worker: Rig, fields: dict[str, Any] | None) -> None:
     nodes = [("Mul", "a b", "c", {}), ("ReduceSum", "c", "s", {"keepdims": 0})]
     save(
         worker.context.version_dir,
@@ -321,7 +321,7 @@ def test_a_scalar_has_one_element_for_clients(worker: Rig, given: dict[str, Any]
     )
     inputs = [tensor_config("a", "FP32", [1]), tensor_config("b", "FP32", [-1])]
     outputs = [tensor_config("c", "FP32", [-1]), tensor_config("s", "FP32", [1])]
-    config = given or model_config(inputs, outputs, 0)
+    config = fields or model_config(inputs, outputs, 0)
     worker.serve(OnnxBackend(worker.context), OnnxBackend(worker.context).complete_config(config))
     scale, values = np.array([3], np.float32), np.array([1, 2], np.float32)
     (reply,) = worker.batch(inference(tensor("a", scale), tensor("b", values)))

@@ -59,8 +59,8 @@ def test_nothing_of_a_copy_is_kept() -> None:
 
     copier = Copier(2)
     source = np.zeros(8 * MIB, np.uint8).view(Array)
-    gone = threading.Event()
-    weakref.finalize(source, gone.set)
+    freed = threading.Event()
+    weakref.finalize(source, freed.set)
     copier.copy(np.empty(8 * MIB, np.uint8), source)
     del source
-    assert gone.wait(10.0)
+    assert freed.wait(10.0)

@@ -114,11 +114,11 @@ def test_dlpack_of_bf16() -> None:
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         tensor.as_numpy()
     bits = given_input(value.view(torch.uint16).numpy(), "BF16")
-    came = received(bits).inputs()[0]
-    assert torch.equal(from_dlpack(came), value)
+    received_tensor = received(bits).inputs()[0]
+    assert torch.equal(from_dlpack(received_tensor), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
-        came.as_numpy()
-    assert (came.as_output().data == value.view(torch.uint16).numpy()).all()
+        received_tensor.as_numpy()
+    assert (received_tensor.as_output().data == value.view(torch.uint16).numpy()).all()
 
 
 def test_unsupported_dlpack_tensors_are_refused() -> None:

@@ -138,8 +138,8 @@ def test_the_arguments_of_initialize(model: Model) -> None:
     assert reply.answer is not None
     seen_request = json.loads(reply.answer.parameters["told"])
     context = model.rig.context
-    given = json.loads(seen_request["args"].pop("model_config"))
-    assert given == config()
+    model_config = json.loads(seen_request["args"].pop("model_config"))
+    assert model_config == config()
     assert seen_request == {
         "args": {
             "model_instance_kind": "CPU",
@@ -763,9 +763,9 @@ def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region
     assert rounds(model, region, 14) == list(range(14))
 
 
-@pytest.mark.parametrize("told", ["raise RuntimeError('so')", "return [failure('so')]"])
+@pytest.mark.parametrize("message", ["raise RuntimeError('so')", "return [failure('so')]"])
 def test_an_error_about_read_only_inputs_in_any_words(
-    model: Model, region: Region, told: str
+    model: Model, region: Region, message: str
 ) -> None:
     """An error that disappears with copied inputs counts as an attempt to write to them."""
     model.serve(
@@ -779,7 +779,7 @@ def test_an_error_about_read_only_inputs_in_any_words(
                 if first >= 10:
                     array += 1
             except Exception:
-                {told}
+                {message}
             return [response(np.array([first], "f4"))]
         """
     )

@@ -130,11 +130,11 @@ def test_inputs_by_argument_by_index_or_in_order(
         save_exported(Three(), worker, *torch.zeros(3, 2, 1), dynamic=(BATCH, BATCH, BATCH))
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
     value = {"a": 7.0, "b": 2.0, "c": 3.0}
-    given = [
+    arguments = [
         tensor(name, np.array([[value[argument]]], F32))
         for name, argument in zip(names, order, strict=True)
     ]
-    (reply,) = worker.batch(inference(*given[::-1]))
+    (reply,) = worker.batch(inference(*arguments[::-1]))
     assert reply.array("OUTPUT__0").tolist() == [[5]]
     assert reply.array("OUTPUT__1").tolist() == [[21]]
 

@@ -108,11 +108,11 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
         control_input=[control("START", bool_false_true=[False, True])], state=[one, two]
     )
     model_spec = ModelSpec.of(source)
-    seen = with_generated_tensors(model_spec)
-    assert [tensor.name for tensor in seen.input] == ["X", "START", "I", "J"]
-    assert [tensor.name for tensor in seen.output] == ["Y", "O"]
-    assert seen.input[1] == TensorSpec("START", "BOOL", (1,))
-    assert seen.input[2] == TensorSpec("I", "INT64", (-1, 2))
+    completed_spec = with_generated_tensors(model_spec)
+    assert [tensor.name for tensor in completed_spec.input] == ["X", "START", "I", "J"]
+    assert [tensor.name for tensor in completed_spec.output] == ["Y", "O"]
+    assert completed_spec.input[1] == TensorSpec("START", "BOOL", (1,))
+    assert completed_spec.input[2] == TensorSpec("I", "INT64", (-1, 2))
     assert generated_names(model_spec) == {"START", "I", "O", "J", "Y"}
 
 
@@ -121,8 +121,8 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
 
 def spec(**fields: Any) -> dict[str, Any]:
     """Return the specification of a state of one FP32."""
-    given = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
-    return {**given, **fields}
+    state_fields = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
+    return {**state_fields, **fields}
 
 
 class Model:
@@ -282,13 +282,13 @@ class Sequences:
         self._made = made
         self._keys = itertools.count(1)
         more: dict[str, Any] = {"state": [spec()], "direct": {}}
-        given = model_config(
+        config = model_config(
             [tensor_config("X", "FP32", [1])],
             [tensor_config("Y", "FP32", [1])],
             4,
             sequence_batching=more,
         )
-        made.serve(FunctionBackend(made.context, self._execute), given)
+        made.serve(FunctionBackend(made.context, self._execute), config)
         self.states: sequence_inputs.States = made.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:

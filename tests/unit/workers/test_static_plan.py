@@ -174,8 +174,8 @@ def test_a_steady_stream_allocates_nothing(
         tracemalloc.stop()
         assert len(allocations) == 1 and worker.context.arena.used == used
         assert peak < ROW * 4 // 2, "less than half of a tensor: messages"
-        got = np.frombuffer(region.read(4 * ROW * 4, 4 * ROW * 4), F32).reshape(4, ROW)
-        assert (got == np.arange(1, 5, dtype=F32)[:, None]).all()
+        output = np.frombuffer(region.read(4 * ROW * 4, 4 * ROW * 4), F32).reshape(4, ROW)
+        assert (output == np.arange(1, 5, dtype=F32)[:, None]).all()
     finally:
         region.close()
 

@@ -63,12 +63,12 @@ class FakeEngine:
         self.ended = False
 
     async def make_call(
-        self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
     ) -> VllmCall:
         self.calls.append((parameters, echoes, openai))
         if parameters.get("temperature", 0) < 0:
             raise Refused("temperature")
-        return VllmCall(given.get("text_input"), None, text="")
+        return VllmCall(inputs.get("text_input"), None, text="")
 
     async def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
         self.priorities.append(priority)
@@ -86,12 +86,12 @@ class FakeEngine:
             raise
 
     async def convert(
-        self, task: str, given: Mapping[str, Any], parameters: Mapping[str, Any]
+        self, task: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> list[Output]:
         assert parameters["add_special_tokens"] is False
         return [
             Output.of_values("token_ids", "INT32", [1, 2]),
-            Output.of_values("text_output", "BYTES", [task, given["text_input"]]),
+            Output.of_values("text_output", "BYTES", [task, inputs["text_input"]]),
         ]
 
     @staticmethod
@@ -123,10 +123,10 @@ class Model(Streams):
         self.rig.serve(self.backend, self.config)
 
     def ask(
-        self, given: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **work: Any
+        self, inputs: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **work: Any
     ) -> None:
         tensors = []
-        for name, value in given.items():
+        for name, value in inputs.items():
             kind = {bool: np.bool_, int: np.int32}.get(type(value), np.object_)
             raw = value.encode() if isinstance(value, str) else value
             tensors.append(tensor(name, np.array([raw], kind)))
@@ -238,8 +238,8 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
         ),
     ],
 )
-def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> None:
-    model.ask(given)
+def test_refused_requests(model: Model, inputs: dict[str, Any], problem: str) -> None:
+    model.ask(inputs)
     response, end = model.responses(1)
     assert response.startswith(problem)
     assert end == "end"
@@ -412,8 +412,8 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
         ("MODEL", 1, "", ""),
     ],
 )
-def test_devices(kind: str, size: int, given: str, expected: str) -> None:
-    parameters = {"GPU_DEVICE_IDS": {"string_value": given}} if given else {}
+def test_devices(kind: str, size: int, visible_devices: str, expected: str) -> None:
+    parameters = {"GPU_DEVICE_IDS": {"string_value": visible_devices}} if visible_devices else {}
     spec = ModelSpec.of({"name": "m", "parameters": parameters})
     context: Any = SimpleNamespace(kind=kind, device_id=1)
     arguments = {"tensor_parallel_size": size}

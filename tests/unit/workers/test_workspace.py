@@ -97,8 +97,8 @@ def test_a_lease_is_a_tensor_and_is_returned_after_the_devices_work(worker: OnDe
         assert not worker.returned()
     settled(worker, 1)
     assert (worker.exported.content[:MB] == 7).all() and not worker.exported.content[MB:].any()
-    _, asked = worker.came[-1]
-    assert worker.cuda.asked[:asked] == [("open", 0), ("synchronize", 0)]
+    _, lease_request = worker.came[-1]
+    assert worker.cuda.asked[:lease_request] == [("open", 0), ("synchronize", 0)]
 
 
 def test_leases_of_other_threads(worker: OnDevice) -> None:

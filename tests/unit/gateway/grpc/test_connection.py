@@ -359,12 +359,12 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
     """Holds for any number of messages and frames at a time; the last message may be malformed."""
 
     async def play(scene: Scene) -> None:
-        resume, ended, seen = asyncio.Event(), asyncio.Event(), []
+        resume, ended, sizes = asyncio.Event(), asyncio.Event(), []
 
         async def slow(call: StreamingCall) -> Ending | None:
             await resume.wait()
             async for request in call.read_messages():
-                seen.append(request)  # noqa: PERF401
+                sizes.append(request)  # noqa: PERF401
             return None
 
         scene.serve = slow
@@ -374,14 +374,14 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         tracemalloc.start()
         for piece in (*sent[:1000], *(data[at : at + 999] for at in range(0, len(data), 999))):
             scene.send(frame(DATA, 0, 1, piece))
-        held = tracemalloc.get_traced_memory()[0]
+        traced_bytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        assert held < 2 * len(data) + 100_000
+        assert traced_bytes < 2 * len(data) + 100_000
         scene.begun[0].on_ended = ended.set
         resume.set()
         await ended.wait()
-        assert len(seen) > 8500
-        assert seen == [one[5:] for one in sent][: len(seen)]
+        assert len(sizes) > 8500
+        assert sizes == [one[5:] for one in sent][: len(sizes)]
         assert scene.statuses() == {1: b"13\x00\x0cgrpc-message\x11malformed message"}
 
     played(play)

@@ -119,17 +119,17 @@ def test_a_response_has_the_models_name_and_version(scheduler: Scheduler, stream
     stream.ask("a")
     ((peer, a),) = asked(scheduler, 1)
     scheduler.send(peer, response(a, 1))
-    said = take(stream, 1)[0].infer_response
-    assert (said.model_name, said.model_version) == ("repeat", "1")
-    assert (said.outputs[0].name, said.outputs[0].datatype) == ("OUT", "INT32")
-    assert list(said.outputs[0].shape) == [1]
+    infer_response = take(stream, 1)[0].infer_response
+    assert (infer_response.model_name, infer_response.model_version) == ("repeat", "1")
+    assert (infer_response.outputs[0].name, infer_response.outputs[0].datatype) == ("OUT", "INT32")
+    assert list(infer_response.outputs[0].shape) == [1]
 
 
 def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("silent")
     stream.ask("said", **{EMPTY_FINAL: True})
-    (peer, silent), (_, said) = asked(scheduler, 2)
-    scheduler.send(peer, end(silent), end(said))
+    (peer, silent), (_, response) = asked(scheduler, 2)
+    scheduler.send(peer, end(silent), end(response))
     stream.end()
     (only,) = stream.call
     inferred = only.infer_response
@@ -218,10 +218,10 @@ def test_credit_is_returned_for_responses_that_are_read(
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.ask("a")
     ((peer, a),) = asked(scheduler, 1)
-    got: list[Any] = []
+    responses: list[Any] = []
 
     def read() -> None:
-        got.extend(stream.call)
+        responses.extend(stream.call)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -234,7 +234,7 @@ def test_credit_is_returned_for_responses_that_are_read(
     scheduler.send(peer, end(a))
     stream.end()
     reader.join(20)
-    assert values(got) == [("a", value, False) for value in range(1000)]
+    assert values(responses) == [("a", value, False) for value in range(1000)]
     grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
     assert len(grants) <= 1000 // 16
 

@@ -49,9 +49,9 @@ class Read:
         self._read = getattr(module, name)
         monkeypatch.setattr(module, name, self._counted)
 
-    def _counted(self, *given: Any) -> Any:
+    def _counted(self, *arguments: Any) -> Any:
         self.count += 1
-        return self._read(*given)
+        return self._read(*arguments)
 
 
 @pytest.fixture

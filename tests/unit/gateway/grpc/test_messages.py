@@ -106,8 +106,8 @@ def test_tiny_pieces_use_no_additional_memory() -> None:
     fed(assembly, PREFIX.pack(0, 1 << 20))
     for _ in range((1 << 20) - 1):
         fed(assembly, b"x")
-    held = sys.getsizeof(assembly._message)
-    assert held < 1.3 * (1 << 20)
+    held_bytes = sys.getsizeof(assembly._message)
+    assert held_bytes < 1.3 * (1 << 20)
     assert fed(assembly, b"x")[0].data == b"x" * (1 << 20)
 
 

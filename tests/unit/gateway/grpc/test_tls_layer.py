@@ -44,22 +44,22 @@ class Client:
 
     def shake_hands(self, layer: TlsLayer) -> bytes:
         """Run the handshake as far as possible; return the bytes that the layer received."""
-        came = b""
+        received = b""
         for _ in range(5):
             with contextlib.suppress(ssl.SSLWantReadError):
                 self.tls.do_handshake()
-            came += layer.receive(self.outgoing.read())
+            received += layer.receive(self.outgoing.read())
             self.incoming.write(layer.outgoing())
-        return came
+        return received
 
     def read(self) -> bytes:
-        came = b""
+        received = b""
         try:
             while piece := self.tls.read(65536):
-                came += piece
+                received += piece
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass
-        return came
+        return received
 
 
 def connected(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
@@ -105,12 +105,12 @@ def test_records_are_decrypted_for_any_split(tls_context: ssl.SSLContext, steps:
     data = bytes(range(256)) * 600
     client.tls.write(data)
     sent = client.outgoing.read()
-    came, at, count = b"", 0, 0
+    received, at, count = b"", 0, 0
     while at < len(sent):
         step = steps[count % len(steps)]
-        came += layer.receive(sent[at : at + step])
+        received += layer.receive(sent[at : at + step])
         at, count = at + step, count + 1
-    assert came == data
+    assert received == data
 
 
 def test_large_data(tls_context: ssl.SSLContext) -> None:

@@ -162,7 +162,7 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> No
             reply = ask(a.tolist(), b.tolist(), **members)
             sent = reply.tensors()
             assert sent.pop("OUTPUT1").ravel().tolist() == (a - b).tolist()
-            assert all(got.ravel().tolist() == (a + b).tolist() for got in sent.values())
+            assert all(received.ravel().tolist() == (a + b).tolist() for received in sent.values())
             assert len(sent) == (members.get("outputs") is not some)
         wrong = ask([2] * 15 + [2.5], [3] * 16, **members)
         assert "attempt to access JSON non-signed-integer as signed-integer" in wrong.error

@@ -552,13 +552,13 @@ def test_cutting_takes_linear_time(text: bytes) -> None:
     """Other requests wait meanwhile. The time is compared with that of the standard library's
     parser for the same number of bytes.
     """
-    began = process_time()
+    start_s = process_time()
     json.loads(b"[" + b'"",' * (len(text) // 3) + b"1]")
-    parser = process_time() - began
-    began = process_time()
+    parser = process_time() - start_s
+    start_s = process_time()
     with contextlib.suppress(ShmserveError):
         loads_large(text)
-    assert process_time() - began < 8 * parser
+    assert process_time() - start_s < 8 * parser
 
 
 def test_the_number_of_members_is_limited() -> None:

@@ -65,9 +65,9 @@ class Request(SimpleNamespace):
         self.connection, self.repeat = SimpleNamespace(client=client), succeed
 
 
-async def fail(gateway: Any, request: Any, what: str) -> HttpResponse:
+async def fail(gateway: Any, request: Any, cause: str) -> HttpResponse:
     """Raise the error that the path names."""
-    raise {"bad": InvalidArgument("bad"), "full": QueueFull("full", 3), "bug": KeyError("x")}[what]
+    raise {"bad": InvalidArgument("bad"), "full": QueueFull("full", 3), "bug": KeyError("x")}[cause]
 
 
 async def succeed(gateway: Any, request: Any) -> HttpResponse:

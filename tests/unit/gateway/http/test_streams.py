@@ -235,9 +235,9 @@ def test_no_response_is_an_empty_stream(ask: Any) -> None:
 def test_an_event_is_sent_before_the_next_response(ask: Any) -> None:
     asked = ask("generate_stream")
     asked.say(response(asked.number, 1))
-    got = b""
-    while not got.endswith(b"\n\n\r\n"):
-        got += asked.connection.recv(65536)
+    received = b""
+    while not received.endswith(b"\n\n\r\n"):
+        received += asked.connection.recv(65536)
     asked.say(response(asked.number, 2, final=True))
     rest = b""
     while not rest.endswith(b"0\r\n\r\n"):
@@ -259,9 +259,9 @@ def test_an_error_after_the_first_is_an_event(ask: Any) -> None:
     number = asked.number
     asked.say(response(number, 1), error(number, "bad"), response(number, 2))
     asked.say(m.Failed(number, "INTERNAL", "gone", 0, early=False))
-    one, bad, two, gone = events(asked.reply().ok())
+    one, bad, two, disconnected = events(asked.reply().ok())
     assert (one["OUT"], two["OUT"]) == (1, 2)
-    assert (bad, gone) == ({"error": "bad"}, {"error": "gone"})
+    assert (bad, disconnected) == ({"error": "bad"}, {"error": "gone"})
 
 
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])

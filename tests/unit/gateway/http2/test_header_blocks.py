@@ -52,14 +52,14 @@ blocks = st.builds(
 def test_cached_blocks_equal_decoded_blocks(known: list[bytes], order: list[int]) -> None:
     ours, theirs = HeaderDecoder(RequestFields, _LARGEST), Decoder(_LARGEST)
     for number in order:
-        block, what = known[number % len(known)], number % 3
+        block, change = known[number % len(known)], number % 3
         try:
             expected = list(theirs.decode(block, raw=True))
         except HPACKError:
             with pytest.raises(ConnectionFault):
                 ours.decode_request(block)
             return
-        if what == 1:
+        if change == 1:
             ours.skip_block(block)
             continue
         try:

@@ -416,11 +416,11 @@ def test_a_refill_does_not_exceed_the_capacity(deeds: list[tuple[str, int]]) -> 
     clock = Clock()
     budget = Budget(10, 2.0, clock, "things")
     spent, had = 0, 10.0
-    for what, count in deeds:
-        if what == "earn":
+    for action, count in deeds:
+        if action == "earn":
             budget.earn(count)
             had += count
-        elif what == "wait":
+        elif action == "wait":
             clock.now += count
             had += 2.0 * count
         else:

@@ -80,41 +80,41 @@ class Client:
             elif stream in self.trailers:
                 assert stream in self.over
 
-    def do(self, what: str, stream: int, size: int) -> None:
+    def do(self, action: str, stream: int, size: int) -> None:
         target = self.engine.stream(stream)
         server = stream not in self.trailers | self.given_up
-        if what == "data" and server:
+        if action == "data" and server:
             piece = bytes((size & 0xFF,)) * size
             self.queued[stream] += piece
             self.sending.send_data(target, piece)
-        elif what == "trailers" and server:
+        elif action == "trailers" and server:
             self.trailers.add(stream)
             self.sending.send_trailers(target, TRAILERS)
-        elif what == "respond" and server and not self.queued[stream]:
+        elif action == "respond" and server and not self.queued[stream]:
             self.trailers.add(stream)
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
             self.sending.send_response(target, FORM, pieces)
-        elif what == "grant" and stream not in self.over | self.given_up:
+        elif action == "grant" and stream not in self.over | self.given_up:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
-        elif what == "grant all":
+        elif action == "grant all":
             self.window += size + 1
             self.engine.take(window(0, size + 1))
-        elif what == "initial":
+        elif action == "initial":
             for each in self.windows:
                 self.windows[each] += size - self.initial
             self.initial = size
             self.engine.take(setting(INITIAL_WINDOW, size))
-        elif what == "frame":
+        elif action == "frame":
             self.frame = 16384 + size
             self.engine.take(setting(MAX_FRAME, self.frame))
-        elif what == "pause":
+        elif action == "pause":
             self.sending.paused = True
-        elif what == "resume":
+        elif action == "resume":
             self.sending.paused = False
             self.sending.resume()
-        elif what == "give up" and size < 1000:
+        elif action == "give up" and size < 1000:
             self.given_up.add(stream)
             self.engine.take(frame(RESET, 0, stream, bytes(4)))
         self.look()
@@ -137,8 +137,8 @@ deeds = st.tuples(
 def test_data_is_sent_within_any_windows(done: list[tuple[str, int, int]]) -> None:
     """5.2, 6.9: nothing is sent that was not granted, and all that was; in the end all is sent."""
     client = Client()
-    for what, stream, size in done:
-        client.do(what, stream, size)
+    for action, stream, size in done:
+        client.do(action, stream, size)
     client.do("resume", 1, 0)
     for stream in _STREAMS:
         client.do("trailers", stream, 0)
@@ -249,11 +249,11 @@ def test_progress_is_reported() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
     engine.http2.sending.send_data(stream, bytes(25))
-    left: list[int] = []
-    stream.on_progress = lambda: left.append(stream.queued_bytes)
+    remaining: list[int] = []
+    stream.on_progress = lambda: remaining.append(stream.queued_bytes)
     engine.take(window(1, 5) + window(1, 100))
-    assert left[0] == 10
-    assert left[-1] == 0
+    assert remaining[0] == 10
+    assert remaining[-1] == 0
 
 
 def test_a_long_header_block_is_split() -> None:

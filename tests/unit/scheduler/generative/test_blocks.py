@@ -59,17 +59,17 @@ def test_the_least_recently_used_is_evicted_first_and_of_a_table_the_last() -> N
     pool.release(blocks[2:])
     pool.share([blocks[1]])
     pool.release([blocks[1]])
-    for left in ({1, 2, 3}, {1, 2}, {1}, set()):
+    for remaining in ({1, 2, 3}, {1, 2}, {1}, set()):
         pool.allocate(1)
-        assert {index for index in range(4) if pool.find(KEYS[index]) is not None} == left
+        assert {index for index in range(4) if pool.find(KEYS[index]) is not None} == remaining
 
 
 def test_with_wide_gaps_nothing_is_evicted_for_contiguity() -> None:
     pool = BlockPool(16)
     kept = sealed(pool, 1)
     pool.release(kept)
-    held = [pool.allocate(1, previous=at) for at in (1, 3, 5, 7, 9, 11, 13)]
-    assert all(held)
+    block_lists = [pool.allocate(1, previous=at) for at in (1, 3, 5, 7, 9, 11, 13)]
+    assert all(block_lists)
     pool.allocate(2)
     assert pool.find(KEYS[0]) == kept[0]
 

@@ -69,9 +69,9 @@ class Llm:
         self.worker.prompts[work.key] = PROMPT
         self.worker.most[work.key] = self.most
         replays = self.replays and bool(message.resumed)
-        for had in message.resumed if not replays else ():
-            self.worker.resumed[work.key, had.sample] = array("i", had.tokens)
-        over = 0 if replays else sum(bool(had.finish_reason) for had in message.resumed)
+        for resumed in message.resumed if not replays else ():
+            self.worker.resumed[work.key, resumed.sample] = array("i", resumed.tokens)
+        over = 0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
         self.open[work.key] = self.samples - over
         prepared = g.Prepared(work.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
         self.rig.worker(self.peer, prepared)
@@ -98,9 +98,9 @@ class Llm:
         self.rig.respond(self.peer, key, b"" if code else b"text", code=code, final=True)
 
 
-def engine_settings(**given: Any) -> EngineSettings:
+def engine_settings(**fields: Any) -> EngineSettings:
     small = {"block_size": 4, "kv_cache_blocks": 16, "max_waiting_requests": 3, "max_batch_size": 2}
-    return EngineSettings.of({**small, **given})
+    return EngineSettings.of({**small, **fields})
 
 
 def rig_of(settings: EngineSettings) -> Rig:
@@ -224,10 +224,10 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
         (prepare,) = resumed
         for had in prepare.resumed:
             expected, _ = alone(PROMPT, had.sample, llm.most)
-            got = list(array("i", had.tokens))
-            assert got == expected[: len(got)]
+            tokens = list(array("i", had.tokens))
+            assert tokens == expected[: len(tokens)]
             # Each token is reported in the step that generates it.
-            assert had.sent_characters == len(got)
+            assert had.sent_characters == len(tokens)
     while successor.turn():
         pass
     assert before | ended(rig) == {number: ""}
@@ -246,9 +246,9 @@ def test_restarted_samples_keep_their_tokens(first: int, second: int) -> None:
     for pid, turns in enumerate((first, second, 10_000), 100):
         llm = Llm(rig, settings, pid=pid, most=20, samples=2, replays=True)
         for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
-            for had in prepare.resumed:
-                assert had.tokens.startswith(known.get(had.sample, b""))
-                known[had.sample] = had.tokens
+            for resumed in prepare.resumed:
+                assert resumed.tokens.startswith(known.get(resumed.sample, b""))
+                known[resumed.sample] = resumed.tokens
         for _ in range(turns):
             if not llm.turn():
                 break
@@ -268,7 +268,10 @@ def test_a_sample_that_was_over_does_not_begin_again() -> None:
     rig.supervisor(ProcessExited(100, "killed"))
     successor = Llm(rig, settings, pid=101, most=20, samples=2)
     (prepare,) = successor.receive()
-    assert {had.sample: had.finish_reason for had in prepare.resumed} == {0: "stop", 1: ""}
+    assert {resumed.sample: resumed.finish_reason for resumed in prepare.resumed} == {
+        0: "stop",
+        1: "",
+    }
     while successor.turn():
         pass
     assert ended(rig) == {number: ""}
@@ -288,8 +291,8 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     }
     stay = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
-    given = [peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)]
-    assert sorted(given) in ([*stay, stay[1]], [stay[0], *stay])
+    peers = [peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)]
+    assert sorted(peers) in ([*stay, stay[1]], [stay[0], *stay])
 
 
 def test_an_instance_at_the_address_of_a_dead_one_has_nothing_in_its_blocks() -> None:

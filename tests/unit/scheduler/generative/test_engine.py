@@ -14,8 +14,8 @@ from tests.simulation.generative import VARIANTS, EngineRig, Schedule, engine_se
 from tests.support.generative_worker import END, VOCABULARY
 
 
-def rig_of(**given: Any) -> EngineRig:
-    return EngineRig(engine_settings(**given))
+def rig_of(**settings: Any) -> EngineRig:
+    return EngineRig(engine_settings(**settings))
 
 
 def submit(rig: EngineRig, prompt: list[int], most: int, **more: Any) -> Generation[None]:

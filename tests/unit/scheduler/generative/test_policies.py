@@ -47,8 +47,8 @@ def test_the_order_of_sequences(
 ) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy}), NOW)
     one, other = (
-        sequence(number, **{"tokens": 9, **given})
-        for number, given in zip(numbers, (first, then), strict=True)
+        sequence(number, **{"tokens": 9, **policy_value})
+        for number, policy_value in zip(numbers, (first, then), strict=True)
     )
     assert rank(one) < rank(other)
 

@@ -240,10 +240,10 @@ def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
     ],
 )
 def test_an_expired_request_names_the_limit_and_its_origin(
-    given: dict[str, Any], policy: dict[str, Any], text: str
+    fields: dict[str, Any], policy: dict[str, Any], text: str
 ) -> None:
     rig, _, _ = busy({"default_queue_policy": policy})
-    (number,) = rig.submit(**given)
+    (number,) = rig.submit(**fields)
     rig.pass_time(MS)
     assert rig.answers() == [refused(number, f"Request timeout expired ({text})")]
 

@@ -48,12 +48,12 @@ def cancelling(numbers: slice, waiting: int, anew: int = 0) -> int:
     """
     rig = SequenceRig(rows=1)
     rig.request(1, START)
-    asked = [rig.request(1) for _ in range(waiting)]
+    requests = [rig.request(1) for _ in range(waiting)]
     for index in range(anew):
         rig.request(1, 0 if index else START)
 
     def cancel() -> None:
-        for number in asked[numbers]:
+        for number in requests[numbers]:
             rig.client(m.Cancel(number))
 
     return operations(cancel)
@@ -78,8 +78,8 @@ def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:
     def retiring(instances: int) -> int:
         dispatch: Any = SequenceRig(rows=8, instances=instances).core._dispatch
         table = dispatch._sequences
-        gone = table._free[0][2]
-        return operations(lambda: table.close(gone))
+        freed_number = table._free[0][2]
+        return operations(lambda: table.close(freed_number))
 
     few, many = retiring(2), retiring(200)
     assert many < few * 1.1

@@ -72,13 +72,13 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
         "TYPE_UINT64": ("x", "BYTES", "UINT64"),
         "TYPE_STRING": (5, "UINT64", "BYTES"),
     }
-    for data_type, (sequence, given, expected) in texts.items():
+    for data_type, (sequence, sent_value, expected) in texts.items():
         control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
         rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
         rig.request(sequence, START)
         assert error(rig) == (
-            f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{given}', but "
-            f"model 'm' expects '{expected}'"
+            f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{sent_value}',"
+            f" but model 'm' expects '{expected}'"
         )
 
 
@@ -484,8 +484,8 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 
     The instance retires after its last sequence.
     """
-    given = {"max_candidate_sequences": 1} if strategy == "oldest" else {}
-    rig = SequenceRig(strategy, rows=1, instances=2, given=given)
+    fields = {"max_candidate_sequences": 1} if strategy == "oldest" else {}
+    rig = SequenceRig(strategy, rows=1, instances=2, given=fields)
     rig.request(1, START)
     rig.request(2, START)
     rig.done(0)

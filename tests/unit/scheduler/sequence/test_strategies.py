@@ -110,9 +110,9 @@ def test_3_4_the_next_batch_is_made_when_the_last_has_returned() -> None:
     ],
 )
 def test_3_4_delay_and_minimum_utilization_only_together(
-    given: dict[str, float], waits: bool
+    fields: dict[str, float], waits: bool
 ) -> None:
-    rig = SequenceRig(rows=2, given=given)
+    rig = SequenceRig(rows=2, given=fields)
     rig.request(1, START)
     assert rig.batches() == ({} if waits else {0: [1]})
     if waits:
@@ -124,8 +124,8 @@ def test_3_4_delay_and_minimum_utilization_only_together(
 
 
 def test_3_4_enough_slots_end_the_wait_and_so_does_a_deadline() -> None:
-    given = {"max_queue_delay_microseconds": 500_000, "minimum_slot_utilization": 0.75}
-    rig = SequenceRig(rows=4, given=given)
+    fields = {"max_queue_delay_microseconds": 500_000, "minimum_slot_utilization": 0.75}
+    rig = SequenceRig(rows=4, given=fields)
     for sequence in (1, 2):
         rig.request(sequence, START)
     assert rig.batches() == {}
@@ -184,23 +184,23 @@ def test_the_worked_example() -> None:
     rig.request("A")
     rig.request("D")
     rig.request("D", END)
-    seen: list[list[str]] = []
+    batches: list[list[str]] = []
     for _ in range(6):
         rig.done()
-        seen += rig.batches().values()
-    assert seen == [["B", "C"], ["D", "A"], ["D"], ["D"], ["E"]]
+        batches += rig.batches().values()
+    assert batches == [["B", "C"], ["D", "A"], ["D"], ["D"], ["E"]]
 
 
 @pytest.mark.parametrize(("given", "slots"), [(CANDIDATES, 4), ({}, 2)])
-def test_3_5_slots_number_the_candidates_or_the_batch(given: dict[str, int], slots: int) -> None:
-    rig = SequenceRig("oldest", rows=2, given=given)
+def test_3_5_slots_number_the_candidates_or_the_batch(fields: dict[str, int], slots: int) -> None:
+    rig = SequenceRig("oldest", rows=2, given=fields)
     for sequence in range(1, 7):
         rig.request(sequence, START)
-    seen: list[int] = []
+    sizes: list[int] = []
     while rig.runs():
-        seen += rig.batches()[0]
+        sizes += rig.batches()[0]
         rig.done()
-    assert sorted(seen) == list(range(1, slots + 1))
+    assert sorted(sizes) == list(range(1, slots + 1))
 
 
 def test_3_5_the_batches_are_the_dynamic_batchers() -> None:

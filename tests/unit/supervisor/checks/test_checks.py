@@ -181,8 +181,8 @@ def config(*flags: str) -> ServerConfig:
 def test_facts_of_this_machine(tmp_path: Path) -> None:
     """No check fails, and known facts of this machine are found."""
     (tmp_path / "models").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         where = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
         verdicts = {
@@ -254,9 +254,9 @@ def test_exit_status_is_the_worst(
     ]
     monkeypatch.setattr(table.run_checks, "__defaults__", (checks,))
     assert cli.main(["doctor", "--json"]) == status
-    said = json.loads(capsys.readouterr().out)
-    assert said["status"] == status
-    assert said["checks"][1] == {"name": "two", "state": state, "found": "x", "fix": "y"}
+    report = json.loads(capsys.readouterr().out)
+    assert report["status"] == status
+    assert report["checks"][1] == {"name": "two", "state": state, "found": "x", "fix": "y"}
 
 
 def test_the_command() -> None:

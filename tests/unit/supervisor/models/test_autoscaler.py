@@ -71,8 +71,8 @@ class Rig:
     async def look(self, answers: bool = True) -> int:
         """Look once, and have the scheduler answer; how many instances there are then."""
         self.autoscaler.sample()
-        asked = self.sent.count(m.SnapshotStatistics())
-        if answers and asked:
+        snapshot_requests = self.sent.count(m.SnapshotStatistics())
+        if answers and snapshot_requests:
             self.version.scheduler._on_scheduler_message(
                 self.version.scheduler.counters, m.StatisticsSnapshot(STATISTICS, [])
             )
@@ -372,10 +372,10 @@ MIB = 2**20
 
 
 def test_a_process_is_measured() -> None:
-    held = bytearray(os.urandom(1)) * (32 * MIB)
-    assert private_bytes(os.getpid()) > len(held)
-    before, began = processor_time_s(os.getpid()), time.process_time()
-    while time.process_time() - began < 0.1:
+    buffer = bytearray(os.urandom(1)) * (32 * MIB)
+    assert private_bytes(os.getpid()) > len(buffer)
+    before, start_s = processor_time_s(os.getpid()), time.process_time()
+    while time.process_time() - start_s < 0.1:
         pass
     assert 0.05 < processor_time_s(os.getpid()) - before < 1
     assert (private_bytes(0), processor_time_s(0)) == (0, 0.0)

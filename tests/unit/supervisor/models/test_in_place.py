@@ -36,8 +36,8 @@ def config(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**CONFIG, "instance_group": list(groups), **more}
 
 
-def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
-    return replace(plan(), config=ModelSpec.of(given), fingerprint=files)
+def spec(fields: dict[str, Any], files: str = "") -> VersionSpec:
+    return replace(plan(), config=ModelSpec.of(fields), fingerprint=files)
 
 
 # --- what is in place -------------------------------------------------------------------------
@@ -144,11 +144,11 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     ready, retiring = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
     model = await serving(processes, 2)
-    seen = []
+    states = []
     down = update(model, 1)
     await model.instances.add(down)
     model.commit(down)
-    seen.append(model.instances.states())
+    states.append(model.instances.states())
     worker = model.instances.children()[1]
     model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
     await turns()
@@ -156,11 +156,11 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     model._on_scheduler_message(m.InstanceRetired(worker.pid))
     await turns()
     assert not worker.alive and model.ready
-    seen.append(model.instances.states())
+    states.append(model.instances.states())
     same = model.update_to(spec(config(group("m_0", 1))))
     assert same is not None and not same.config_differs
     await processes.end()
-    assert seen == [[ready, retiring], [ready]]
+    assert states == [[ready, retiring], [ready]]
 
 
 async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:

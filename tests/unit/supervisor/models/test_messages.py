@@ -143,7 +143,7 @@ STORIES: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]],
 
 @pytest.mark.parametrize(("story", "said"), STORIES)
 async def test_the_order_of_messages(
-    story: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], said: list[str]
+    story: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], messages: list[str]
 ) -> None:
     processes = Traced()
     model = processes.version(plan(), ALONE)
@@ -154,4 +154,4 @@ async def test_the_order_of_messages(
     await story(processes, model)
     found = list(processes.said)
     await processes.end()
-    assert found == said
+    assert found == messages

@@ -44,11 +44,11 @@ BOUNDS = st.integers(0, 20)
 @given(residents(), BOUNDS)
 def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound: int) -> None:
     by_name = {model.name: model for model in models}
-    gone: set[str] = set()
+    unloaded: set[str] = set()
     for name in select_unloads(models, bound, 10):
         assert not by_name[name].must_stay
-        assert by_name[name].users <= gone
-        gone.add(name)
+        assert by_name[name].users <= unloaded
+        unloaded.add(name)
 
 
 @given(residents(), BOUNDS)
@@ -56,7 +56,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
     models: list[Resident], bound: int
 ) -> None:
     names = select_unloads(models, bound, 10)
-    gone: set[str] = set()
+    unloaded: set[str] = set()
     here = {resident.name: resident for resident in models}
 
     def over() -> bool:
@@ -69,7 +69,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
         return [
             resident
             for resident in here.values()
-            if not resident.must_stay and resident.users <= gone
+            if not resident.must_stay and resident.users <= unloaded
         ]
 
     for name in names:
@@ -77,7 +77,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
         if over():
             assert here[name].used_ns == min(resident.used_ns for resident in free())
         del here[name]
-        gone.add(name)
+        unloaded.add(name)
     assert not (over() and free())
     assert not any(map(idle, free()))
 

@@ -133,13 +133,13 @@ def test_the_progress_of_a_load_is_a_view_of_its_statuses(facts: ModelEntry, tex
 
 def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    seen: dict[str, str] = {}
+    states: dict[str, str] = {}
     observers: list[Callable[[], None]] = []
-    report = StartupReport(lambda: dict(seen), observers)
+    report = StartupReport(lambda: dict(states), observers)
 
     def said(**now: str) -> list[tuple[str, str]]:
         caplog.clear()
-        seen.update(now)
+        states.update(now)
         for notify in observers:
             notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
@@ -175,9 +175,9 @@ async def test_the_combined_readiness_of_workers(
 
     def send(pid: int, message: Any) -> None:
         assert isinstance(message, CheckReady)
-        said = says[pid]
-        if said is not None:
-            loop.call_soon(check.checked, pid, ReadyChecked(message.id, said))
+        answer = says[pid]
+        if answer is not None:
+            loop.call_soon(check.checked, pid, ReadyChecked(message.id, answer))
 
     check = ReadinessCheck(send)
     assert (await check.check(list(says))) is ready
@@ -218,11 +218,11 @@ async def test_a_worker_that_ends_is_not_waited_for(others: list[int]) -> None:
             check.checked(pid, ReadyChecked(message.id, True))
 
     check = ReadinessCheck(send)
-    asked = asyncio.ensure_future(check.check([1, *others]))
+    pending_check = asyncio.ensure_future(check.check([1, *others]))
     await asyncio.sleep(0)
     check.exited(1)
     check.exited(1)
-    assert (await asked) is bool(others)
+    assert (await pending_check) is bool(others)
 
 
 def spec_of(name: str, *inputs: dict[str, Any], **more: Any) -> ModelSpec:

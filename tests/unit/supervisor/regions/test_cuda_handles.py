@@ -139,12 +139,12 @@ def test_one_name_space_for_both_kinds() -> None:
     async def steps() -> None:
         office = Office()
         registry = office.registry
-        taken = pytest.raises(AlreadyExists, match="already in manager")
+        already_exists = pytest.raises(AlreadyExists, match="already in manager")
         await registry.register_cuda("device", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.register("host", key, 0, 4096, ME)
-        with taken:
+        with already_exists:
             await registry.register("device", key, 0, 4096, ME)
-        with taken:
+        with already_exists:
             await registry.register_cuda("host", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.unregister("host", ME, cuda=True)
         await registry.unregister("device", ME, cuda=False)
@@ -204,10 +204,10 @@ async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
 
 async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
     office = Office()
-    registry, asked, answered = office.registry, asyncio.Event(), asyncio.Event()
+    registry, check_received, answered = office.registry, asyncio.Event(), asyncio.Event()
 
     async def slow(memory: Memory) -> None:
-        asked.set()
+        check_received.set()
         await answered.wait()
 
     await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
@@ -217,7 +217,7 @@ async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None
         asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
         for _ in range(2)
     ]
-    await asked.wait()
+    await check_received.wait()
     async with asyncio.timeout(10):
         await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.unregister("mine", ME, cuda=True)
@@ -388,12 +388,14 @@ def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
     assert (reply.status, reply.body) == (200, b"")
     uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     gateway.http.post(f"{PATH}/region/r/register", body(offset=8, device_uuid=uuid)).ok()
-    asked = gateway.received_of(RegisterCudaRegion)
-    groups = asked[0].groups
+    registrations = gateway.received_of(RegisterCudaRegion)
+    groups = registrations[0].groups
     assert os.getgid() in groups
-    assert asked == [
-        RegisterCudaRegion(asked[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
-        RegisterCudaRegion(asked[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0),
+    assert registrations == [
+        RegisterCudaRegion(registrations[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
+        RegisterCudaRegion(
+            registrations[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0
+        ),
     ]
     for name in ("r", ""):
         part = f"/region/{name}" if name else ""
@@ -578,8 +580,8 @@ def test_tritonclient(gateway: Rig) -> None:
         client.register_cuda_shared_memory("r", base64.b64encode(HANDLE), 0, 64)
         assert client.get_cuda_shared_memory_status() == []
         client.unregister_cuda_shared_memory("r")
-    (asked,) = gateway.received_of(RegisterCudaRegion)
-    assert (asked.handle, asked.device_id, asked.byte_size) == (HANDLE, 0, 64)
+    (registration,) = gateway.received_of(RegisterCudaRegion)
+    assert (registration.handle, registration.device_id, registration.byte_size) == (HANDLE, 0, 64)
 
 
 class Stub:
@@ -612,10 +614,10 @@ async def test_grpc() -> None:
         status = pb.CudaSharedMemoryStatusRequest(name=name)
         (shown,) = (await call.cuda_status(status)).regions.values()
         assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
-        told = pb.CudaSharedMemoryUnregisterRequest(name=name)
-        await call.cuda_unregister(told)
-        asked = stub.asked.pop()
-        assert asked == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+        unregister_request = pb.CudaSharedMemoryUnregisterRequest(name=name)
+        await call.cuda_unregister(unregister_request)
+        received_call = stub.asked.pop()
+        assert received_call == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
     everything = pb.SystemSharedMemoryStatusRequest()
     system = await call.system_status(everything)
     assert list(system.regions) == ["host"]

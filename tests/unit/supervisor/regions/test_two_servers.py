@@ -79,10 +79,10 @@ def test_at_the_same_time() -> None:
 
     async def steps() -> None:
         async with sides() as (one, two):
-            given = [side.register("same", shared.key) for side in (one, two)]
-            given += [one.register(f"{number}", shared.key) for number in range(20)]
-            given += [two.register(f"{number}", shared.key) for number in range(20, 40)]
-            await asyncio.wait_for(asyncio.gather(*given), 20)
+            registrations = [side.register("same", shared.key) for side in (one, two)]
+            registrations += [one.register(f"{number}", shared.key) for number in range(20)]
+            registrations += [two.register(f"{number}", shared.key) for number in range(20, 40)]
+            await asyncio.wait_for(asyncio.gather(*registrations), 20)
             assert sorted(one.names()) == sorted(two.names())
             assert len(one.names()) == 41
             await one.unregister("")

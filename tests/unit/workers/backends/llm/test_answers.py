@@ -62,9 +62,9 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
 def test_a_text_begins_with_its_prompt_as_triton_has_it(
-    scheduler: Scheduler, given: dict[str, Any], echoed: bool
+    scheduler: Scheduler, fields: dict[str, Any], echoed: bool
 ) -> None:
-    settings = {"exclude_input_in_output": None, "temperature": 0, "max_tokens": 3, **given}
+    settings = {"exclude_input_in_output": None, "temperature": 0, "max_tokens": 3, **fields}
     scheduler.add(1, text_input="the quick", outputs=["text_output"], **settings)
     scheduler.run()
     assert scheduler.responses[1][0].keys() == {"text_output"}
@@ -213,8 +213,10 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
     assert scheduler.stepped is not None and scheduler.stepped.skipped == list(running)
 
 
-@pytest.mark.parametrize("told", [0, 5, 10])
-def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, told: int) -> None:
+@pytest.mark.parametrize("sent_count", [0, 5, 10])
+def test_a_successor_continues_the_text_of_a_lost_worker(
+    scheduler: Scheduler, sent_count: int
+) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
@@ -230,13 +232,13 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, t
         for n in range(2)
     ]
     resumed = [
-        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), told),
-        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), told, "length"),
+        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent_count),
+        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent_count, "length"),
     ]
     scheduler.add(2, resumed, **settings)
     assert len(scheduler.running) == 1
     scheduler.run()
-    assert [scheduler.text(2, index) for index in range(2)] == [text[told:] for text in whole]
+    assert [scheduler.text(2, index) for index in range(2)] == [text[sent_count:] for text in whole]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
@@ -442,9 +444,9 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
     ],
 )
 def test_an_error_ends_only_its_own_request(
-    scheduler: Scheduler, given: dict[str, Any], message: str
+    scheduler: Scheduler, fields: dict[str, Any], message: str
 ) -> None:
-    scheduler.add(1, **given)
+    scheduler.add(1, **fields)
     code, text = scheduler.errors[1]
     assert code == "INVALID_ARG" and message in text
     scheduler.add(2, max_tokens=1, **GREEDY)
@@ -601,14 +603,14 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         included = chance.random() < 0.5
-        filtered, given, emitted, memory_range = StopStrings(stops, included), "", "", 0
+        filtered, fed_text, emitted, memory_range = StopStrings(stops, included), "", "", 0
         while memory_range < len(text) and not emitted:
             size = chance.randrange(1, 4)
             piece, emitted = filtered.add(text[memory_range : memory_range + size])
-            given += piece
+            fed_text += piece
             memory_range += size
-        given += filtered.flush()
-        assert (given, emitted) == expected(text, stops, included), (text, stops)
+        fed_text += filtered.flush()
+        assert (fed_text, emitted) == expected(text, stops, included), (text, stops)
 
 
 def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:

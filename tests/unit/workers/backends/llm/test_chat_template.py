@@ -11,8 +11,8 @@ from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversati
 ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 
-def rendered(source: str, **given: Any) -> str:
-    request = {"messages": [{"role": "user", "content": "Hi"}], **given}
+def rendered(source: str, **variables: Any) -> str:
+    request = {"messages": [{"role": "user", "content": "Hi"}], **variables}
     return ChatTemplate({"default": source}, {}).render(
         request if isinstance(request, dict) else {"messages": request}
     )

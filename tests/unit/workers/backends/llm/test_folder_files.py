@@ -431,8 +431,8 @@ def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
     expected = reference.apply_chat_template(
         messages, chat_template=template, tokenize=False, add_generation_prompt=prompted, **more
     )
-    given = {"messages": messages, **more}
-    assert ChatTemplate({"default": template}, mine.special).render(given) == expected
+    variables = {"messages": messages, **more}
+    assert ChatTemplate({"default": template}, mine.special).render(variables) == expected
     nested = {"messages": messages, "chat_template_kwargs": more}
     assert ChatTemplate({"default": template}, mine.special).render(nested) == expected
 

@@ -38,8 +38,8 @@ def test_one_row_of_each_sequence(folder: Callable[..., Path], family: str) -> N
     model.forward(prompts, cache, attention, [])
     count, blocks = 8, 16
     with torch.inference_mode():
-        given = torch.from_numpy(decode_inputs(rows, count, blocks))
-        logits = decode_logits(model, cache, given)
+        graph_inputs = torch.from_numpy(decode_inputs(rows, count, blocks))
+        logits = decode_logits(model, cache, graph_inputs)
     expected = model.forward(rows, cache, attention, list(range(len(LENGTHS))))
     assert logits.shape == (count, expected.shape[1])
     assert torch.allclose(logits[: len(LENGTHS)], expected, atol=1e-4)

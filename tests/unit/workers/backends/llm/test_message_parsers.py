@@ -159,10 +159,10 @@ def parsed(
     ids: set[str] = set()
     for index, chunk in enumerate([*chunks, ""]):
         parser.feed(chunk, index == len(chunks))
-        taken = parser.take()
+        delta = parser.take()
         for part in message:
-            message[part] += taken.get(part, "")
-        for call in taken.get("tool_calls", ()):
+            message[part] += delta.get(part, "")
+        for call in delta.get("tool_calls", ()):
             if "id" in call:
                 assert call["index"] == len(calls)
                 calls.append([call["name"], ""])
@@ -187,8 +187,8 @@ def split(text: str, seed: int) -> list[str]:
 def test_calls_and_content(case: str, stream: bool) -> None:
     family, text, content, calls = GOOD[case]
     for chunks in ([text], *(split(text, seed) for seed in range(12))):
-        said, _, made = parsed(family, chunks, stream)
-        assert said == content
+        parsed_content, _, made = parsed(family, chunks, stream)
+        assert parsed_content == content
         assert [(name, json.loads(arguments)) for name, arguments in made] == calls
 
 
@@ -268,9 +268,9 @@ def test_reasoning_is_split(text: str, tools: dict[str, Any]) -> None:
         content = reasoning = ""
         for chunk in [*split(text, seed), ""]:
             parser.feed(chunk, not chunk)
-            taken = parser.take()
-            content += taken.get("content", "")
-            reasoning += taken.get("reasoning", "")
+            delta = parser.take()
+            content += delta.get("content", "")
+            reasoning += delta.get("reasoning", "")
         assert (content, reasoning) == THOUGHT[text]
 
 

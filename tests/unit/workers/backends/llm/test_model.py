@@ -195,8 +195,8 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
     for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
-        given = rows.select(list(range(124)))
-        logits = lone.model.forward(given, lone.cache, lone.attention, expected)
+        first_rows = rows.select(list(range(124)))
+        logits = lone.model.forward(first_rows, lone.cache, lone.attention, expected)
         assert torch.equal(logits, every[expected])
 
 
@@ -254,14 +254,14 @@ def test_linears_agree(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(80, 128, generator=generator)
     bias = torch.randn(80, generator=generator)
-    given = torch.randn(rows, 128, generator=generator)
-    expected = given @ weight.T + bias
+    activations = torch.randn(rows, 128, generator=generator)
+    expected = activations @ weight.T + bias
     for layer, error in (
         (transformer.make_linear(weight, bias), 1e-4),
         (transformer._make_plain(weight, bias), 1e-4),
         (transformer.make_linear(weight, bias, "int8"), 2.5),
     ):
-        output = layer(given)
+        output = layer(activations)
         assert (output - expected).abs().max() < error
         assert (output - expected).square().mean() < 0.001 * expected.square().mean()
 

@@ -8,8 +8,8 @@ from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 
 
-def settings(**given: Any) -> GenerationParameters:
-    return parse(given, {}, 100)
+def settings(**fields: Any) -> GenerationParameters:
+    return parse(fields, {}, 100)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def settings(**given: Any) -> GenerationParameters:
         ({"nobody_knows": 1}, "n", 1),
     ],
 )  # fmt: skip
-def test_valid_parameters_are_accepted(given: dict[str, Any], field: str, value: Any) -> None:
-    assert getattr(settings(**given), field) == value
+def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(settings(**parameters), field) == value
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_valid_parameters_are_accepted(given: dict[str, Any], field: str, value:
         ({"top_p": 2, "top_k": -5}, "top_p: 2 is not a number from 0.0 to 1.0; top_k: -5 is not"),
     ],
 )  # fmt: skip
-def test_invalid_parameters_are_named(given: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_named(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
-        settings(**given)
+        settings(**parameters)
     assert message in raised.value.message
 
 

@@ -176,10 +176,10 @@ def awq(
     return tensors if zeros else without(tensors, "qzeros"), exact
 
 
-def folder_of(path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any]) -> Tensors:
+def folder_of(path: Path, make: Callable[[torch.Tensor], Made], fields: dict[str, Any]) -> Tensors:
     """Write a folder with quantised layers; return their dequantised weights."""
     write_folder(path)
-    edit(path, "config.json", quantization_config=given)
+    edit(path, "config.json", quantization_config=fields)
     stored: Tensors = {}
     exact: Tensors = {}
     for name, weight in weights(config()).items():
@@ -333,9 +333,12 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
     ],
 )
 def test_unknown_quantisations_are_refused(
-    tmp_path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any], message: str
+    tmp_path: Path,
+    make: Callable[[torch.Tensor], Made],
+    fields: dict[str, Any],
+    message: str,
 ) -> None:
-    folder_of(tmp_path / "m", make, given)
+    folder_of(tmp_path / "m", make, fields)
     with pytest.raises(InvalidArgument) as raised:
         Checkpoint.open(tmp_path / "m")
     assert message in raised.value.message
@@ -350,9 +353,9 @@ def test_unknown_quantisations_are_refused(
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
-    tmp_path: Path, make: Callable[[torch.Tensor], Made], given: dict[str, Any]
+    tmp_path: Path, make: Callable[[torch.Tensor], Made], fields: dict[str, Any]
 ) -> None:
-    folder_of(tmp_path / "m", make, given)
+    folder_of(tmp_path / "m", make, fields)
     checkpoint = Checkpoint.open(tmp_path / "m")
     with pytest.raises(InvalidArgument, match=r"q_proj.weight: .* tensors do not make"):
         Transformer(checkpoint)

@@ -150,9 +150,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def count(where: Any, name: str) -> None:
         real = getattr(where, name)
 
-        def counting(*given: Any) -> Any:
+        def counting(*arguments: Any) -> Any:
             counted[name] += 1
-            return real(*given)
+            return real(*arguments)
 
         monkeypatch.setattr(where, name, counting)
 

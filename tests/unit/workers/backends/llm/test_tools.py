@@ -60,13 +60,13 @@ def tokenizer(*special: str) -> Tokenizer:
 def grammar(
     family: str,
     made: Tokenizer,
-    given: list[dict[str, Any]] = GIVEN,
+    offered_tools: list[dict[str, Any]] = GIVEN,
     reasoning: str = "none",
     prompt: str = "",
     **choice: Any,
 ) -> tuple[Any, Any]:
     """Return the matcher of a request's grammar, and the format of its messages."""
-    request = tools.take_tools({"tools": given, **choice})
+    request = tools.take_tools({"tools": offered_tools, **choice})
     formats = tools.MessageFormats(family, reasoning, made)
     formatted = formats.make_format(request, prompt)
     assert formatted is not None
@@ -97,15 +97,15 @@ def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) ->
 def calls_of(text: str, found: Any) -> tuple[str, list[tuple[str, Any]]]:
     parser = MessageParser(found, stream=True)
     parser.feed(text, ended=True)
-    taken = parser.take()
-    calls = [(call["name"], json.loads(call["arguments"])) for call in taken.get("tool_calls", ())]
-    return taken.get("content", ""), calls
+    delta = parser.take()
+    calls = [(call["name"], json.loads(call["arguments"])) for call in delta.get("tool_calls", ())]
+    return delta.get("content", ""), calls
 
 
 @pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_required_calls_always_parse_and_validate(family: str, special: tuple[str, ...]) -> None:
-    test_tokenizer, draw, seen = tokenizer(*special), random.Random(5), 0
+    test_tokenizer, draw, valid_count = tokenizer(*special), random.Random(5), 0
     matcher, tools = grammar(family, test_tokenizer, tool_choice="required")
     for _ in range(60):
         text = said(matcher.deep_copy(), test_tokenizer, draw)
@@ -115,8 +115,8 @@ def test_required_calls_always_parse_and_validate(family: str, special: tuple[st
         assert calls and not content, text
         for name, arguments in calls:
             jsonschema_rs.validate({"weather": SCHEMA, "now": NOW}[name], arguments)
-            seen += name == "weather"
-    assert seen
+            valid_count += name == "weather"
+    assert valid_count
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -247,9 +247,9 @@ NO_SCHEMAS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", NO_SCHEMAS)
 def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
     schema, message = NO_SCHEMAS[case]
-    given = [GIVEN[1], function("f", schema)]
+    functions = [GIVEN[1], function("f", schema)]
     with pytest.raises(InvalidArgument, match=rf"tools\[1\].function.parameters: .*{message}"):
-        tools.take_tools({"tools": given, "tool_choice": choice})
+        tools.take_tools({"tools": functions, "tool_choice": choice})
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,9 @@ def test_parameters_that_are_schemas(schema: Any) -> None:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_errors_name_the_field(case: str) -> None:
-    given, message = WRONG[case]
+    wrong_tools, message = WRONG[case]
     with pytest.raises(InvalidArgument, match=message):
-        tools.take_tools(given)
+        tools.take_tools(wrong_tools)
 
 
 def test_choices() -> None:
@@ -291,9 +291,9 @@ def test_choices() -> None:
         {"type": "allowed_tools", **some},
     ):
         conversation = {"tools": GIVEN, "tool_choice": choice}
-        taken = tools.take_tools(conversation)
-        assert taken is not None and taken.required
-        assert [tool.name for tool in taken.tools] == ["now"]
+        request_tools = tools.take_tools(conversation)
+        assert request_tools is not None and request_tools.required
+        assert [tool.name for tool in request_tools.tools] == ["now"]
         assert conversation == {"tools": GIVEN[1:]}
 
 
