@@ -7,7 +7,6 @@ import itertools
 import json
 import mmap
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -170,34 +169,32 @@ class RenderedChat(NamedTuple):
     text: str | LongText
 
 
-def render(template: ChatTemplate, text: str) -> RenderedChat:
-    """Render the conversation in a JSON text.
+def render(template: ChatTemplate, chat: dict[str, Any]) -> RenderedChat:
+    """Render a conversation.
 
     Raises:
         InvalidArgument: The conversation is invalid, or the template rejects it.
     """
-    chat = conversation(text)
     tools, hides_reasoning = take_tools(chat), chat.pop("include_reasoning", None) is False
     return RenderedChat(tools, hides_reasoning, template.render(chat))
 
 
 def render_long() -> None:
-    """Render the conversation on the standard input, after a pickle of the model's templates.
+    """Render the conversation on the standard input, after a line with the model's templates.
 
-    The output is a pickle of the error, the tools, whether the reasoning is hidden and the size of
-    the prompt, followed by the prompt.
+    The first line of the output has the error and the fields except the messages. The prompt
+    follows. Both lines are JSON.
     """
     os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-    template = ChatTemplate(*pickle.load(sys.stdin.buffer))
-    error, tools, hides_reasoning, prompt = "", None, False, b""
+    template = ChatTemplate(*json.loads(sys.stdin.buffer.readline()))
+    error, fields, prompt = "", {}, b""
     try:
-        text = LongText("messages", memoryview(sys.stdin.buffer.read())).whole()
-        tools, hides_reasoning, rendered = render(template, text)
-        prompt = str(rendered).encode(errors="surrogatepass")
+        chat = conversation(LongText("messages", memoryview(sys.stdin.buffer.read())).whole())
+        fields = {name: chat[name] for name in chat if name != "messages"}
+        prompt = str(render(template, chat).text).encode(errors="surrogatepass")
     except InvalidArgument as fault:
         error = fault.message
-    pickle.dump((error, tools, hides_reasoning, len(prompt)), sys.stdout.buffer)
-    sys.stdout.buffer.write(prompt)
+    sys.stdout.buffer.write(json.dumps([error, fields]).encode() + b"\n" + prompt)
 
 
 class PromptReader:
@@ -357,23 +354,23 @@ class PromptReader:
         JSON and Jinja process a long text in single calls, which hold the GIL.
         """
         if isinstance(text, str):
-            return render(self._chat, text)
+            return render(self._chat, conversation(text))
         with (
             open(os.memfd_create("chat"), "w+b", 0) as chat,
             open(os.memfd_create("prompt"), "w+b", 0) as prompt,
         ):
-            chat.write(pickle.dumps((self._checkpoint.templates, self._checkpoint.special)))
+            templates = [self._checkpoint.templates, self._checkpoint.special]
+            chat.write(json.dumps(templates).encode() + b"\n")
             chat.write(text.raw)
             chat.seek(0)
             command = (sys.executable, "-c", _RENDER)
             subprocess.run(command, stdin=chat, stdout=prompt, check=True)
-            content = memoryview(mmap.mmap(prompt.fileno(), 0, prot=mmap.PROT_READ))
-        error, tools, hides_reasoning, size = pickle.loads(content)
+            content = mmap.mmap(prompt.fileno(), 0, prot=mmap.PROT_READ)
+        error, fields = json.loads(content.readline())
         if error:
             raise InvalidArgument(error)
-        return RenderedChat(
-            tools, hides_reasoning, LongText("messages", content[len(content) - size :])
-        )
+        text = LongText("messages", memoryview(content)[content.tell() :])
+        return RenderedChat(take_tools(fields), fields.get("include_reasoning") is False, text)
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which are not in texts."""
