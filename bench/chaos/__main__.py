@@ -119,12 +119,12 @@ def _run(
             stage = Stage(server, ledger, host, random.Random(options.seed))
             seconds = 60 * options.minutes
             _run_faults(stage, options, _WARM_UP * seconds)
-            before = ServerResources.of(server)
-            print(f"before: {before.as_text()}", flush=True)
+            resources_before = ServerResources.of(server)
+            print(f"before: {resources_before.as_text()}", flush=True)
             ledger.recoveries.clear()
             _run_faults(stage, options, seconds)
             if not ledger.failed:
-                for difference in before.wait_restored(server):
+                for difference in resources_before.wait_restored(server):
                     ledger.fail(f"not as it was: {difference}")
             print(f"after:  {ServerResources.of(server).as_text()}")
             _report(stage)

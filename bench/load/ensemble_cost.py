@@ -38,7 +38,7 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.runner import StepSchedulers
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
+from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
 from shmserve.scheduler.settings import Settings
 
 _GATEWAY = b"7000.ab"
@@ -122,7 +122,7 @@ class Chain:
             self._active[self._ensemble] = None
             core.from_step(endpoint, message, time.monotonic_ns())
 
-        steps = StepSchedulers(Waiter(), links, _IDENTITY, from_step)
+        steps = StepSchedulers(DescriptorWaiter(), links, _IDENTITY, from_step)
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         core = EnsembleCore(settings, ModelSpec.of(config), steps, _Outbox(), memory)

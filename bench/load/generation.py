@@ -42,7 +42,7 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sequences import Prompt
 from tests.support.hf_folders import write_folder
 
-PROMPT, NEW, BLOCK = 128, 32, 16
+PROMPT_TOKENS, NEW_TOKENS, BLOCK_TOKENS = 128, 32, 16
 SIZES: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -59,11 +59,11 @@ class SequenceBatch:
     """A number of sequences that one engine generates."""
 
     def __init__(self, model: Transformer, rows: int) -> None:
-        self._blocks = (PROMPT + NEW) // BLOCK
-        cache = KvCache(model.architecture, BLOCK, rows * self._blocks, 0)
-        parameters = GenerationParameters(max_tokens=NEW, temperature=0.0)
+        self._blocks = (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS
+        cache = KvCache(model.architecture, BLOCK_TOKENS, rows * self._blocks, 0)
+        parameters = GenerationParameters(max_tokens=NEW_TOKENS, temperature=0.0)
         prompts = {
-            key: Prompt(key, torch.randint(3, 300, (PROMPT,)).tolist(), parameters, ())
+            key: Prompt(key, torch.randint(3, 300, (PROMPT_TOKENS,)).tolist(), parameters, ())
             for key in range(rows)
         }
         self._rows = rows
@@ -76,16 +76,16 @@ class SequenceBatch:
         start_s = time.thread_time()
         for key in range(self._rows):
             blocks = list(range(key * self._blocks, (key + 1) * self._blocks))
-            row = Row(key + 1, 0, PROMPT, 0, blocks)
+            row = Row(key + 1, 0, PROMPT_TOKENS, 0, blocks)
             self._step(key + 1, [row], [NewSequence(key + 1, key, 0)])
         return time.thread_time() - start_s
 
     def decode(self) -> list[float]:
         """Decode all sequences together after their prompts; return the seconds of each step."""
         took_s: list[float] = []
-        for position in range(1, NEW):
+        for position in range(1, NEW_TOKENS):
             rows = [
-                Row(key + 1, PROMPT + position - 1, 1, self._blocks, [])
+                Row(key + 1, PROMPT_TOKENS + position - 1, 1, self._blocks, [])
                 for key in range(self._rows)
             ]
             start_s = time.thread_time()
@@ -107,15 +107,20 @@ def floor(model: Transformer, rows: int, head_rows: int) -> Callable[[], None]:
     padded_rows = max(rows, MIN_ROWS)
     hidden = torch.randn(padded_rows, architecture.hidden)
     inner = torch.randn(padded_rows, architecture.intermediate)
-    last = hidden[: max(head_rows, MIN_ROWS)].contiguous()
+    last_hidden = hidden[: max(head_rows, MIN_ROWS)].contiguous()
 
     @torch.inference_mode()
     def run_layers() -> None:
         for layer in model.layers[:-1]:
             layer.qkv(hidden), layer.output(hidden), layer.gate_up(hidden), layer.down(inner)
         layer = model.layers[-1]
-        layer.qkv(hidden), layer.output(last), layer.gate_up(last), layer.down(inner[: len(last)])
-        model.head(last)
+        (
+            layer.qkv(hidden),
+            layer.output(last_hidden),
+            layer.gate_up(last_hidden),
+            layer.down(inner[: len(last_hidden)]),
+        )
+        model.head(last_hidden)
 
     return run_layers
 
@@ -141,19 +146,19 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
         prompts.append(batch.prefill() / rows * 1e3)
         steps.append(statistics.median(batch.decode()) * 1e3)
         floors.append(median_ms(floor(model, rows, rows), 10))
-        prompt_floors.append(median_ms(floor(model, PROMPT, 1), 3))
+        prompt_floors.append(median_ms(floor(model, PROMPT_TOKENS, 1), 3))
     step, prompt = statistics.median(steps), statistics.median(prompts)
     step_floor, prompt_floor = statistics.median(floors), statistics.median(prompt_floors)
-    total = rows * prompt + (NEW - 1) * step
-    total_floor = rows * prompt_floor + (NEW - 1) * step_floor
+    total = rows * prompt + (NEW_TOKENS - 1) * step
+    total_floor = rows * prompt_floor + (NEW_TOKENS - 1) * step_floor
     return {
         "rows": rows,
         "step_ms": round(step, 2),
         "step_floor_ms": round(step_floor, 2),
         "prompt_ms": round(prompt, 2),
         "prompt_floor_ms": round(prompt_floor, 2),
-        "tokens_per_s": round(rows * NEW / total * 1e3, 1),
-        "floor_tokens_per_s": round(rows * NEW / total_floor * 1e3, 1),
+        "tokens_per_s": round(rows * NEW_TOKENS / total * 1e3, 1),
+        "floor_tokens_per_s": round(rows * NEW_TOKENS / total_floor * 1e3, 1),
         "share_of_floor": round(total_floor / total, 3),
     }
 
@@ -167,7 +172,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
     settings = EngineSettings.of(
         {
             "max_batch_size": sequences,
-            "kv_cache_blocks": sequences * (PROMPT + NEW) // BLOCK + sequences,
+            "kv_cache_blocks": sequences * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS + sequences,
             "max_tokens_per_batch": 16 * sequences,
             "max_prefill_tokens": 16 * sequences,
         }
@@ -180,8 +185,8 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
             settings, GenerationStats(), numbers, lambda *_: None, lambda *_: None
         )
         for key in range(sequences):
-            prompt = array("i", [key, *range(1, PROMPT)])
-            engine.add(Generation(None, key, key, prompt, NEW))
+            prompt = array("i", [key, *range(1, PROMPT_TOKENS)])
+            engine.add(Generation(None, key, key, prompt, NEW_TOKENS))
         for number in range(1, 1_000_000):
             start_s = time.thread_time()
             step = engine.plan(number)
@@ -189,7 +194,11 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
             if step is None:
                 break
             results = [
-                RowResult(row.sequence, [7], "length" if row.start == PROMPT + NEW - 2 else "")
+                RowResult(
+                    row.sequence,
+                    [7],
+                    "length" if row.start == PROMPT_TOKENS + NEW_TOKENS - 2 else "",
+                )
                 for row in step.rows
                 if row.samples
             ]

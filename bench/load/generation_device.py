@@ -32,7 +32,7 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sequences import Prompt
 from tests.support.hf_folders import write_folder
 
-PROMPT, NEW, BLOCK, DEVICE = 128, 128, 16, "cuda:0"
+PROMPT_TOKENS, NEW_TOKENS, BLOCK_TOKENS, DEVICE = 128, 128, 16, "cuda:0"
 MODELS: dict[str, dict[str, Any]] = {
     "m512": SIZES,
     "b1": {
@@ -49,22 +49,24 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def steps(passes: Passes, rows: int) -> tuple[float, float]:
     """Return the time of the prompts, and the median of the following steps, in ms."""
-    parameters = GenerationParameters(max_tokens=NEW, temperature=0.0)
+    parameters = GenerationParameters(max_tokens=NEW_TOKENS, temperature=0.0)
     prompts = {
-        key: Prompt(key, torch.randint(3, 300, (PROMPT,)).tolist(), parameters, ())
+        key: Prompt(key, torch.randint(3, 300, (PROMPT_TOKENS,)).tolist(), parameters, ())
         for key in range(rows)
     }
     engine = WorkerEngine(passes, None, prompts, lambda news: None, lambda *_: None)
-    blocks = (PROMPT + NEW) // BLOCK
+    blocks = (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS
     tables = [list(range(key * blocks, (key + 1) * blocks)) for key in range(rows)]
     start_s = time.perf_counter()
     for key in range(rows):
-        row = Row(key + 1, 0, PROMPT, 0, tables[key])
+        row = Row(key + 1, 0, PROMPT_TOKENS, 0, tables[key])
         engine.step(Step(key + 1, [row], [NewSequence(key + 1, key, 0)]))
     prefill = time.perf_counter() - start_s
     took_s: list[float] = []
-    for position in range(1, NEW):
-        step_rows = [Row(key + 1, PROMPT + position - 1, 1, blocks, []) for key in range(rows)]
+    for position in range(1, NEW_TOKENS):
+        step_rows = [
+            Row(key + 1, PROMPT_TOKENS + position - 1, 1, blocks, []) for key in range(rows)
+        ]
         start_s = time.perf_counter()
         engine.step(Step(rows + position, step_rows, []))
         took_s.append(time.perf_counter() - start_s)
@@ -90,15 +92,17 @@ def transformers_ms(path: Path, rows: int, weights: str) -> float:
 
     dtype = torch.bfloat16 if weights == "bf16" else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE)
-    ids = torch.randint(3, 300, (rows, PROMPT), device=DEVICE)
-    settings = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": NEW}
+    ids = torch.randint(3, 300, (rows, PROMPT_TOKENS), device=DEVICE)
+    settings = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": NEW_TOKENS}
     took_s: list[float] = []
     for _ in range(2):
         start_s = time.perf_counter()
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **settings)
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **settings
+        )
         torch.cuda.synchronize()
         took_s.append(time.perf_counter() - start_s)
-    return min(took_s) * 1e3 / NEW
+    return min(took_s) * 1e3 / NEW_TOKENS
 
 
 def main() -> None:
@@ -113,10 +117,10 @@ def main() -> None:
         path = write_folder(Path(folder) / "model", **MODELS[args.size])
         model = Transformer(Checkpoint.open(path), args.weights, DEVICE)
         architecture = model.architecture
-        blocks = max(args.rows) * (PROMPT + NEW) // BLOCK
-        passes = Passes(model, KvCache(architecture, BLOCK, blocks, 0, DEVICE))
+        blocks = max(args.rows) * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS
+        passes = Passes(model, KvCache(architecture, BLOCK_TOKENS, blocks, 0, DEVICE))
         start_s = time.perf_counter()
-        passes.capture(max(args.rows), PROMPT + NEW)
+        passes.capture(max(args.rows), PROMPT_TOKENS + NEW_TOKENS)
         capture_s = time.perf_counter() - start_s
         per_layer = (
             architecture.hidden
@@ -139,7 +143,9 @@ def main() -> None:
                 "step_floor_ms": round(
                     weights * (2 if args.weights == "bf16" else 4) / bytes_per_ms, 3
                 ),
-                "tokens_per_s": round(rows * NEW / (prefill + (NEW - 1) * step) * 1e3),
+                "tokens_per_s": round(
+                    rows * NEW_TOKENS / (prefill + (NEW_TOKENS - 1) * step) * 1e3
+                ),
                 "transformers_tokens_per_s": round(rows / peer_ms * 1e3),
                 "capture_s": round(capture_s, 2),
             }

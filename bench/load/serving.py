@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from bench.load.generation import NEW, PROMPT, SIZES
+from bench.load.generation import NEW_TOKENS, PROMPT_TOKENS, SIZES
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Stepped
 from shmserve.scheduler.generative.engine import Engine
@@ -91,7 +91,7 @@ class Serving:
         self.clock = 0.0
         self.times: dict[int, list[float]] = {}
 
-    def add(self, tokens: list[int], new: int = NEW) -> int:
+    def add(self, tokens: list[int], new: int = NEW_TOKENS) -> int:
         """Submit a request, and return its key."""
         key = next(self._next_key)
         parameters = GenerationParameters(max_tokens=new, temperature=0.0)
@@ -135,7 +135,7 @@ def _scaled(stepped: Stepped, share: float) -> Stepped:
     )
 
 
-def prompt(size: int = PROMPT) -> list[int]:
+def prompt(size: int = PROMPT_TOKENS) -> list[int]:
     """Return a prompt of random tokens."""
     return list(map(int, torch.randint(3, SIZES["vocab_size"], (size,))))
 
@@ -194,7 +194,7 @@ def tight(rounds: int) -> dict[str, Any]:
 
     figures: dict[str, Any] = {}
     for rows in (32, 64):
-        needed = rows * (PROMPT + NEW) // 16
+        needed = rows * (PROMPT_TOKENS + NEW_TOKENS) // 16
         quarter, ample = (functools.partial(load, rows, n) for n in (needed // 4, 2 * needed))
         figures[f"time_{rows}"] = ratio(quarter, ample, rounds)
     return figures
@@ -234,8 +234,8 @@ def trained(folder: Path, text: str, rounds: int) -> dict[str, Any]:
     rng = random.Random(1)
 
     def draw() -> list[int]:
-        start = rng.randrange(len(tokens) - PROMPT)
-        return tokens[start : start + PROMPT]
+        start = rng.randrange(len(tokens) - PROMPT_TOKENS)
+        return tokens[start : start + PROMPT_TOKENS]
 
     return {f"speed_{rows}": _speculate(target, draft, rows, rounds, draw) for rows in (1, 8)}
 

@@ -141,7 +141,7 @@ def allocate_pages(region: str, shared: SharedObject, offset: int, byte_size: in
     """
     if not unallocated_bytes(shared, byte_size):
         return 0
-    before = os.fstat(shared.fd).st_blocks
+    old_blocks = os.fstat(shared.fd).st_blocks
     try:
         os.posix_fallocate(shared.fd, offset, byte_size)
     except OSError as error:
@@ -149,4 +149,4 @@ def allocate_pages(region: str, shared: SharedObject, offset: int, byte_size: in
             f"failed to register shared memory region '{region}': shared memory is full, "
             f"{byte_size} bytes are needed"
         ) from error
-    return max(0, os.fstat(shared.fd).st_blocks - before) * 512
+    return max(0, os.fstat(shared.fd).st_blocks - old_blocks) * 512

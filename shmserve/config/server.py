@@ -389,9 +389,9 @@ def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
 
 
 def _backend_setting(text: str) -> tuple[str, str, str]:
-    head, equals, value = text.partition("=")
-    backend, comma, setting = head.partition(",")
-    if not equals or not head:
+    name, equals, value = text.partition("=")
+    backend, comma, setting = name.partition(",")
+    if not equals or not name:
         raise InvalidArgument(f"--backend-config: '{text}' is not BACKEND,SETTING=VALUE")
     return (backend, setting, value) if comma else ("", backend, value)
 

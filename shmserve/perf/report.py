@@ -151,8 +151,10 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
 
     "~" marks overlapping confidence intervals of the throughput.
     """
-    before = {point.name: point for point in old_points}
-    matched = [(before[point.name], point) for point in new_points if point.name in before]
+    old_by_name = {point.name: point for point in old_points}
+    matched = [
+        (old_by_name[point.name], point) for point in new_points if point.name in old_by_name
+    ]
     if not matched:
         return "nothing to compare: the older report has none of these loads"
     lines = [f"{'new / old':<18}{'requests/s':>12}{'p50':>9}{'p99':>9}{'client':>9}"]
@@ -162,7 +164,7 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
             *((old.latency["p99"], new.latency["p99"]), (old.client_us, new.client_us)),
         )
         ratio, *other_ratios = [
-            f"{after / before:.3f}" if before else "-" for before, after in pairs
+            f"{after / old_by_name:.3f}" if old_by_name else "-" for old_by_name, after in pairs
         ]
         within_error = abs(new.per_second - old.per_second) <= new.confidence + old.confidence
         ratio = f"~{ratio}" if within_error else ratio

@@ -27,22 +27,22 @@ def load(path: Path) -> dict[str, Any]:
         importlib.import_module(f"shmserve.proto.{PurePath(imported).stem}_pb2")
     _POOL.AddSerializedFile(serialized)
     file = _POOL.FindFileByName(described.name)
-    found: dict[str, Any] = {"DESCRIPTOR": file}
+    names: dict[str, Any] = {"DESCRIPTOR": file}
     for message in file.message_types_by_name.values():
-        found[message.name] = _message_class(message)
+        names[message.name] = _message_class(message)
     for enum in file.enum_types_by_name.values():
-        found[enum.name] = EnumTypeWrapper(enum)
-        found.update({value.name: value.number for value in enum.values})
-    return found
+        names[enum.name] = EnumTypeWrapper(enum)
+        names.update({value.name: value.number for value in enum.values})
+    return names
 
 
 def _message_class(descriptor: Any) -> Any:
-    made: Any = message_factory.GetMessageClass(descriptor)
+    message_class: Any = message_factory.GetMessageClass(descriptor)
     # protobuf's C runtime shows nested types as attributes by itself, its pure Python one does not.
     for nested in descriptor.nested_types:
-        if not hasattr(made, nested.name):
-            setattr(made, nested.name, _message_class(nested))
+        if not hasattr(message_class, nested.name):
+            setattr(message_class, nested.name, _message_class(nested))
     for enum in descriptor.enum_types:
-        if not hasattr(made, enum.name):
-            setattr(made, enum.name, EnumTypeWrapper(enum))
-    return made
+        if not hasattr(message_class, enum.name):
+            setattr(message_class, enum.name, EnumTypeWrapper(enum))
+    return message_class

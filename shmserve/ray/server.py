@@ -31,12 +31,12 @@ _ASKED_EACH_S = 0.1
 
 def arguments(flags: Mapping[str, Any]) -> list[str]:
     """Return the command line of flags by name; a list is a repeated flag."""
-    found = []
+    flag_arguments = []
     for name, value in flags.items():
-        for each in value if isinstance(value, list) else [value]:
-            text = str(each).lower() if isinstance(each, bool) else str(each)
-            found.append(f"--{name}={text}")
-    return found
+        for element in value if isinstance(value, list) else [value]:
+            text = str(element).lower() if isinstance(element, bool) else str(element)
+            flag_arguments.append(f"--{name}={text}")
+    return flag_arguments
 
 
 def check(flags: Mapping[str, Any]) -> None:

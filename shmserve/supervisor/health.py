@@ -54,14 +54,14 @@ class Health:
         """Compute the health, and return whether it has changed."""
         models_ready = not self._strict or self._registry.all_ready()
         ready = self.started and not (self.exiting or self.failed) and models_ready
-        before = self._current
+        old_health = self._current
         self._current = HealthChanged(live=not self.failed, ready=ready, exiting=self.exiting)
-        return self._current != before
+        return self._current != old_health
 
     def update_failures(self) -> bool:
         """Update the models that failed to load, and return whether they have changed."""
-        before, self.failures = self.failures, self._registry.failures()
-        return self.failures != before
+        old_failures, self.failures = self.failures, self._registry.failures()
+        return self.failures != old_failures
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def step(
 
 
 def xy(model: str, input_name: str, output_name: str) -> str:
-    """Return a step from X, of the ensemble's tensor `given`, to Y, its tensor `made`."""
+    """Return a step from X, of the tensor `input_name`, to Y, of `output_name`."""
     return step(model, {"X": input_name}, {"Y": output_name})
 
 

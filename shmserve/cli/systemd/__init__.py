@@ -219,8 +219,8 @@ def stamp(body: str, is_editable: bool) -> str:
 
 def is_untouched(text: str) -> bool:
     """Check whether a text is unchanged since `install` wrote it."""
-    head, _, body = text.partition("\n")
-    match = _STAMP.match(head)
+    first_line, _, body = text.partition("\n")
+    match = _STAMP.match(first_line)
     return match is not None and match[1] == hashlib.sha256(body.encode()).hexdigest()
 
 

@@ -173,7 +173,7 @@ class TensorReader:
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
         self.index = index
         self.reads = tuple((tensor, origins[tensor] == ONCE_PER_REQUEST) for tensor in tensors)
-        self.once = all(is_once for _, is_once in self.reads)
+        self.is_once = all(is_once for _, is_once in self.reads)
         self.first_keys = tuple((tensor, 0) for tensor, _ in self.reads)
 
 
@@ -209,13 +209,13 @@ class TensorRoute(NamedTuple):
 
     Attributes:
         uses: How often each value is used; -1: any number of times.
-        once: Whether the tensor exists once per request.
+        is_once: Whether the tensor exists once per request.
         readers: The steps that wait for the tensor, and the response if it contains the tensor.
         only: The reader, if it is the only one and waits for no other tensor.
     """
 
     uses: int
-    once: bool
+    is_once: bool
     readers: tuple[TensorReader, ...]
     only: TensorReader | None
 
@@ -257,7 +257,7 @@ class Plan:
             readers = tuple(reader for reader in all_readers if (tensor, 0) in reader.first_keys)
             if readers:
                 is_once = origin == ONCE_PER_REQUEST
-                has_many_uses = is_once and not all(reader.once for reader in readers)
+                has_many_uses = is_once and not all(reader.is_once for reader in readers)
                 is_only = len(readers) == 1 and len(readers[0].reads) == 1
                 self.routes[tensor] = TensorRoute(
                     _ANY_NUMBER if has_many_uses else len(readers),
@@ -365,7 +365,7 @@ class Flow:
                 self._start(route.only, number, {tensor: value})
             else:
                 for reader in route.readers:
-                    if reader.once or not route.once:
+                    if reader.is_once or not route.is_once:
                         self._fire(reader, number)
                     else:
                         for ready_number in self._numbers(reader):
@@ -385,7 +385,7 @@ class Flow:
             return
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
-        if not reader.once:
+        if not reader.is_once:
             keys = [(tensor, 0 if is_once else number) for tensor, is_once in reader.reads]
         for key in keys:
             if key not in values:

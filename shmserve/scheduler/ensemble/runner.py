@@ -32,7 +32,7 @@ from shmserve.scheduler.ensemble.flow import Firing, Graph, Targets
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests
 from shmserve.scheduler.ensemble.step_messages import StepMessages, StepRequest
-from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
+from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class StepSchedulers(Links):
         _take: Receives the endpoint and each message of a scheduler.
     """
 
-    _waiter: Waiter
+    _waiter: DescriptorWaiter
     _neighbours: InProcessLinks
     _identity: bytes
     _receive_message: Callable[[str, Any], None]

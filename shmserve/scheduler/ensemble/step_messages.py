@@ -308,7 +308,7 @@ class StepMessages:
         """Return the tensors of a response, and the outputs that the response lacks as ABSENT."""
         firing = step.firing
         override = response.override or step.override
-        held_credits = () if firing.step.once else _held_credits(firing)
+        held_credits = () if firing.step.is_once else _held_credits(firing)
         own_credit = Holding(partial(self._schedulers.credit, step, 1)) if more_follow else None
         if own_credit is not None:
             held_credits = (*held_credits, own_credit)
@@ -414,7 +414,7 @@ def _used_outputs(request: EnsembleRequest, step: PlannedStep) -> tuple[Requeste
         if tensor not in request.flow.plan.routes:
             continue
         memory_range = request.memory_ranges.get(tensor)
-        if memory_range is not None and not step.once:
+        if memory_range is not None and not step.is_once:
             raise Unsupported(
                 f"output '{tensor}' follows a decoupled step, so that it cannot be written to "
                 "shared memory"

@@ -25,10 +25,10 @@ ReadyEvents = list[tuple[int, int]]
 Handler = Callable[[Any, Any], None]  # the arguments are the sender's address and its message
 
 
-class Waiter:
+class DescriptorWaiter:
     """A wait for readable descriptors: asleep in the kernel, or awake if busy polling pays.
 
-    `takers` are the handlers by descriptor.
+    `handlers` are the handlers by descriptor.
     """
 
     def __init__(self) -> None:

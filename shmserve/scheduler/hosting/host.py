@@ -79,7 +79,7 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.runner import StepSchedulers
 from shmserve.scheduler.front import Core, Front
-from shmserve.scheduler.hosting.event_loop import InProcessLinks, ReadableHandler, Waiter
+from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks, ReadableHandler
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
@@ -123,7 +123,7 @@ class HostedScheduler(ABC):
     def __init__(
         self,
         start: SchedulerStart,
-        waiter: Waiter,
+        waiter: DescriptorWaiter,
         neighbours: InProcessLinks,
         active: dict[HostedScheduler, None],
     ) -> None:
@@ -373,7 +373,7 @@ class Host:
     """The event loop of schedulers."""
 
     def __init__(self, start: HostStart) -> None:
-        self._waiter = Waiter()
+        self._waiter = DescriptorWaiter()
         self._neighbours = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
         # Schedulers with received messages, in the order of their next turns.

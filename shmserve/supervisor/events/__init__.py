@@ -227,8 +227,8 @@ class EventFeed:
 
     def models_changed(self) -> None:
         """Publish the changes of models' states since the last call."""
-        before, self._published = self._published, self._models()
-        for event in changes(before, self._published):
+        old_states, self._published = self._published, self._models()
+        for event in changes(old_states, self._published):
             self._publisher.publish(event)
 
     def snapshot(self) -> Iterator[Any]:

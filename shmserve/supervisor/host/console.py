@@ -81,9 +81,9 @@ class StartupReport:
 
     def _update(self) -> None:
         """Report the changes."""
-        before, self._states = self._states, self._progress()
+        old_states, self._states = self._states, self._progress()
         for model, state in self._states.items():
-            if before.get(model) != state:
+            if old_states.get(model) != state:
                 self._report(model, state)
         loading = [model for model, state in self._states.items() if state == "loading"]
         completed, total = len(self._states) - len(loading), len(self._states)

@@ -17,7 +17,7 @@ FIRST = "sequence_batching.state[0].initial_state[0]"
 
 
 def at(text: str, field: str) -> str:
-    """Return `text` with its only mark, "@", moved before `what`."""
+    """Return `text` with its only mark, "@", moved before `field`."""
     return text.replace("@", "").replace(field, "@" + field, 1)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shmserve.scheduler.hosting.event_loop import Waiter
+from shmserve.scheduler.hosting.event_loop import DescriptorWaiter
 from shmserve.scheduler.requests.request import NEVER
 
 _HIGH = 1100  # a descriptor above the limit of select(2)
@@ -53,7 +53,7 @@ def low_descriptors_taken() -> Iterator[None]:
 def test_any_descriptor_wakes_in_the_order_of_registration(
     pipes: list[tuple[int, int]], wait_ns: int
 ) -> None:
-    waiter = Waiter()
+    waiter = DescriptorWaiter()
     for reads, writes in reversed(pipes):
         waiter.watch(reads, lambda: None)
         os.write(writes, b"x")
@@ -64,14 +64,14 @@ def test_any_descriptor_wakes_in_the_order_of_registration(
 
 @pytest.mark.parametrize("wait_ns", _WAITS_NS)
 def test_a_wait_without_messages_times_out(pipes: list[tuple[int, int]], wait_ns: int) -> None:
-    waiter = Waiter()
+    waiter = DescriptorWaiter()
     for reads, _ in pipes:
         waiter.watch(reads, lambda: None)
     assert waiter.wait(time.monotonic_ns() + wait_ns, 0) == []
 
 
 def test_one_that_is_watched_no_longer(pipes: list[tuple[int, int]]) -> None:
-    waiter = Waiter()
+    waiter = DescriptorWaiter()
     (first, writes), (second, _) = pipes
     waiter.watch(first, lambda: None)
     waiter.watch(second, lambda: None)
@@ -84,7 +84,7 @@ def test_one_that_is_watched_no_longer(pipes: list[tuple[int, int]]) -> None:
 @pytest.mark.usefixtures("low_descriptors_taken")
 @pytest.mark.parametrize("wait_ns", _WAITS_NS)
 def test_a_process_with_many_descriptors(pipes: list[tuple[int, int]], wait_ns: int) -> None:
-    waiter = Waiter()
+    waiter = DescriptorWaiter()
     assert waiter._epoll.fileno() > 1023
     (reads, writes), _ = pipes
     waiter.watch(reads, lambda: None)

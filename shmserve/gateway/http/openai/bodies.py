@@ -350,10 +350,10 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
     if index is not None:
         raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
     if is_packed:
-        before = b'{"messages":' if variables else b""
+        prefix = b'{"messages":' if variables else b""
         behind = b"," + orjson.dumps(variables)[1:] if variables else b""
-        size = len(before) + messages.byte_size + len(behind)
-        pieces = [size.to_bytes(4, "little") + before, *messages.pieces, behind]
+        size = len(prefix) + messages.byte_size + len(behind)
+        pieces = [size.to_bytes(4, "little") + prefix, *messages.pieces, behind]
         return InferInput("messages", "BYTES", (1,), 1, pieces, size + 4)
     chat = {"messages": messages, **variables} if variables else messages
     return create_input("messages", "BYTES", [orjson.dumps(chat).decode()])

@@ -10,7 +10,7 @@ from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.scheduler_client import SchedulerClient
 from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.ensemble.runner import StepSchedulers
-from shmserve.scheduler.hosting.event_loop import InProcessLinks, Waiter
+from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
 
 READ = Release(1, [0], 2)
 
@@ -30,7 +30,7 @@ def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> 
     """A link must be opened first, because nothing was submitted to the new endpoint yet."""
     links, there = InProcessLinks(), f"ipc://{tmp_path}/s2"
     with contextlib.closing(Router(there)) as router:
-        steps = StepSchedulers(Waiter(), links, b"1.1", lambda endpoint, message: None)
+        steps = StepSchedulers(DescriptorWaiter(), links, b"1.1", lambda endpoint, message: None)
         with contextlib.closing(steps):
             client: SchedulerClient[Any] = SchedulerClient(steps)
             before = Neighbour(links, "s1")
