@@ -156,7 +156,7 @@ def add(
     repository: Path,
     name: str,
     code: str | torch.nn.Module,
-    given: str,
+    state_names: str,
     backend: str = "pytorch",
     data_type: str = "TYPE_FP32",
     outputs: str = "",
@@ -180,7 +180,7 @@ def add(
         outputs=outputs,
         strategy=strategy,
         idle=IDLE,
-        given=given,
+        given=state_names,
     )
     runtime = 'runtime: "model.py"\n' if backend == "pytorch" and isinstance(code, str) else ""
     (folder / "config.pbtxt").write_text(config + runtime + instances(1))
