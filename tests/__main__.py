@@ -1,10 +1,10 @@
 """`python -m tests [PYTEST OPTIONS]`: all tests, in pytest processes side by side.
 
 Most tests wait for other processes rather than compute, so that four lanes keep two processors
-busy. What a piece has to say is shown when it ends. A test that failed is run once
-more, alone, after the rest: a noisy machine costs no run, and what passed only then is listed at
-the end, with what it said first. The last line counts the tests of all; exit status 0: nothing
-failed twice.
+busy. The output of a piece is shown when it ends. A failed test is run once more, alone, after the
+rest, so that a noisy machine costs no run. Tests that passed only on the second try are listed at
+the end, with the output of their first failure. The last line counts all tests. The exit status is
+0 if no test failed twice.
 """
 
 import compileall
@@ -157,7 +157,8 @@ def _counted(outcomes: list[Outcomes]) -> tuple[int, int, int]:
 
 
 def late_table(late: dict[str, str]) -> list[str]:
-    """What passed only on the second try: each test, and the end of what its first failure said."""
+    """Return the tests that passed only on the second try, each with the end of its first
+    failure."""
     if not late:
         return []
     lines = [f"== passed only on the second try: {len(late)}"]

@@ -1,5 +1,5 @@
-"""What all tests share: the guards against leaks around each, and the logs of servers in the report
-of one that fails.
+"""Fixtures of all tests: guards against leaks, and the servers' logs in the report of a failed
+test.
 """
 
 import asyncio

@@ -100,7 +100,7 @@ def test_a_model_that_crashes_on_every_request_becomes_unavailable(
 ) -> None:
     """After ten crashes in a row the model is unavailable, with a reason; other models serve.
 
-    It returns when it is loaded again or its files change.
+    The model returns when it is loaded again or its files change.
     """
     repository = tmp_path / "models"
     repository.mkdir()

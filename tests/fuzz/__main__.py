@@ -1,9 +1,9 @@
 """`python -m tests.fuzz TARGET [--seconds N]`: search for bytes that break a target, led by which
 lines they reach.
 
-Begins with tests/fuzz/corpus/TARGET. What breaks the target is printed and kept as crash-* in the
-current folder; exit status 0: nothing was found. Needs atheris (pip install -e '.[fuzz]'), but for
-inputs by chance.
+Begins with tests/fuzz/corpus/TARGET. An input that breaks the target is printed and stored as
+crash-* in the current folder. The exit status is 0 if no such input was found. Needs atheris (pip
+install -e '.[fuzz]'), but for inputs by chance.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Calls on a connection of gRPC's, as a client may make them, and what else happens meanwhile.
+"""Calls on a gRPC connection, and the other events of the connection during these calls.
 
-What a handler is given is what its client has sent, and what it answers comes back; nothing is
-logged as a fault, and when the connection is over nothing is left: no call, no task, no memory.
+A handler receives what its client has sent, and the client receives the handler's response. No
+fault is logged. No call, task or memory remains after the end of the connection.
 """
 
 import asyncio

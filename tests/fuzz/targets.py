@@ -1,8 +1,8 @@
-"""What is fuzzed: functions of bytes, which raise when bytes do what they must not.
+"""The fuzz targets: functions of bytes, which raise if the tested code breaks a rule.
 
-Each takes the first bytes for its choices and the rest for what a client sends. What is wrong with
-that must be said by a ShmserveError (or a MalformedMessage, in what processes say to each other)
-that is written for clients.
+A target draws its choices from the first bytes, and uses the rest as a client's message. Invalid
+messages must raise a ShmserveError with a text for clients. Invalid messages between processes must
+raise a MalformedMessage.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Speculation by a draft model: texts are distributed as without it, at every setting of sampling.
 
-Two Markov chains speak, one of which proposes for the other; the joint distribution of the first
+Two Markov chains generate tokens: one drafts for the other. The joint distribution of the first
 tokens is known.
 """
 

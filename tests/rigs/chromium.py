@@ -104,7 +104,7 @@ class Page:
         self._call("Input.dispatchKeyEvent", type="keyUp", key=name, code=name)
 
     def hide(self, *, hidden: bool) -> None:
-        """Tell the page that it is hidden, or that it is visible."""
+        """Report to the page that it is hidden or visible."""
         self.run(
             f"Object.defineProperty(document, 'hidden', {{value: {json.dumps(hidden)},"
             " configurable: true}); document.dispatchEvent(new Event('visibilitychange'))"

@@ -1,5 +1,5 @@
-"""A generative worker in one process, and its scheduler played by hand: greedy admission, one step
-at a time, blocks as a test wants them."""
+"""A generative worker in one process, and a scheduler that the test plays: greedy admission, one
+step at a time, and blocks that the test chooses."""
 
 import itertools
 import json
@@ -75,8 +75,8 @@ class Running:
 
 @dataclass(eq=False)
 class Scheduler:
-    """The other end. `chunk` tokens of a prompt go into a step; `draft` are proposed; blocks come
-    from a free list, shuffled where there is a `shuffle`."""
+    """The scheduler's end of the link. A step has `chunk` tokens of a prompt, and `draft` proposed
+    tokens. Blocks are taken from a free list, which `shuffle` puts into random order."""
 
     rig: Rig
     blocks: int

@@ -1,11 +1,11 @@
-"""A Ray cluster of two nodes on this machine, with `shmserve.ray` on both: a program, since Ray
-lives in the process that starts it.
+"""A Ray cluster of two nodes on this machine, with `shmserve.ray` on both. This is a program,
+because Ray runs in the process that starts it.
 
     python tests/rigs/ray_cluster.py FOLDER PORT '{"model-repository": ...}'
 
 It prints "ready" once both nodes serve, kills the second one at the word "kill" (and prints
-"killed"), and ends all at the end of its input. What a node's server and models have in their
-environment as NODE is the node's name.
+"killed"), and ends all at the end of its input. The environment variable NODE of a node's server
+and models is the node's name.
 """
 
 import json

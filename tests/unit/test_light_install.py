@@ -54,7 +54,7 @@ def test_a_backend_without_its_packages_names_the_command(
 
 
 def test_a_client_loads_no_part_of_the_server() -> None:
-    """What it loads beside numpy takes less time than numpy."""
+    """The client's modules load faster than numpy."""
     loaded = set(run_python("-c", _CLIENT, check=True).stdout.split())
     heavy = ("generation", "supervision", "unions")
     assert loaded.isdisjoint(f"shmserve.ipc.messages.{name}" for name in heavy)

@@ -51,7 +51,7 @@ def server(models: Path, start: Start) -> Server:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What transformers puts behind each prompt, on the same device."""
+    """Return the continuation of each prompt by transformers on the same device."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = write_folder(tmp_path_factory.mktemp("oracle") / "model")

@@ -1,6 +1,6 @@
 """CUDA shared memory on a real device, with tritonclient as users have it.
 
-Exporters are other processes than the workers, as CUDA wants it: this one, and children of it.
+The exporting process is this one or a child of it. CUDA requires another process than the worker.
 """
 
 import base64

@@ -286,7 +286,7 @@ def test_a_model_on_the_cpu(server: Server) -> None:
 
 
 def test_instances_are_put_on_the_devices_there_are(server: Server) -> None:
-    """As a Triton does where the configuration does not say."""
+    """The default is Triton's: one instance on each device."""
     with server.http() as http:
         groups = http.get("/v2/models/anywhere/config").ok().json()["instance_group"]
     assert [(group["kind"], group["count"], group["gpus"]) for group in groups] == [

@@ -1,6 +1,7 @@
 """The native client's memory on a real device, and host memory that is pinned for one.
 
-The program that allocates is this process, or a child of it; workers are others, as CUDA wants it.
+The allocating program is this process or a child of it. CUDA requires another process than the
+worker.
 """
 
 import asyncio

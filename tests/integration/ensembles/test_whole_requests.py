@@ -109,7 +109,7 @@ def _gated(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "expected_values"),
     [
         ("then_id", [99, 1]),
         ("then_text", ["abc", 1]),

@@ -46,7 +46,7 @@ _PATIENCE_S = 1.0
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Where a gateway listens that has a second's patience."""
+    """Yield the port of a gateway whose timeout for headers is one second."""
     folder = tmp_path_factory.mktemp("gateway")
     with listening(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
         yield number

@@ -1,4 +1,4 @@
-"""What a server and its models say about themselves."""
+"""Health, metadata and statistics of a server and its models."""
 
 import http.client
 

@@ -1,5 +1,5 @@
-"""What clients say, in every place where they can say something, with control characters and too
-long: it writes no line of its own into the log, and nothing ends by it.
+"""Texts of clients with control characters, or longer than allowed, in every field that they can
+set. Such a text forges no log line and ends no process.
 """
 
 import base64

@@ -174,7 +174,7 @@ ITERATE = {
 
 @pytest.mark.parametrize("model", ITERATE)
 @pytest.mark.parametrize(
-    ("steps", "seen"),
+    ("steps", "expected"),
     [
         ((), ["empty"]),
         (("a", "b"), ["a", "b", "empty"]),
@@ -294,7 +294,7 @@ class Model:
 @pytest.mark.parametrize("model", ITERATE)
 @pytest.mark.parametrize("moment", ["before", "during"])
 @pytest.mark.parametrize(
-    ("steps", "seen"),
+    ("steps", "expected"),
     [
         (("a", "obey", "b"), ["a", "error: it was cancelled"]),
         (("a", "ignore", "b", "c"), ["a", "b", "c", "empty"]),

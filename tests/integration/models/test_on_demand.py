@@ -102,7 +102,7 @@ def grpc_input() -> list[triton_grpc.InferInput]:
 
 
 def test_an_unloaded_model_on_demand_is_ready(server: Server) -> None:
-    """The server and the unloaded model are ready, and the index says so.
+    """The server and the unloaded model are ready, also in the repository index.
 
     Readiness checks load nothing.
     """

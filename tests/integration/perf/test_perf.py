@@ -230,7 +230,7 @@ def test_a_report_is_written_drawn_and_compared(
 
 
 @pytest.mark.parametrize(
-    ("door", "arguments", "status", "said"),
+    ("door", "arguments", "status", "message"),
     [
         ("http", ["nobody"], 1, "unknown model: 'nobody'"),
         ("grpc", ["nobody"], 1, "unknown model: 'nobody'"),

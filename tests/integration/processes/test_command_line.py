@@ -437,7 +437,7 @@ def test_client_infer_finds_this_users_server(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         (("nothing", "--input", "INPUT0=1"), 1, "'nothing' is not found"),
         (("completed", "--input", "X=1"), 2, "no input 'X'"),

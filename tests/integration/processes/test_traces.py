@@ -128,7 +128,7 @@ def explained(server: Server, model: str, input_value: str = "X") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "key", "inner"),
+    ("model", "input_value", "key", "inner"),
     [("both", "IN", "steps", ["one", "two"]), ("calls", "X", "calls", ["one"])],
 )
 def test_the_time_of_inner_models_is_explained(

@@ -91,7 +91,7 @@ def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
 
 
 def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path: Path) -> None:
-    """Those of an ensemble that is a step, too."""
+    """The step may itself be a step of an inner ensemble."""
     times = "return self.response(Y=self.input(request, 'X') * np.float32({}))"
     add_model(tmp_path, "plain", times.format(2))
     add_ensemble(tmp_path, "inner", [xy("plain", "IN", "OUT")])

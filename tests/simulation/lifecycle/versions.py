@@ -28,7 +28,7 @@ class ObservedVersion(ModelVersion):
 
     Attributes:
         was_ready: Whether it has been ready.
-        drains: Whether it was told to drain.
+        drains: Whether it has received the message to drain.
         shapes: The configurations of an ensemble's step models at its load.
     """
 

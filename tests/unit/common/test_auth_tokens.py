@@ -101,7 +101,7 @@ def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "has no token"),
         ("# nothing\n", "has no token"),
@@ -150,7 +150,7 @@ def test_restrictions_are_parsed_as_in_triton() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("health", "option format is '<config name>:<setting>=<value>'. Got health"),
         ("health:k", "option format is"),

@@ -1,4 +1,4 @@
-"""What a gateway answers beside inferences: health, metadata, repository, regions, metrics."""
+"""A gateway's responses apart from inference: health, metadata, repository, regions, metrics."""
 
 import base64
 import inspect

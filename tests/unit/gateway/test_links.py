@@ -126,7 +126,7 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str
 
 
 def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
-    """Where another is in flight: it saves a wake-up; but no later than a moment after."""
+    """A release waits for a further request to save a wake-up, but only briefly."""
     frames: list[list[type[Any]]] = []
 
     async def read(rig: Rig) -> None:

@@ -206,7 +206,7 @@ def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "most"),
+    ("fields", "most"),
     [
         ({}, 1 << 24),
         ({"max_tokens": None}, 1 << 24),

@@ -1,4 +1,4 @@
-"""Messages that a gateway receives before it knows all that they refer to."""
+"""Messages that reach a gateway before the objects that they refer to."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SAMPLED = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
 @pytest.mark.parametrize(
-    ("rate", "count", "taken"),
+    ("rate", "count", "expected_traces"),
     [(1, -1, 12), (3, -1, 4), (3, 2, 2), (0, -1, 0), (1, 0, 0), (100, -1, 0)],
 )
 def test_sampling_has_a_rate_and_a_count(rate: int, count: int, expected_traces: int) -> None:

@@ -73,7 +73,9 @@ def test_requests_with_other_optional_inputs_are_separated() -> None:
     assert len(keys) == 3
 
 
-@pytest.mark.parametrize(("names", "got"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")])
+@pytest.mark.parametrize(
+    ("names", "message"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")]
+)
 def test_the_count_must_be_between_required_and_total(names: str, message: str) -> None:
     """3.6: the number of inputs is between required and total, with Triton's text."""
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []

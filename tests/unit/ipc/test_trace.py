@@ -39,7 +39,7 @@ def test_a_header_is_read_and_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "taken"),
+    ("header", "is_valid"),
     [
         (f"00-{TRACE}-{CALLER}-00", True),
         (f"01-{TRACE}-{CALLER}-01-more", True),
@@ -62,7 +62,7 @@ def test_spans_are_concatenated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trace", "taken"),
+    ("trace", "is_valid"),
     [
         (TraceContext.new().message, True),
         (TraceContext.new(sampled=True).child().message, True),

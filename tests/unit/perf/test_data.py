@@ -102,7 +102,7 @@ def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "is not JSON"),
         ('{"data": []}', "has no request"),
@@ -136,7 +136,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "no function `requests`"),
         ("def requests(i): yield 3", "request 0 of .* is not a mapping"),

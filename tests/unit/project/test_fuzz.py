@@ -60,7 +60,7 @@ def test_corpus(path: Path) -> None:
 
 
 def test_inputs_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What breaks a target is kept, and is the same for the same seed."""
+    """An input that breaks a target is stored, and is the same for the same seed."""
     monkeypatch.chdir(tmp_path)
     inputs: list[bytes] = []
 

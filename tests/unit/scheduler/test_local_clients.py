@@ -27,7 +27,7 @@ SECOND = 10**9
 
 
 @pytest.mark.parametrize(
-    ("said", "believed"),
+    ("claimed_ns", "believed"),
     [
         (NOW - 1, NOW - 1),
         (NOW - SECOND, NOW - SECOND),

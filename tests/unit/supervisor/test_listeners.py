@@ -1,4 +1,4 @@
-"""Where the server listens: every address that a name has and this host as well."""
+"""The addresses where the server listens: all addresses of a name that belong to this host."""
 
 import errno
 import socket

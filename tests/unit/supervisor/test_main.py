@@ -1,4 +1,4 @@
-"""What the supervisor imports, and the environment that worker processes are started in."""
+"""The imports of the supervisor, and the environment of worker processes."""
 
 from pathlib import Path
 

@@ -59,7 +59,7 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
 
 
 @pytest.mark.parametrize(
-    ("said", "watchdog_s"),
+    ("expected", "watchdog_s"),
     [
         ({}, 0.0),
         ({"WATCHDOG_USEC": "1500000"}, 1.5),

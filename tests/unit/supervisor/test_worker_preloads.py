@@ -1,4 +1,4 @@
-"""What the zygote of workers imports: torch where a model may import it, and only then."""
+"""The imports of the zygote of workers: torch only if a model may import it."""
 
 from pathlib import Path
 

@@ -95,7 +95,7 @@ def test_without_cann_the_error_names_the_missing_package(
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("fields", "text"),
     [
         (config(most=8), "max_batch_size 8, but the file was made for batches of 4"),
         (config(dims=(5,)), r"has the shape \[5\], but the file's has \[3\]"),

@@ -227,7 +227,7 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("inputs", "problem"),
     [
         ({"text_input": "hi", "image": "..."}, "image: it is not supported"),
         ({"text_input": "hi", "embedding_request": "{}"}, "embedding_request: it is not"),
@@ -404,7 +404,7 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "given", "expected"),
+    ("kind", "size", "visible_devices", "expected"),
     [
         ("GPU", 1, "", "1"),
         ("GPU", 2, "", "instance_group: with tensor_parallel_size, the kind must be KIND_MODEL"),

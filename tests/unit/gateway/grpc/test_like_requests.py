@@ -1,5 +1,5 @@
-"""Requests that differ in their id, their place in a sequence and their limits on time alone are
-parsed once and packed alike, over HTTP and over gRPC, and each gets its own response."""
+"""Requests that differ only in their id, their position in a sequence and their timeouts. They are
+parsed once over HTTP and over gRPC, and each receives its own response."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_the_encoding_is_chosen_from_accepted_encodings() -> None:
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_decompression_bomb_is_refused(encoding: str) -> None:
-    """What would be larger than the limit, of however few bytes."""
+    """A message that inflates beyond the limit is refused, however few bytes are sent."""
     _, bomb = Deflater(9).frame(bytes(50 << 20), encoding)
     with pytest.raises(BrokenMessage) as caught:
         inflate(bomb, encoding, 1 << 20)

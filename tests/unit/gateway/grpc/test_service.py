@@ -1,4 +1,4 @@
-"""What the gRPC listener decides without a call: whose each RPC is, what identifies a request."""
+"""Decisions of the gRPC listener without a call: the permission of each RPC, and request ids."""
 
 import pytest
 

@@ -34,7 +34,8 @@ def header(memory_range: str) -> bytes:
 @pytest.mark.parametrize("space", ["", " "])
 @pytest.mark.parametrize("sequence", [1, 2**64 - 1, "a text"])
 def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> None:
-    """Headers that differ in it alone have one key, and mean what they say."""
+    """Headers that differ only in this position have one key, and are parsed to their own
+    position."""
     keys = set()
     for start in (False, True):
         for end in (False, True):
@@ -56,7 +57,7 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
 @example("a\\b")
 @example("ü")
 def test_the_id_is_cut_out(request_id: str) -> None:
-    """Where it is first, and of characters that stand for themselves."""
+    """Only an id that is the first member and has no escapes or non-ASCII characters is cut out."""
     rest = header('"other":2')[1:]
     for space in ("", " "):
         first = f'{{"id":{space}{json.dumps(request_id)},{space}'.encode() + rest

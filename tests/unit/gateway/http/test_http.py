@@ -633,7 +633,7 @@ def test_idle_connections_are_evicted(patient: Rig, known: bool) -> None:
 
 
 def test_connections_have_a_limit(patient: Rig) -> None:
-    """Of more than 60 some are ended."""
+    """Some of more than 60 connections are closed."""
 
     def lives(connection: socket.socket) -> bool:
         try:

@@ -144,8 +144,7 @@ def test_failures_have_the_status_of_their_code(
 
 
 def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> None:
-    """It is read, and its answer written, in a short way from the third time on: with no other
-    result."""
+    """From the third request on, templates replace parsing and encoding, with the same result."""
 
     def ask(first: list[Any], second: list[Any], **members: Any) -> Reply:
         text = simple_body(**members).decode()

@@ -109,7 +109,7 @@ def test_a_malformed_response_is_an_internal_error(asked: Asked) -> None:
 
 
 def test_a_response_with_another_schema_is_sent(asked: Asked) -> None:
-    """Of other outputs, in the memory of a worker, which is released."""
+    """The response has other outputs, in memory of a worker that is released afterwards."""
     values = np.arange(16, dtype=np.int32)
     arena = Arena(ARENA)
     memory_range = arena.allocate(values.nbytes)

@@ -258,7 +258,7 @@ class Transport:
 
 
 class Batches:
-    """Chunks of a response; `ended` is set when no further chunk is wanted."""
+    """Chunks of a response; `ended` is set when the response needs no further chunk."""
 
     def __init__(self, *batches: Sequence[bytes] | Exception) -> None:
         self.ended = False

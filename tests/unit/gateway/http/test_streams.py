@@ -72,7 +72,7 @@ def response(number: int, *values: int, final: bool = False, extra: str = "") ->
 
 
 class Asked:
-    """A request that is sent, and what the model is to say to it."""
+    """A sent request, and the responses that the model sends."""
 
     def __init__(
         self,

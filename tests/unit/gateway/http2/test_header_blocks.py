@@ -76,7 +76,7 @@ def test_cached_blocks_equal_decoded_blocks(known: list[bytes], order: list[int]
 @settings(max_examples=50)
 @given(st.integers(0), st.lists(st.lists(st.tuples(names, values), max_size=4), max_size=30))
 def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, bytes]]]) -> None:
-    """What a client's encoder makes of its requests, whose table changes its size at times."""
+    """Header blocks of an encoder whose table size changes at times are decoded correctly."""
     chance = random.Random(seed)
     encoder, ours = Encoder(), HeaderDecoder(RequestFields, _LARGEST)
     start = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x")]

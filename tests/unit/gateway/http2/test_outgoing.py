@@ -1,4 +1,4 @@
-"""What a connection sends: never more than its client's windows, all of it in the end, in turns."""
+"""Frames that a connection sends: within the client's windows, complete in the end, in turns."""
 
 import struct
 
@@ -171,14 +171,14 @@ def test_a_response_is_three_frames() -> None:
 
 
 def test_a_response_before_the_end_of_the_request() -> None:
-    """8.1: the rest of the request is not wanted."""
+    """RFC 9113, 8.1: the stream is reset with NO_ERROR, so that the client stops its request."""
     engine = Engine().take(OPENED + begin(1, end=False))
     engine.http2.sending.send_response(engine.stream(1), FORM, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
 def test_streams_share_the_window_of_the_connection_in_turns() -> None:
-    """None of them has all of a window that is given in small pieces."""
+    """Small window updates are shared equally."""
     engine = Engine().take(OPENED + begin(1, 3, 5, 7) + setting(INITIAL_WINDOW, 2**20))
     sending = engine.http2.sending
     for number in (1, 3, 5, 7):
@@ -191,7 +191,7 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
 
 
 def test_a_long_response_does_not_block_other_streams() -> None:
-    """Of a window for all of them each has a turn, not the first all of it."""
+    """A large window update serves each stream in turn, so the short response is sent whole."""
     engine = Engine().take(OPENED + begin(1, 3) + setting(INITIAL_WINDOW, 2**30))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(2**23))

@@ -101,7 +101,7 @@ def test_3_4_the_next_batch_is_made_when_the_last_has_returned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "waits"),
+    ("fields", "waits"),
     [
         ({"max_queue_delay_microseconds": 5000, "minimum_slot_utilization": 1.0}, True),
         ({"max_queue_delay_microseconds": 5000, "minimum_slot_utilization": 0.5}, False),
@@ -191,7 +191,7 @@ def test_the_worked_example() -> None:
     assert batches == [["B", "C"], ["D", "A"], ["D"], ["D"], ["E"]]
 
 
-@pytest.mark.parametrize(("given", "slots"), [(CANDIDATES, 4), ({}, 2)])
+@pytest.mark.parametrize(("fields", "slots"), [(CANDIDATES, 4), ({}, 2)])
 def test_3_5_slots_number_the_candidates_or_the_batch(fields: dict[str, int], slots: int) -> None:
     rig = SequenceRig("oldest", rows=2, given=fields)
     for sequence in range(1, 7):

@@ -38,7 +38,8 @@ def test_an_unload_at_every_moment_of_a_load(moment: int, served: bool) -> None:
 
 
 def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
-    """That it was ready once is not enough; and what breaks for good is taken back."""
+    """A new version must be ready when it replaces the old one. A load that fails for good is
+    undone."""
     rig = LifecycleRig()
     rig.lifecycle.load("m")
     rig.happen(*EVENTS)

@@ -141,7 +141,7 @@ STORIES: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]],
 ]
 
 
-@pytest.mark.parametrize(("story", "said"), STORIES)
+@pytest.mark.parametrize(("story", "messages"), STORIES)
 async def test_the_order_of_messages(
     story: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], messages: list[str]
 ) -> None:

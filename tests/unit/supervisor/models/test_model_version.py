@@ -25,7 +25,8 @@ def deployment(processes: Processes) -> ModelVersion:
 
 
 async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
-    """Its first word and its end come in one turn of the loop: another one starts in its place."""
+    """The worker's first message and its exit are handled in one turn of the loop. A new worker
+    starts."""
     processes = Processes()
     model = deployment(processes)
     await model.start()
@@ -154,8 +155,8 @@ async def test_an_instance_that_does_nothing_but_crash_stays_down(
 async def test_killed_workers_are_always_restarted(
     monkeypatch: pytest.MonkeyPatch, at_load: bool
 ) -> None:
-    """It starts again after longer and longer pauses, as often as that is; a crash of its own is
-    none of them, and a long life ends the row."""
+    """A killed worker restarts after ever longer pauses, any number of times. A crash of the worker
+    itself does not count as a kill, and a long run resets the pauses."""
     most, pauses = instance_processes._MAX_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
     processes = Processes()
@@ -222,7 +223,8 @@ async def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Programs on this host hear of it by sockets of their own, which wait for no loop turn."""
+    """Local clients are notified over their own sockets, which are not delayed to a turn of the
+    loop."""
     processes = Processes()
     model = deployment(processes)
     await model.start()

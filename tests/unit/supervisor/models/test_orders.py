@@ -490,7 +490,7 @@ def pids(server: Server, name: str) -> dict[str, list[int]]:
 
 
 def test_a_reload_touches_only_versions_that_differ() -> None:
-    """What stays has its processes, and with them its statistics and state."""
+    """An unchanged version keeps its processes, and so its statistics and state."""
 
     async def story() -> None:
         server = Server(s=[])

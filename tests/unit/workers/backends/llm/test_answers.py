@@ -58,7 +58,7 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
 
 
 @pytest.mark.parametrize(
-    ("given", "echoed"),
+    ("fields", "echoed"),
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
 def test_a_text_begins_with_its_prompt_as_triton_has_it(
@@ -415,7 +415,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"text_input": "a", "temperature": -1}, "temperature: -1 is not a number from 0.0"),
         ({}, "exactly one of text_input, input_ids, messages is required, got none"),

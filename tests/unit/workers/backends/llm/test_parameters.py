@@ -13,7 +13,7 @@ def settings(**fields: Any) -> GenerationParameters:
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "value"),
+    ("parameters", "field", "value"),
     [
         ({"temperature": "0.5"}, "temperature", 0.5),
         ({"max_completion_tokens": 7}, "max_tokens", 7),
@@ -61,7 +61,7 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("parameters", "message"),
     [
         ({"temperature": "hot"}, "temperature: 'hot' is not a number from 0.0 to 100.0"),
         ({"temperature": float("nan")}, "temperature: nan is not a number"),

@@ -285,7 +285,7 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
 
 
 @pytest.mark.parametrize(
-    ("make", "given", "message"),
+    ("make", "fields", "message"),
     [
         (gptq, NF4, f"quant_method: 'bitsandbytes' is not supported, {SUPPORTED}"),
         (gptq, {"load_in_8bit": True}, "quant_method: 'bitsandbytes' is not supported"),
@@ -345,7 +345,7 @@ def test_unknown_quantisations_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("make", "given"),
+    ("make", "fields"),
     [
         (lambda w: gptq(w[:, :16]), GPTQ),
         (lambda w: (gptq(w)[0] | {"g_idx": torch.full((w.shape[1],), 99)}, w), GPTQ),
