@@ -23,7 +23,7 @@ from tests.support.wire.raw_http import Reply, binary_request
 
 ELEMENTS = 50_000
 SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
-ONE = 'return self.response(Y=self.input(request, "X") + 1)'
+ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 LOADS = """\
     def initialize(self, args):
         import fcntl
@@ -45,16 +45,16 @@ def load_lock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("ensembles") / "models"
-    add_model(repository, "first", ONE)
+    add_model(repository, "first", ADD_ONE)
     code = repository / "first" / "1" / "model.py"
     _, begins, rest = code.read_text().partition("    def initialize(")
     code.write_text(code.read_text().replace(begins + rest.partition("execute(")[0], LOADS, 1))
     fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
-    add_model(repository, "second", ONE, *fixed)
-    add_model(repository, "third", ONE)
+    add_model(repository, "second", ADD_ONE, *fixed)
+    add_model(repository, "third", ADD_ONE)
     steps = [xy("first", "IN", "a"), xy("second", "a", "b"), xy("third", "b", "OUT")]
     add_ensemble(repository, "pipe", steps)
-    add_model(repository, "grows", ONE)
+    add_model(repository, "grows", ADD_ONE)
     add_ensemble(repository, "last", [xy("grows", "IN", "OUT")])
     return repository
 
@@ -161,7 +161,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
 
     requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
 
-    def asked(factor: int) -> tuple[bytes, dict[str, str]]:
+    def infer_request(factor: int) -> tuple[bytes, dict[str, str]]:
         tensor = ("IN", "FP32", [SLOWLY_READ], (values * factor).tobytes())
         return binary_request([tensor], outputs=requested_outputs)
 
@@ -169,7 +169,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         contextlib.closing(http.client.HTTPConnection(server.url)) as slow,
         server.http() as other_http,
     ):
-        slow.request("POST", "/v2/models/last/infer", *asked(1))
+        slow.request("POST", "/v2/models/last/infer", *infer_request(1))
         # The body is too large for the socket and waits for its reader.
         response = slow.getresponse()
         old = server.find_one("ensemble last")
@@ -178,7 +178,9 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         until("it is ready", lambda: server.answers("/v2/models/last/ready"), RECOVERY_S)
         for factor in range(2, 6):
             right = values * factor + 1
-            assert (other_http.infer("last", *asked(factor)).tensors()["OUT"] == right).all()
+            assert (
+                other_http.infer("last", *infer_request(factor)).tensors()["OUT"] == right
+            ).all()
         output = Reply(response.status, response.headers, response.read()).tensors()["OUT"]
         assert (output == values + 1).all()
 

@@ -128,7 +128,7 @@ def native(path: str) -> Iterator[Ask]:
 def main(
     clients: int, http_port: int, grpc_port: int, local: str, often: bool, killed: bool
 ) -> None:
-    """Ask until the input ends."""
+    """Send requests until the input ends."""
     stop = threading.Event()
     counts: dict[str, Counter[str]] = {}
 

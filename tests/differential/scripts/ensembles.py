@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tests.differential.script import Ask, Drain, Group, Known, Model, Script, recorder, tensor
 from tests.rigs.pipelines import step
 
-IN, OUT = tensor("INPUT0"), tensor("OUT")
+IN, OUTPUT = tensor("INPUT0"), tensor("OUT")
 ADD = 'return self.response(OUTPUT0=self.input(request, "INPUT0") + 1)'
 SUM = 'return self.response(OUTPUT0=self.input(request, "INPUT0") + self.input(request, "MORE"))'
 FAIL = 'return self.failure("it is wrong")'
@@ -14,7 +14,7 @@ FAILURES = [Known("statistics.*", "a request that fails counts in fail, and once
 FLAGS = [Known("responses.e.parameters", "a response without outputs has its sequence, too")]
 END = [Known("responses.r1", "its end is told by itself; Triton's may come with a response")]
 LATER = [Known("statistics.*.response_stats", "as in later versions of Triton")]
-GIVEN = """
+ADD_OPTIONAL = """
 more = self.input(request, "MORE")
 value = self.input(request, "INPUT0")
 return self.response(OUTPUT0=value if more is None else value + more)
@@ -34,7 +34,7 @@ def ensemble(
     name: str,
     *steps: str,
     inputs: Sequence[str] = (IN,),
-    outputs: Sequence[str] = (OUT,),
+    outputs: Sequence[str] = (OUTPUT,),
     size: int = 8,
 ) -> Model:
     config = f"""
@@ -70,7 +70,7 @@ def both_outputs() -> Script:
     models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
     steps = through(f"{name}_1", "INPUT0", "OUT"), through(f"{name}_2", "INPUT0", "ALSO")
     asks = Ask("one", name, 1, outputs=["OUT"]), Ask("other", name, 1, outputs=["ALSO"])
-    both = ensemble(name, *steps, outputs=[OUT, tensor("ALSO")])
+    both = ensemble(name, *steps, outputs=[OUTPUT, tensor("ALSO")])
     steps_of_script = one_by_one(*asks, Ask("both", name, 1))
     return Script(name, [*models, both], steps_of_script, unordered=True)
 
@@ -101,7 +101,7 @@ def unbatched_step() -> Script:
 def optional() -> Script:
     """An optional input."""
     name = "optional_step"
-    recording_model = recorder(f"{name}_1", one=GIVEN, inputs=[IN, OPTIONAL])
+    recording_model = recorder(f"{name}_1", one=ADD_OPTIONAL, inputs=[IN, OPTIONAL])
     ensemble_model = ensemble(
         name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
     )

@@ -25,7 +25,7 @@ REJECT = """default_queue_policy {
 }"""
 DELAY = REJECT.replace("REJECT", "DELAY")
 SHORT, FOREVER = 20_000, 60_000_000
-OVER = Elapse(0.2)
+TIMEOUT_ELAPSES = Elapse(0.2)
 TIMED = [Known("*", "a request's own timeout holds, whatever the queue's policy")]
 UNTIMED = [Known("*", "any timeout is shorter than none")]
 FULL = [Known("statistics.*", "who finds the queue full counts in fail, too")]
@@ -67,7 +67,7 @@ SCRIPTS = [
         REJECT % (SHORT, "false"),
         ask("a"),
         ask("b", timeout_us=FOREVER),
-        OVER,
+        TIMEOUT_ELAPSES,
         ask("c"),
     ),
     scene(
@@ -75,15 +75,20 @@ SCRIPTS = [
         REJECT % (FOREVER, "true"),
         ask("a"),
         ask("b", timeout_us=SHORT),
-        OVER,
+        TIMEOUT_ELAPSES,
     ),
-    scene("an_override_is_longer", REJECT % (SHORT, "true"), ask("b", timeout_us=FOREVER), OVER),
+    scene(
+        "an_override_is_longer",
+        REJECT % (SHORT, "true"),
+        ask("b", timeout_us=FOREVER),
+        TIMEOUT_ELAPSES,
+    ),
     scene(
         "an_override_without_a_default",
         REJECT % (0, "true"),
         ask("a"),
         ask("b", timeout_us=SHORT),
-        OVER,
+        TIMEOUT_ELAPSES,
         known=UNTIMED,
     ),
     scene(
@@ -91,7 +96,7 @@ SCRIPTS = [
         REJECT % (FOREVER, "false"),
         ask("a"),
         ask("b", timeout_us=SHORT),
-        OVER,
+        TIMEOUT_ELAPSES,
         known=TIMED,
     ),
     scene(
@@ -99,7 +104,7 @@ SCRIPTS = [
         DELAY % (FOREVER, "true"),
         ask("late", timeout_us=SHORT),
         ask("b"),
-        OVER,
+        TIMEOUT_ELAPSES,
         ask("c"),
     ),
     scene(
@@ -107,7 +112,7 @@ SCRIPTS = [
         "priority_levels: 2 default_priority_level: 2 " + DELAY % (FOREVER, "true"),
         ask("low", 2),
         ask("late", 1, timeout_us=SHORT),
-        OVER,
+        TIMEOUT_ELAPSES,
     ),
     scene("cancelled_in_its_level", LEVELS, ask("c", 3), ask("b"), ask("a", 1), Cancel("b")),
     Script(

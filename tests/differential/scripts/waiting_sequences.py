@@ -7,7 +7,7 @@ from tests.differential.scripts.sequences import DIRECT, OLDEST, Asking, model, 
 
 SOON = "max_sequence_idle_microseconds: 200000"
 LONG = "max_queue_delay_microseconds: 60000000"
-ONE = "oldest { max_candidate_sequences: 1 }"
+ONE_CANDIDATE = "oldest { max_candidate_sequences: 1 }"
 
 
 def idle(name: str, strategy: str) -> Script:
@@ -74,11 +74,11 @@ SCRIPTS = [
     idle("idle_direct", DIRECT),
     idle("idle_oldest", OLDEST),
     idle_gives_way("idle_gives_way_direct", DIRECT),
-    idle_gives_way("idle_gives_way_oldest", ONE),
+    idle_gives_way("idle_gives_way_oldest", ONE_CANDIDATE),
     utilization(),
     preferred(),
     again_in_the_backlog("again_in_the_backlog_direct", DIRECT),
-    again_in_the_backlog("again_in_the_backlog_oldest", ONE),
+    again_in_the_backlog("again_in_the_backlog_oldest", ONE_CANDIDATE),
     cancelled_in_the_backlog("cancelled_in_the_backlog_direct", DIRECT),
     without_controls(),
 ]

@@ -190,7 +190,7 @@ def requests() -> Iterator[bytes]:
 
 
 def test_requests(server: Server) -> None:
-    """Each is rejected with a short message for clients."""
+    """Each malformed request is rejected with a short message for clients."""
     with scene(server, _GRPC_BYTES) as stage, grpc.insecure_channel(server.grpc_url) as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         other_methods = [

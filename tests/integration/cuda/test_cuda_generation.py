@@ -35,7 +35,7 @@ PROMPTS = [
     [3 + (7 * number + index * index) % 300 for index in range(3 + 9 * number)]
     for number in range(12)
 ]
-NEW = 24
+NEW_TOKENS = 24
 _LENIENT = ("--exit-on-error=false", "--strict-readiness=false")
 
 
@@ -64,7 +64,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=NEW,
+            max_new_tokens=NEW_TOKENS,
             pad_token_id=0,
         )
         texts.append(
@@ -77,7 +77,7 @@ def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
     body = {
         "input_ids": prompt,
         "exclude_input_in_output": True,
-        "sampling_parameters": json.dumps({"max_tokens": NEW, "temperature": 0, **more}),
+        "sampling_parameters": json.dumps({"max_tokens": NEW_TOKENS, "temperature": 0, **more}),
     }
     request = urllib.request.Request(
         f"http://{server.url}/v2/models/{model}/generate", json.dumps(body).encode()

@@ -13,13 +13,13 @@ from tests.rigs.pipelines import add_ensemble, add_model, xy
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 
-ONE = 'return self.response(Y=self.input(request, "X") + 1)'
+ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
 def fill(repository: Path) -> None:
     """Write the ensembles "first" (a -> b), "second" (b -> c) and "third" (c -> d), and "alone"."""
     for name in ("a", "b", "c", "d", "alone"):
-        add_model(repository, name, ONE)
+        add_model(repository, name, ADD_ONE)
     for name, begins, ends in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
         add_ensemble(repository, name, [xy(begins, "IN", "m"), xy(ends, "m", "OUT")])
 

@@ -11,7 +11,7 @@ from tests.integration.generation.conftest import add_model, client_of
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 
-ASKED: dict[str, Any] = {
+COMPLETION_REQUEST: dict[str, Any] = {
     "model": "tiny",
     "prompt": "the quick brown",
     "max_tokens": 300,
@@ -31,7 +31,9 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
     """Return the text of each sample; a process is killed once a part has arrived."""
     texts = dict.fromkeys(range(samples), "")
     with client_of(server) as client:
-        for index, event in enumerate(client.completions.create(**ASKED, n=samples, stream=True)):
+        for index, event in enumerate(
+            client.completions.create(**COMPLETION_REQUEST, n=samples, stream=True)
+        ):
             for choice in event.choices:
                 texts[choice.index] += choice.text
             if kill and index == 8:
@@ -42,7 +44,7 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
 def whole(server: Server, samples: int = 1, **more: Any) -> list[str]:
     """Return the text of each sample from a single response."""
     with client_of(server) as client:
-        choices = client.completions.create(**{**ASKED, "n": samples, **more}).choices
+        choices = client.completions.create(**{**COMPLETION_REQUEST, "n": samples, **more}).choices
     return [choice.text for choice in choices]
 
 
@@ -71,7 +73,7 @@ def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
 def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
     """Return the log probabilities of each sample; the worker is killed once a part has arrived."""
     logprobs: dict[int, list[Any]] = {0: [], 1: []}
-    request = {**ASKED, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
+    request = {**COMPLETION_REQUEST, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
     with client_of(server) as client:
         answer = client.completions.create(**request)
         for index, chunk in enumerate(answer if more.get("stream") else [answer]):

@@ -1,4 +1,4 @@
-"""gRPC with Triton's own clients: everything that they can ask."""
+"""All operations of Triton's own gRPC clients."""
 
 import asyncio
 import json

@@ -262,7 +262,7 @@ EXPLICIT = (
     "none; restart the server with explicit)"
 )
 NO_REPOSITORY = "'repository_name' specification is not supported"
-OTHERS: dict[str, tuple[str, Any, str, str]] = {
+OTHER_ERRORS: dict[str, tuple[str, Any, str, str]] = {
     "metadata": (
         "ModelMetadata",
         pb.ModelMetadataRequest(name="x"),
@@ -365,9 +365,9 @@ OTHERS: dict[str, tuple[str, Any, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", OTHER_ERRORS)
 def test_another_refused_call(call: Any, case: str) -> None:
-    method, request, status, text = OTHERS[case]
+    method, request, status, text = OTHER_ERRORS[case]
     assert refusal(getattr(call, method), request) == (status, text)
 
 

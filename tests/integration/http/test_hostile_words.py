@@ -66,7 +66,7 @@ def log_stays_ours(server: Server) -> Iterator[None]:
     before = len(server.log())
     yield
     with server.http() as http:
-        assert http.infer("simple", asked()).ok()
+        assert http.infer("simple", infer_body()).ok()
     added = server.log()[before:]
     assert added, "nothing was logged, so nothing was shown"
     for line in added.split("\n")[:-1]:
@@ -76,20 +76,20 @@ def log_stays_ours(server: Server) -> Iterator[None]:
     assert not re.search(rf"(?m)^{re.escape(FORGED)}", added)
 
 
-def asked(**members: Any) -> dict[str, Any]:
+def infer_body(**members: Any) -> dict[str, Any]:
     return {"inputs": [json_input("INPUT0", ONES), json_input("INPUT1", ONES)], **members}
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
 def test_in_the_json_of_a_request(http: Http, word: str) -> None:
-    first, second = asked()["inputs"]
-    reply = http.infer("simple", asked(id=word)).ok()
+    first, second = infer_body()["inputs"]
+    reply = http.infer("simple", infer_body(id=word)).ok()
     assert reply.json()["id"] == word
     for request in (
-        asked(id=word, outputs=[{"name": word}]),
-        asked(parameters={"timeout": word}),
-        asked(parameters={"triton_" + word: 1}),
-        asked(outputs=[{"name": "OUTPUT0", "parameters": {"shared_memory_region": word}}]),
+        infer_body(id=word, outputs=[{"name": word}]),
+        infer_body(parameters={"timeout": word}),
+        infer_body(parameters={"triton_" + word: 1}),
+        infer_body(outputs=[{"name": "OUTPUT0", "parameters": {"shared_memory_region": word}}]),
         *(
             {"id": word, "inputs": [{**first, member: word}, second]}
             for member in ("name", "datatype", "shape", "data")

@@ -29,7 +29,7 @@ from tests.support.waiting import until
 
 SPECS = {"x": ((1, 20_000), "FP32"), "output": ((1, 20_000), "FP32")}
 AT = 80_000  # of the output: 20,000 numbers are a multiple of 64 bytes
-BOTH = AT + 80_000
+TOTAL_BYTES = AT + 80_000
 SEALING = os.MFD_ALLOW_SEALING
 CONTEXTS = ("fork", "spawn", "forkserver")
 
@@ -64,7 +64,7 @@ def resource_sharer_stopped(leak_guard: None) -> Iterator[None]:
 @pytest.fixture
 def shared_memory() -> Iterator[SharedMemory]:
     """Memory that a program has made with Python's own library; nothing has been written to it."""
-    memory = SharedMemory(create=True, size=BOTH)
+    memory = SharedMemory(create=True, size=TOTAL_BYTES)
     yield memory
     memory.close()
     memory.unlink()
@@ -108,7 +108,7 @@ def test_tensors_may_begin_anywhere_and_be_described_later(
     with server.attach(shared_memory, {"x": SPECS["x"]}, offset=header) as region:
         assert server.infer("double", region)["output"][0, -1] == 10
     with server.attach(shared_memory) as region:
-        assert region.specs == {"data": ((BOTH,), "UINT8")}
+        assert region.specs == {"data": ((TOTAL_BYTES,), "UINT8")}
         x = numbers(region["data"], header)
         assert server.infer("double", x=x)["output"][0, -1] == 10
         del x
@@ -127,7 +127,7 @@ async def test_asyncio_attaches(
 @pytest.mark.parametrize(("seals", "flags"), [(0, 0), (0, SEALING), (fcntl.F_SEAL_SHRINK, SEALING)])
 def test_a_memfd_with_and_without_seals(server: Server, seals: int, flags: int) -> None:
     fd = os.memfd_create("frames", flags)
-    os.ftruncate(fd, BOTH)
+    os.ftruncate(fd, TOTAL_BYTES)
     if seals:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     with server.attach(fd, SPECS) as region:
@@ -171,8 +171,8 @@ def test_memory_that_others_may_truncate_is_copied(
     path = Path("/dev/shm", shared_memory.name)
     path.chmod(0o666)
     with contextlib.closing(Guest(local_server)) as guest, path.open("r+b") as file:  # type: ignore[arg-type]
-        os.posix_fallocate(file.fileno(), 0, BOTH)
-        answered = guest.hello().request(ShareMemory(1, BOTH, False), file.fileno())
+        os.posix_fallocate(file.fileno(), 0, TOTAL_BYTES)
+        answered = guest.hello().request(ShareMemory(1, TOTAL_BYTES, False), file.fileno())
         memory = unpack_memory(answered.payload["memory"])
         assert memory.copied and not memory.sealed
     with server.attach(shared_memory, SPECS) as region:
@@ -184,7 +184,7 @@ def test_memory_that_others_may_truncate_is_copied(
 def test_truncated_memory_fails_its_requests_only(server: Server) -> None:
     path = Path(f"/dev/shm/truncated-{os.getpid()}")
     with path.open("w+b") as file:
-        file.truncate(BOTH)
+        file.truncate(TOTAL_BYTES)
         region = server.attach(file, SPECS)
         path.unlink()
         server.infer("double", region)

@@ -1,6 +1,6 @@
 """R24: a model's code runs as the server's user and may connect to the sockets of workers.
 
-It can affect only its own model.
+Such code can affect only its own model.
 """
 
 import json

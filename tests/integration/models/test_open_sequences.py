@@ -51,7 +51,8 @@ def total(reply: Reply) -> int:
 
 
 def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None:
-    """It is no longer ready and rejects a START. Open sequences continue until their END."""
+    """The server is no longer ready and rejects a START. Open sequences continue until their
+    END."""
     with ending(tmp_path, _LONG_S) as server:
         assert not server.answers("/v2/health/ready")
         refused = ask(server, 2, start=True)

@@ -188,7 +188,7 @@ class TritonPythonModel:
 
 
 def test_a_model_that_parses_its_command_line(empty_server: Explicit) -> None:
-    """Libraries of models parse sys.argv. It is empty, so every setting has its default."""
+    """Libraries of models parse sys.argv, which is empty, so every setting has its default."""
     server, repository = empty_server
     config = repositories.identity_config("settings", "INT32", [1])
     repositories.write(repository, "settings", config, SETTINGS)

@@ -14,7 +14,7 @@ import tritonclient.grpc as triton
 from tests.support import repositories
 from tests.support.servers import Server, Start
 
-HELD = 3
+HELD_REQUESTS = 3
 TORCH = """
 import torch
 class Sums(torch.nn.Module):
@@ -68,7 +68,7 @@ def server(models: Path, start: Start) -> Server:
     repositories.write(models, "each", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
     repositories.write(models, "mixed", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
     repositories.write(models, "equal", PYTHON_CONFIG % "", PYTHON)
-    environment = {"TRITONSERVER_DELAY_SCHEDULER": str(HELD)}
+    environment = {"TRITONSERVER_DELAY_SCHEDULER": str(HELD_REQUESTS)}
     return start(models, environment=environment, grpc=True)
 
 
@@ -100,16 +100,16 @@ def test_a_torch_model_gets_one_flat_batch(server: Server) -> None:
     requests = of(2, 4, 1)
     for request, answer in zip(requests, ask_all(server, "sums", requests), strict=True):
         assert answer["SUM"].tolist() == [[request["X"].sum()]]
-        np.testing.assert_array_equal(answer["Y"], request["X"] * HELD)
+        np.testing.assert_array_equal(answer["Y"], request["X"] * HELD_REQUESTS)
 
 
 def test_a_python_model_gets_each_requests_own_tensor(server: Server) -> None:
     """3.6: the Python backend passes each request its own tensor."""
     answers = ask_all(server, "each", of(2, 4, 1))
     assert [answer["Y"].tolist() for answer in answers] == [
-        [[2, HELD, 3]],
-        [[4, HELD, 10]],
-        [[1, HELD, 1]],
+        [[2, HELD_REQUESTS, 3]],
+        [[4, HELD_REQUESTS, 10]],
+        [[1, HELD_REQUESTS, 1]],
     ]
 
 
@@ -122,7 +122,7 @@ def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None
     second["BIAS"] = np.ones((1, 1), np.float32)
     answers = ask_all(server, "mixed", [first, second, third])
     sizes = [answer["Y"][0, 1] for answer in answers]
-    assert sizes[1] == 1 and sizes[0] < HELD and sizes[2] < HELD
+    assert sizes[1] == 1 and sizes[0] < HELD_REQUESTS and sizes[2] < HELD_REQUESTS
     assert [answer["Y"][0, 2] for answer in answers] == [3, 5, 3]
 
 

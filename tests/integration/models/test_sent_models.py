@@ -21,7 +21,7 @@ from tests.support.users import ALICE, FRIENDS, as_user, needs_users, tunnel
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http, UnixHttp, json_input
 
-TOKEN, OTHER = "0123456789abcdef-models", "0123456789abcdef-inference"
+TOKEN, INFERENCE_TOKEN = "0123456789abcdef-models", "0123456789abcdef-inference"
 CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
 ASK = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
 TEXT = (
@@ -52,7 +52,7 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
     """
     repositories.add(tmp_path / "models", "constant")
     tokens = tmp_path / "tokens"
-    tokens.write_text(f"{TOKEN} model-repository,inference\n{OTHER} inference,metadata\n")
+    tokens.write_text(f"{TOKEN} model-repository,inference\n{INFERENCE_TOKEN} inference,metadata\n")
     tokens.chmod(0o600)
     flags = ["--http-address=0.0.0.0", "--grpc-address=0.0.0.0", "--model-control-mode=explicit"]
     flags += ["--load-model=constant"]
@@ -63,7 +63,7 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
         stub(server) as call,
     ):
         config = json.dumps({"backend": "python", "input": [], "output": []})
-        mine, wrong = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, OTHER))
+        mine, wrong = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, INFERENCE_TOKEN))
         path, load = "/v2/repository/models/constant/load", call.RepositoryModelLoad
         for headers in (wrong, {}):
             metadata = tuple((key.lower(), value) for key, value in headers.items())
@@ -148,7 +148,8 @@ def server_and_socket() -> Iterator[tuple[Server, Path]]:
 def test_which_users_may_send_a_model(
     server_and_socket: tuple[Server, Path], listener: str
 ) -> None:
-    """On this host, only the server's user. Others may load only models of the repository."""
+    """On this host, only the server's user may send a model. Other users may load only models of
+    the repository."""
     server, socket = server_and_socket
     with server.http() as http:
 

@@ -22,7 +22,7 @@ from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
-TOKEN, OTHER = "a-token-for-metrics", "a-token-for-inference"
+TOKEN, INFERENCE_TOKEN = "a-token-for-metrics", "a-token-for-inference"
 FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=local,size=1048576")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 
@@ -46,7 +46,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
 def guarded_server(models: Path, start: Start) -> Server:
     repositories.add(models / "models", "identity")
     tokens = models / "tokens"
-    tokens.write_text(f"{TOKEN} metrics\n{OTHER} inference\n")
+    tokens.write_text(f"{TOKEN} metrics\n{INFERENCE_TOKEN} inference\n")
     tokens.chmod(0o600)
     return start(models / "models", f"--auth-token-file={tokens}")
 
@@ -56,7 +56,7 @@ def test_it_needs_the_token_of_metrics(guarded_server: Server) -> None:
         for path in ("/", "/live", "/metrics"):
             refused = http.get(path)
             assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
-            wrong = http.get(path, {"Authorization": f"Bearer {OTHER}"})
+            wrong = http.get(path, {"Authorization": f"Bearer {INFERENCE_TOKEN}"})
             assert (wrong.status, wrong.error) == (
                 403,
                 "this token has no access to the metrics API",
@@ -300,7 +300,7 @@ def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: 
         page.navigate(f"http://{guarded_server.url}/docs?{phone}")
         if not phone:
             page.wait("it asks for a token", "!$('ask').hidden")
-            page.run(f"$('token').value = '{OTHER}'; $('ask').requestSubmit()")
+            page.run(f"$('token').value = '{INFERENCE_TOKEN}'; $('ask').requestSubmit()")
         page.wait("it shows the model", "!!document.querySelector('#models details')")
         page.run("document.querySelector('#models details').open = true")
         page.run("document.querySelector('#models button').click()")
@@ -310,7 +310,7 @@ def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: 
         assert page.run("document.documentElement.scrollWidth") <= (390 if phone else 1280)
     line = page.run("document.querySelector('#models pre').textContent")
     assert line.startswith(f"curl -s http://{guarded_server.url}/v2/models/identity/infer -H ")
-    environment = {**os.environ, "TOKEN": OTHER}
+    environment = {**os.environ, "TOKEN": INFERENCE_TOKEN}
     result = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True)
     assert json.loads(result.stdout)["model_name"] == "identity"
     # The request body can be edited, and the command line contains the edited body.
@@ -318,7 +318,7 @@ def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: 
     page.run(script + "'{\"x\": 1}'; area.oninput(); })()")
     edited = page.run("document.querySelector('#models pre').textContent")
     assert edited.endswith("-d '{\"x\": 1}'")
-    assert TOKEN not in guarded_server.log() and OTHER not in guarded_server.log()
+    assert TOKEN not in guarded_server.log() and INFERENCE_TOKEN not in guarded_server.log()
 
 
 @needs_chromium

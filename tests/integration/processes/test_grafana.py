@@ -50,20 +50,20 @@ def server(models: Path, start: Start) -> Server:
     return start(models, *FLAGS)
 
 
-ONE = 'instance="one",job="shmserve"'
-MODEL = f'{ONE},model="m",version="1"'
+SERVER_LABELS = 'instance="one",job="shmserve"'
+MODEL = f'{SERVER_LABELS},model="m",version="1"'
 FAILED = "nv_inference_request_failure{" + MODEL + ',reason="%s"}'
 WAITED = "nv_inference_queue_duration_us{" + MODEL + "}"
 BUCKET = "shmserve_queue_seconds_bucket{" + MODEL + ',le="%s"}'
 # A model completes ten requests per second. Samples are 30 s apart. A second server exists, too.
 HEALTHY = {
-    f"up{{{ONE}}}": "1x60",
+    f"up{{{SERVER_LABELS}}}": "1x60",
     'up{instance="two",job="shmserve"}': "1x60",
-    f"nv_cpu_utilization{{{ONE}}}": "0.1x60",
+    f"nv_cpu_utilization{{{SERVER_LABELS}}}": "0.1x60",
     'nv_cpu_utilization{instance="two",job="shmserve"}': "0.1x60",
-    f"shmserve_shm_regions{{{ONE}}}": "0x60",
+    f"shmserve_shm_regions{{{SERVER_LABELS}}}": "0x60",
     f"shmserve_model_failed{{{MODEL}}}": "0x60",
-    f"shmserve_load_failures_total{{{ONE}}}": "3x60",
+    f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x60",
     f'shmserve_instances{{{MODEL},state="idle"}}': "1x60",
     f'shmserve_instances{{{MODEL},state="starting"}}': "0x60",
     f"shmserve_workers_lost_total{{{MODEL}}}": "2x60",
@@ -83,12 +83,22 @@ NO_INSTANCE = f'shmserve_instances{{{MODEL},state="idle"}}'
 STARTING = f'shmserve_instances{{{MODEL},state="starting"}}'
 # The alert, the changed series, a time without the alert, and a time with it ("": it never fires).
 ALARMS: list[tuple[str, dict[str, str], str, str]] = [
-    ("ShmserveDown", {f"up{{{ONE}}}": "1x10 0x50"}, "5m", "6m30s"),
+    ("ShmserveDown", {f"up{{{SERVER_LABELS}}}": "1x10 0x50"}, "5m", "6m30s"),
     ("ShmserveDown", {'up{instance="two",job="shmserve"}': "1x10 0x50"}, "20m", ""),
     ("ShmserveModelFailed", {f"shmserve_model_failed{{{MODEL}}}": "0x10 1x50"}, "5m", "6m30s"),
     ("ShmserveModelFailed", {f"shmserve_model_failed{{{MODEL}}}": "0x10 1 0x50"}, "6m", ""),
-    ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{ONE}}}": "3x10 4x50"}, "5m", "6m"),
-    ("ShmserveLoadsFail", {f"shmserve_load_failures_total{{{ONE}}}": "3x10 4x50"}, "17m", ""),
+    (
+        "ShmserveLoadsFail",
+        {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"},
+        "5m",
+        "6m",
+    ),
+    (
+        "ShmserveLoadsFail",
+        {f"shmserve_load_failures_total{{{SERVER_LABELS}}}": "3x10 4x50"},
+        "17m",
+        "",
+    ),
     ("ShmserveNoInstance", {NO_INSTANCE: "1x10 0x50", STARTING: "0x10 1x50"}, "6m", "7m30s"),
     ("ShmserveNoInstance", {NO_INSTANCE: "0x60"}, "20m", ""),  # no instance is configured
     ("ShmserveWorkersDie", {f"shmserve_workers_lost_total{{{MODEL}}}": "2x10 3x50"}, "5m", "6m"),

@@ -235,7 +235,7 @@ def lines(server: Server, role: str, pid: int | None = None) -> list[str]:
     return [" ".join(match) for match in re.findall(start, server.log())]
 
 
-def told(server: Server, level: int) -> Callable[[], bool]:
+def has_logged_level(server: Server, level: int) -> Callable[[], bool]:
     """Return a check that every process has logged its change to this level."""
 
     def holds() -> bool:
@@ -278,7 +278,7 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
         ]
         for level, over_this_listener in enumerate(change, 101):
             over_this_listener(level)
-            until(f"every process has heard of level {level}", told(server, level))
+            until(f"every process has heard of level {level}", has_logged_level(server, level))
             for listener in listeners.values():
                 assert settings(listener)["log_verbose_level"] == level
             assert over_grpc(call)["log_verbose_level"] == level

@@ -71,7 +71,7 @@ def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Pa
 
 
 def test_a_reload(manager: Manager, repository: Path) -> None:
-    """Changeable settings take effect, and the log names changes that need a restart."""
+    """Changed settings take effect, and the log names the changes that need a restart."""
     file, tokens = repository.parent / "flags", repository.parent / "tokens"
     tokens.write_text("the-first-of-tokens\n")
     file.write_text(f"auth-token-file: {tokens}\nid: one\n")

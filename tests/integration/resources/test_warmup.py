@@ -129,7 +129,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models)
 
 
-def seen(server: Server, model: str, **more: Any) -> list[Any]:
+def warmup_requests(server: Server, model: str, **more: Any) -> list[Any]:
     """Return the requests that a model received before the first client's request."""
     inputs = more.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
     request = {
@@ -152,27 +152,27 @@ ROW = {"X": [[1, 3], ["0.0"] * 3]}
 
 
 def test_zeros_once_where_no_count_is_given(server: Server) -> None:
-    assert seen(server, "zeros") == [[ROW]]
+    assert warmup_requests(server, "zeros") == [[ROW]]
 
 
 def test_a_batch_size_is_so_many_requests_of_one_in_one_execution(server: Server) -> None:
     """Rule 3.9.4."""
-    assert seen(server, "batched") == [[ROW] * 3] * 2
+    assert warmup_requests(server, "batched") == [[ROW] * 3] * 2
 
 
 def test_a_batch_size_of_zero_is_skipped(server: Server) -> None:
-    assert seen(server, "skipped") == []
+    assert warmup_requests(server, "skipped") == []
 
 
 def test_without_batching_shapes_are_as_they_are_written(server: Server) -> None:
-    ((request,),) = seen(server, "plain", inputs={"X": ("FP32", [1], [7.0])})
+    ((request,),) = warmup_requests(server, "plain", inputs={"X": ("FP32", [1], [7.0])})
     shape, values = request["X"]
     assert shape == [3]
     assert all(0 <= float(value) < 1 for value in values) and len(set(values)) == 3
 
 
 def test_warmup_data_are_read_from_the_models_folder(server: Server) -> None:
-    assert seen(server, "filed") == [[{"X": [[1, 3], ["0.0", "1.0", "2.0"]]}]]
+    assert warmup_requests(server, "filed") == [[{"X": [[1, 3], ["0.0", "1.0", "2.0"]]}]]
 
 
 def test_random_data_of_each_type_and_empty_texts(server: Server) -> None:
@@ -183,7 +183,7 @@ def test_random_data_of_each_type_and_empty_texts(server: Server) -> None:
         "S": ("BYTES", [1, 1], ["a"]),
         "F": ("BYTES", [1, 1], ["b"]),
     }
-    ((request,),) = seen(server, "typed", inputs=inputs)
+    ((request,),) = warmup_requests(server, "typed", inputs=inputs)
     assert request["I"][0] == [1, 2, 2] and all(0 <= int(n) < 128 for n in request["I"][1])
     assert request["B"][0] == [1, 4] and set(request["B"][1]) <= {"True", "False"}
     assert request["S"] == [[1, 2], ["", ""]]
@@ -193,21 +193,21 @@ def test_random_data_of_each_type_and_empty_texts(server: Server) -> None:
 def test_sequence_controls_of_a_warmup_sample(server: Server) -> None:
     """Others are those of a whole sequence."""
     start = {"sequence_id": 5, "sequence_start": True, "sequence_end": True}
-    ((request,),) = seen(server, "controlled", parameters=start)[-1:]
+    ((request,),) = warmup_requests(server, "controlled", parameters=start)[-1:]
     assert request["X"] == ROW["X"]
     assert request["START"] == [[1, 1], ["1"]]
     assert request["READY"][0] == [1, 1] and request["READY"][1] != ["1"]
 
 
 def test_decoupled_models_are_warmed_up_too(server: Server) -> None:
-    assert seen(server, "many") == [[ROW] * 2]
+    assert warmup_requests(server, "many") == [[ROW] * 2]
 
 
 def test_nothing_of_it_is_counted(server: Server) -> None:
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
         before = stats["execution_count"]
-    seen(server, "skipped")
+    warmup_requests(server, "skipped")
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
         (statistics,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
@@ -282,7 +282,7 @@ def test_an_instance_that_starts_again_is_warm_again(empty_server: tuple[Server,
     server, repository = empty_server
     add(repository, "again", _SAMPLE % (1, 1, "zero_data: true"))
     server.load("again")
-    assert seen(server, "again") == [[ROW]]
+    assert warmup_requests(server, "again") == [[ROW]]
     victim = server.find_one("worker again.0")
     victim.kill()
-    assert seen(server, "again") == [[ROW]]
+    assert warmup_requests(server, "again") == [[ROW]]

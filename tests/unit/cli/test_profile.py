@@ -9,11 +9,11 @@ from shmserve.cli import profile
 from shmserve.errors import InvalidArgument, Unavailable
 
 PHASES = {"schedule": 0.1, "gather": 0.1, "draft": 0.0, "forward": 1.6, "sample": 0.2, "text": 0.4}
-FOUND = profile.Profile(2.0, 100, 400, 400, PHASES, [180.0, 220.0])
+PROFILE = profile.Profile(2.0, 100, 400, 400, PHASES, [180.0, 220.0])
 
 
 def test_a_step_is_shared_out_among_its_phases() -> None:
-    first, _, *rows = profile.table("m", FOUND).splitlines()
+    first, _, *rows = profile.table("m", PROFILE).splitlines()
     assert "100 steps in 2.0 s, 4.0 sequences per step, 200.0 tokens/s" in first
     shown = {row.split()[0]: row.split()[1:3] for row in rows}
     # Work beside the steps is not part of them.
@@ -30,7 +30,7 @@ def test_no_step_is_no_mistake() -> None:
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
-    profile.plot(str(tmp_path / "m.png"), "m", FOUND)
+    profile.plot(str(tmp_path / "m.png"), "m", PROFILE)
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 
 

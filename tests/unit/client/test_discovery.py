@@ -26,7 +26,7 @@ def usual_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shmserve"
 
 
-def ended(server: RunDirectory) -> None:
+def end_server(server: RunDirectory) -> None:
     """Return the run directory of a killed server, whose files still exist."""
     os.close(server.lock_fd)
 
@@ -40,7 +40,7 @@ def test_none(usual_dir: Path) -> None:
 
 
 def test_a_run_directory_whose_server_has_ended_is_disconnected(usual_dir: Path) -> None:
-    ended(RunDirectory.default())
+    end_server(RunDirectory.default())
     for named in (None, usual_dir):
         with pytest.raises(
             Disconnected,
@@ -63,9 +63,9 @@ def test_of_two_one_must_be_named(usual_dir: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("SHMSERVE_RUN_DIR")
     # A program that knew the former server continues with it.
     assert discovery.find(None, second.path) == second.path
-    ended(first)
+    end_server(first)
     assert discovery.find(None) == second.path
-    ended(second)
+    end_server(second)
 
 
 def test_the_default_directory_of_another_user_is_rejected(usual_dir: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def run(tmp_path: Path, story: Callable[[Rig], Coroutine[Any, Any, None]]) -> No
 @pytest.mark.parametrize("answered", ["before", "after"])
 @pytest.mark.parametrize("kind", [HttpInference, UnaryInference])
 def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str) -> None:
-    """It is released once, whether it arrived before the cancellation or after."""
+    """The response is released once, whether it arrived before or after the cancellation."""
 
     async def cancel(rig: Rig) -> None:
         built_request: Any = SimpleNamespace(trace=None, responses=None)

@@ -21,7 +21,7 @@ from shmserve.ipc.transport.router import Router
 def test_responses_of_an_exited_worker_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come on two sockets. Its memory is let go all the same, a moment later."""
+    """The exit and the responses arrive on two sockets, so the memory is unmapped after a delay."""
     monkeypatch.setattr(process, "_UNMAP_DELAY_S", 0.05)
 
     async def live() -> None:

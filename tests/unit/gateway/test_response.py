@@ -31,7 +31,7 @@ RECORDED = [
 
 DATATYPES = "BOOL, UINT8, UINT16, UINT32, UINT64, INT8, INT16, INT32, INT64, FP16, FP32, FP64"
 NO_VERSION = " (a version is an integer)"
-MORE = " (input 'INPUT0': its shape has 16 elements, more are given)"
+TOO_MANY = " (input 'INPUT0': its shape has 16 elements, more are given)"
 # This server's addition to Triton's text of an error.
 AS_A_BODY = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
 ADDED = {
@@ -43,7 +43,7 @@ ADDED = {
     "datatype other bytes": " (input 'INPUT0' has 0)",
     **dict.fromkeys(("shape str", "shape float", "shape bool"), " (input 'INPUT0')"),
     **dict.fromkeys(("data str", "data null", "data obj"), " (input 'INPUT0')"),
-    **dict.fromkeys(("data long", "data nested long"), MORE),
+    **dict.fromkeys(("data long", "data nested long"), TOO_MANY),
     "data floats": " (input 'INPUT0' has 1.5)",
     "data float ints": " (input 'INPUT0' has 1.0)",
     "data strs": " (input 'INPUT0' has \"1\")",

@@ -34,7 +34,7 @@ from tests.rigs.scheduler_rig import (
 )
 from tests.support.texts import EXPIRED
 
-OTHER = b"7001.cd"
+OTHER_PEER = b"7001.cd"
 
 
 def failed(number: int, code: str, message: str, early: bool = False) -> m.Failed:
@@ -204,7 +204,7 @@ def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
     rig.client(m.Release(100, [64, 0]))
     rig.client(m.Release(101, [128]))
     rig.client(m.Release(102, [0]))
-    rig.client(m.Release(100, list(range(9000))), OTHER)
+    rig.client(m.Release(100, list(range(9000))), OTHER_PEER)
     assert rig.workers.take() == []
     peer = rig.start(0, 100)
     worker_messages = rig.workers.take()
@@ -323,13 +323,13 @@ def test_a_duplicate_id_is_dropped_but_other_clients_may_use_it() -> None:
     rig = Rig()
     (number,) = rig.submit()
     rig.submit(id=number)
-    rig.submit(id=number, peer=OTHER)
+    rig.submit(id=number, peer=OTHER_PEER)
     peer = rig.start()
     for _ in range(2):
         rig.finish(peer, rig.execute()[1])
     assert rig.clients.take() == [
         (GATEWAY, m.Finished(number, b"done", [b"done"])),
-        (OTHER, m.Finished(number, b"done", [b"done"])),
+        (OTHER_PEER, m.Finished(number, b"done", [b"done"])),
     ]
     assert rig.report()["shmserve"]["malformed"] == 1
 
@@ -560,7 +560,7 @@ def test_cancelling_an_executing_request_does_not_affect_other_requests() -> Non
 def test_an_exited_client_receives_nothing() -> None:
     rig, peer = ready_rig({}, max_batch_size=2)
     rig.submit(1)
-    rig.submit(2, peer=OTHER)
+    rig.submit(2, peer=OTHER_PEER)
     mine, batch = rig.begin()
     rig.supervisor(ProcessExited(7001, ""))
     rig.finish(peer, batch)
@@ -569,7 +569,7 @@ def test_an_exited_client_receives_nothing() -> None:
     assert len(batch.requests) == 1
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(mine, b"done", [b"done"])]
-    rig.submit(1, peer=OTHER)
+    rig.submit(1, peer=OTHER_PEER)
     assert rig.executes() == [] and rig.answers() == []
 
 

@@ -77,7 +77,7 @@ async def test_an_exit_is_one_message_for_the_handler_of_the_role(role: str) -> 
     } == {known: [call(7)] if known == role else [] for known in ("gateway", "host", "worker")}
 
 
-READERS, OTHERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
+READERS, NON_READERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
 
 
 def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
         return list(broadcasts)
 
     assert asyncio.run(live()) == [
-        call(ProcessExited(pid, "exit status 0"), *OTHERS) for pid in (7, 8)
+        call(ProcessExited(pid, "exit status 0"), *NON_READERS) for pid in (7, 8)
     ]
 
 

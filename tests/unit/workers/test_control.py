@@ -33,7 +33,7 @@ def question(number: int) -> FindModel:
     return FindModel(number, "other", "")
 
 
-def asked(router: Router) -> FindModel:
+def received_query(router: Router) -> FindModel:
     ((_, message),) = arrived(router)
     assert isinstance(message, FindModel)
     return message
@@ -43,9 +43,9 @@ def test_an_answer_and_a_refusal(link_and_router: tuple[SupervisorLink, Router])
     control, router = link_and_router
 
     def supervise() -> None:
-        router.post(NAME, Answered(asked(router).id, {"version": "1"}))
+        router.post(NAME, Answered(received_query(router).id, {"version": "1"}))
         router.flush()
-        router.post(NAME, Refused(asked(router).id, "NOT_FOUND", "no such model"))
+        router.post(NAME, Refused(received_query(router).id, "NOT_FOUND", "no such model"))
         router.flush()
 
     thread = threading.Thread(target=supervise)
@@ -69,7 +69,7 @@ def test_a_message_that_arrives_with_a_response_wakes_the_loop(
     news = ModelWithdrawn("other", "1", 0)
     asking = threading.Thread(target=control.ask, args=(question,))
     asking.start()
-    number = asked(router).id
+    number = received_query(router).id
     control.pump()
     for message in (MemoryDropped(7), news, m.Stop(), Answered(number, {})):
         router.post(NAME, message)
@@ -87,7 +87,7 @@ def test_the_loop_does_not_wait_for_a_message_it_has_read(
     control, router = link_and_router
 
     def supervise() -> None:
-        number = asked(router).id
+        number = received_query(router).id
         for message in (m.Attach("ipc://successor"), Answered(number, {})):
             router.post(NAME, message)
         router.flush()

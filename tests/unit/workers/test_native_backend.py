@@ -162,7 +162,7 @@ class Model:
     ]
     serve(worker)
 
-    def given(*texts: bytes) -> list[Any]:
+    def text_inputs(*texts: bytes) -> list[Any]:
         n = len(texts)
         return [
             tensor("t", np.zeros((n, 1), np.uint16), datatype="BF16"),
@@ -170,12 +170,12 @@ class Model:
             tensor("s", np.array([[text] for text in texts], dtype=object)),
         ]
 
-    first, second = worker.batch(inference(*given(b"a")), inference(*given(b"b", b"c")))
+    first, second = worker.batch(inference(*text_inputs(b"a")), inference(*text_inputs(b"b", b"c")))
     assert [output.data for reply in (first, second) for output in reply.answer.outputs] == [  # type: ignore[union-attr]
         b"\3\0\0\0<a>",
         b"\3\0\0\0<b>\3\0\0\0<c>",
     ]
-    (reply,) = worker.batch(inference(*given(b"a"), tensor("o", np.array([[7]], np.int64))))
+    (reply,) = worker.batch(inference(*text_inputs(b"a"), tensor("o", np.array([[7]], np.int64))))
     assert reply.answer is not None, reply.message
     assert reply.answer.outputs[0].data == b"\1\0\0\x007"
 

@@ -672,17 +672,17 @@ def test_values_go_with_their_family() -> None:
     also = others.Metric({"n": "2"})
     both.increment(3)
     del both
-    assert len(told()["c"]) == 2  # the value remains as long as its family
+    assert len(reported_labels()["c"]) == 2  # the value remains as long as its family
     del counters
-    assert told() == {"c": [(("n", "2"),)]} and also.value() == 3
+    assert reported_labels() == {"c": [(("n", "2"),)]} and also.value() == 3
     for use in (lambda: one.increment(1), one.value):
         with pytest.raises(TritonModelException, match="'MetricFamily' has been deleted"):
             use()
     del others
-    assert told() == {}
+    assert reported_labels() == {}
 
 
-def told() -> dict[str, list[Any]]:
+def reported_labels() -> dict[str, list[Any]]:
     """Return the reported labels of each family."""
     return {
         name: [labels for labels, _, _ in values] for name, _, _, values in metrics.changes() or []

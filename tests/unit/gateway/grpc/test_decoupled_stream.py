@@ -77,7 +77,7 @@ def stream(gateway: Rig, scheduler: Scheduler) -> Iterator[Stream]:
     new_stream.close()
 
 
-def asked(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
+def received_requests(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
     """Return the first requests as the scheduler receives them."""
     until("they are here", lambda: len(scheduler.waiting) >= number)
     return [(peer, submit.id) for peer, submit in scheduler.waiting]
@@ -107,7 +107,7 @@ def take(stream: Stream, number: int) -> list[Any]:
 def test_responses_of_many_requests_are_interleaved(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("a")
     stream.ask("b")
-    (peer, a), (_, b) = asked(scheduler, 2)
+    (peer, a), (_, b) = received_requests(scheduler, 2)
     scheduler.send(peer, response(b, 1), response(a, 2), response(b, 3, final=True))
     assert values(take(stream, 3)) == [("b", 1, False), ("a", 2, False), ("b", 3, True)]
     scheduler.send(peer, *(response(a, value) for value in range(10)), end(a))
@@ -117,7 +117,7 @@ def test_responses_of_many_requests_are_interleaved(scheduler: Scheduler, stream
 
 def test_a_response_has_the_models_name_and_version(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    ((peer, a),) = received_requests(scheduler, 1)
     scheduler.send(peer, response(a, 1))
     infer_response = take(stream, 1)[0].infer_response
     assert (infer_response.model_name, infer_response.model_version) == ("repeat", "1")
@@ -128,7 +128,7 @@ def test_a_response_has_the_models_name_and_version(scheduler: Scheduler, stream
 def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("silent")
     stream.ask("said", **{EMPTY_FINAL: True})
-    (peer, silent), (_, response) = asked(scheduler, 2)
+    (peer, silent), (_, response) = received_requests(scheduler, 2)
     scheduler.send(peer, end(silent), end(response))
     stream.end()
     (only,) = stream.call
@@ -140,7 +140,7 @@ def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream
 
 def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    ((peer, a),) = received_requests(scheduler, 1)
     scheduler.send(
         peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True)
     )
@@ -157,7 +157,7 @@ def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream:
 
 def test_a_failed_request_has_one_error_response(scheduler: Scheduler, stream: Stream) -> None:
     stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    ((peer, a),) = received_requests(scheduler, 1)
     scheduler.send(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
     stream.end()
     _, failed = stream.call
@@ -169,7 +169,7 @@ def test_an_error_response_ends_a_strict_stream(gateway: Rig, scheduler: Schedul
     stream = Stream(gateway, (("triton_grpc_error", "true"),))
     stream.ask("a")
     stream.ask("b")
-    (peer, a), (_, b) = asked(scheduler, 2)
+    (peer, a), (_, b) = received_requests(scheduler, 2)
     scheduler.send(peer, response(a, 1), error(a, "mid"), response(a, 2))
     assert values(take(stream, 1)) == [("a", 1, False)]
     with pytest.raises(grpc.RpcError) as caught:
@@ -191,7 +191,7 @@ def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -
     stream = Stream(gateway)
     for number in range(3):
         stream.ask(str(number))
-    waiting = asked(scheduler, 3)
+    waiting = received_requests(scheduler, 3)
     scheduler.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
@@ -217,7 +217,7 @@ def test_credit_is_returned_for_responses_that_are_read(
 ) -> None:
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    ((peer, a),) = received_requests(scheduler, 1)
     responses: list[Any] = []
 
     def read() -> None:
@@ -245,7 +245,7 @@ def test_a_client_that_does_not_read_receives_no_credit(
     """The bytes that gRPC buffers for a slow client are bounded, and other streams continue."""
     deaf, other = Stream(gateway), Stream(gateway)
     deaf.ask("deaf")
-    ((peer, number),) = asked(scheduler, 1)
+    ((peer, number),) = received_requests(scheduler, 1)
     big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
     message = m.Responded(number, "", "", *pack_inferred(big), False)
     credit, sent, count_of_other = FIRST_CREDIT, 0, 0
@@ -254,7 +254,7 @@ def test_a_client_that_does_not_read_receives_no_credit(
         sent = credit
         count_of_other += 1
         other.ask(f"other {count_of_other}")
-        peer, last = asked(scheduler, 1 + count_of_other)[-1]
+        peer, last = received_requests(scheduler, 1 + count_of_other)[-1]
         scheduler.send(peer, response(last, sent, final=True))
         assert values(take(other, 1)) == [(f"other {count_of_other}", sent, True)]
         credit = FIRST_CREDIT + granted(scheduler, number)
@@ -283,7 +283,7 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
         return sum(len(release.offsets) for release in releases)
 
     stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    ((peer, a),) = received_requests(scheduler, 1)
     scheduler.send(peer, large(a), large(a), response(a, 1))
     first, second, _ = take(stream, 3)
     assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [data, data]
@@ -300,7 +300,7 @@ def test_a_unary_call_of_a_decoupled_model_is_refused(gateway: Rig, scheduler: S
     stream = Stream(gateway)
     for number in range(3):
         stream.ask(str(number))
-    for peer, request_id in asked(scheduler, 3):
+    for peer, request_id in received_requests(scheduler, 3):
         scheduler.send(peer, end(request_id))
     request = pb.ModelInferRequest(model_name="repeat", id="0")
     request.inputs.add(name="IN", datatype="INT32", shape=[1])

@@ -85,7 +85,7 @@ class Answering(App):
         return response
 
 
-def said(request: HttpRequest, body: bytes) -> HttpResponse:
+def respond_text(request: HttpRequest, body: bytes) -> HttpResponse:
     long = request.headers.get("X-Long", "")
     return json_response([request.method, request.target, len(long), body.decode("latin-1")])
 
@@ -94,7 +94,7 @@ async def repeat(request: HttpRequest) -> HttpResponse:
     body = await Body(request, _SETTINGS, BodyBudget(1 << 20, MallocTrim())).read(
         1 << 20, "{size} {limit}"
     )
-    return said(request, body)
+    return respond_text(request, body)
 
 
 AT_ONCE = -2
@@ -111,7 +111,7 @@ class Underway:
     ) -> None:
         self.request = request
         self.cancelled = False
-        self._response = said(request, body)
+        self._response = respond_text(request, body)
         self._answer = answer
         self._whole = whole
         if turns >= 0:
@@ -386,7 +386,7 @@ async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -
 
 
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
-    """It is begun, and not handled a second time."""
+    """The request is handled once."""
     repeats = Repeats((AT_ONCE, False))
     connection, transport = connected(repeats)
     await settle()

@@ -66,7 +66,7 @@ def feed(run_dir: Path) -> live.LiveFigures:
     return live.LiveFigures(gateway, run_dir)
 
 
-async def told(viewer: Viewer) -> dict[str, Any]:
+async def next_event(viewer: Viewer) -> dict[str, Any]:
     (frame,) = await anext(viewer)
     assert frame.startswith(b"data: ") and frame.endswith(b"\n\n")
     return dict(json.loads(frame[6:]))
@@ -106,14 +106,14 @@ def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
 def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:
     async def story(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as one:
-            first = await told(one)
+            first = await next_event(one)
             assert first["whole"] and set(first["models"]) == {"a/1", "still/1", "b/2"}
             assert first["models"]["b/2"]["because"] == "no such file"
             assert "ProcessEnded" in [event["event"] for event in first["events"]]
             async with contextlib.aclosing(feed._events()) as two:
-                assert (await told(two))["whole"]
+                assert (await next_event(two))["whole"]
                 before = len(snapshots)
-                next_events = [await told(one), await told(two)]
+                next_events = [await next_event(one), await next_event(two)]
                 assert next_events[0]["models"]["a/1"]["recent"]["rate"] > 0
                 assert len(snapshots) <= before + 3, "each viewer has looks of its own"
 
@@ -123,9 +123,9 @@ def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) 
 def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[float]) -> None:
     async def story(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:
-            await told(viewer)
-            await told(viewer)
-            third = await told(viewer)
+            await next_event(viewer)
+            await next_event(viewer)
+            third = await next_event(viewer)
             assert "whole" not in third and set(third["models"]) == {"a/1"}
             assert third["events"] == [] and third["gone"] == []
 
@@ -140,10 +140,10 @@ def test_a_viewer_that_missed_a_snapshot_receives_the_whole(
             contextlib.aclosing(feed._events()) as slow,
             contextlib.aclosing(feed._events()) as quick,
         ):
-            await told(slow)
+            await next_event(slow)
             for _ in range(4):
-                await told(quick)
-            assert (await told(slow))["whole"]
+                await next_event(quick)
+            assert (await next_event(slow))["whole"]
 
     run(run_dir, story)
 
@@ -153,7 +153,7 @@ def test_no_snapshots_are_taken_without_viewers(run_dir: Path, snapshots: list[f
         assert feed._task is None and not snapshots
         for _ in range(2):
             async with contextlib.aclosing(feed._events()) as viewer:
-                await told(viewer)
+                await next_event(viewer)
             assert feed._task is None
 
     run(run_dir, story)
@@ -162,7 +162,7 @@ def test_no_snapshots_are_taken_without_viewers(run_dir: Path, snapshots: list[f
 def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[float]) -> None:
     async def story(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:
-            await told(viewer)
+            await next_event(viewer)
             feed.end_streams()
             async for _ in viewer:
                 pass

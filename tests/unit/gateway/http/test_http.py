@@ -818,11 +818,11 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
             done = 200 if kind == "binary" else 500
             seen: set[int] = set()
 
-            def taken() -> bool:
+            def is_answered() -> bool:
                 seen.add(ask())
                 return done in seen
 
-            until("it is taken", taken)
+            until("it is taken", is_answered)
             assert seen <= {503, done}
             assert time.monotonic() - start_s < 20, "before its own patience is over"
             refused = [reply for reply in map(read_reply, slow) if reply.status != 503]

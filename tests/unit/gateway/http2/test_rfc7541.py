@@ -10,7 +10,7 @@ BROKEN = (FaultCode.COMPRESSION_ERROR,)
 # Of the table that never changes: :method: POST, :scheme: http, :path: /.
 REQUEST = b"\x83\x86\x84"
 SERVED = ((1, b""),)
-KEPT = b"\x40\x01a\x01b"  # a: b, in the table from now on
+INDEXED_FIELD = b"\x40\x01a\x01b"  # a: b, in the table from now on
 FIRST = b"\xbe"  # the newest field of the table
 
 
@@ -32,11 +32,17 @@ def fine(section: str, title: str, *blocks: bytes) -> Case:
 CASES = [
     fine("2.3.3", "the last of the table that never changes", REQUEST + b"\xbd"),
     broken("2.3.3", "beyond an empty table", REQUEST + b"\xbe"),
-    fine("2.3.3", "the table's first", REQUEST + KEPT + FIRST),
-    broken("2.3.3", "beyond the table's first", REQUEST + KEPT + b"\xbf"),
+    fine("2.3.3", "the table's first", REQUEST + INDEXED_FIELD + FIRST),
+    broken("2.3.3", "beyond the table's first", REQUEST + INDEXED_FIELD + b"\xbf"),
     broken("2.3.3", "a name beyond the table", REQUEST + b"\x7e\x01b"),
     broken("2.3.3", "a name far beyond the table", REQUEST + b"\x0f\xff\xff\x03\x01b"),
-    fine("2.3.2", "the table outlives a block", REQUEST + KEPT, REQUEST + FIRST, REQUEST + FIRST),
+    fine(
+        "2.3.2",
+        "the table outlives a block",
+        REQUEST + INDEXED_FIELD,
+        REQUEST + FIRST,
+        REQUEST + FIRST,
+    ),
     # --- the table's size
     fine("4.2", "an update in front", b"\x20" + REQUEST),
     fine("4.2", "two updates in front", b"\x20\x3f\xe1\x1f" + REQUEST),
@@ -45,28 +51,33 @@ CASES = [
     broken("4.2", "an update between fields", REQUEST[:1] + b"\x20" + REQUEST[1:]),
     broken("4.2", "three updates", b"\x20\x3f\x01\x20" + REQUEST),
     broken("4.2", "thousands of updates", b"\x3f\x01" * 8000 + REQUEST),
-    broken("4.3", "a size of 0 empties the table", REQUEST + KEPT, b"\x20" + REQUEST + FIRST),
+    broken(
+        "4.3", "a size of 0 empties the table", REQUEST + INDEXED_FIELD, b"\x20" + REQUEST + FIRST
+    ),
     broken(
         "4.3",
         "as much as the field needs is enough, less is not",
-        REQUEST + KEPT,
+        REQUEST + INDEXED_FIELD,
         b"\x3f\x02" + REQUEST + FIRST,
     ),
-    fine("4.3", "what fits stays", REQUEST + KEPT, b"\x3f\x03" + REQUEST + FIRST),
+    fine("4.3", "what fits stays", REQUEST + INDEXED_FIELD, b"\x3f\x03" + REQUEST + FIRST),
     broken(
         "4.4",
         "a field larger than the table empties it",
-        REQUEST + KEPT + b"\x40\x01c\x7f\xe1\x1e" + b"x" * 4064,
+        REQUEST + INDEXED_FIELD + b"\x40\x01c\x7f\xe1\x1e" + b"x" * 4064,
         REQUEST + FIRST,
     ),
     broken(
         "4.4",
         "the oldest goes",
-        b"\x3f\x03" + REQUEST + KEPT + b"\x40\x01c\x01d",
+        b"\x3f\x03" + REQUEST + INDEXED_FIELD + b"\x40\x01c\x01d",
         REQUEST + b"\xbf",
     ),
     fine(
-        "4.4", "the newest stays", b"\x3f\x03" + REQUEST + KEPT + b"\x40\x01c\x01d", REQUEST + FIRST
+        "4.4",
+        "the newest stays",
+        b"\x3f\x03" + REQUEST + INDEXED_FIELD + b"\x40\x01c\x01d",
+        REQUEST + FIRST,
     ),
     # --- numbers
     fine(

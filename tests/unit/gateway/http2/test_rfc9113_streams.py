@@ -248,7 +248,7 @@ OPEN_ENDED = [
 @pytest.mark.parametrize(("name", "late"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
 @pytest.mark.parametrize("how", ["reset", "answered early"])
 def test_frames_for_a_stream_that_the_server_has_ended(name: str, late: bytes, how: str) -> None:
-    """5.1, closed: what its client sent before it knew is ignored."""
+    """5.1, closed: frames that the client sent before it received the end are ignored."""
     engine = Engine().take(OPENED + BEGUN)
     if how == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)

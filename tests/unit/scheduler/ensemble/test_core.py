@@ -272,7 +272,7 @@ def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
 
 
 def test_outputs_of_known_size_are_placed() -> None:
-    """They are written where the next step reads them, and released by the last reader."""
+    """The outputs are written where the next step reads them, and released by the last reader."""
     elements = 10_000
     models = [model(name, dims=(elements,)) for name in "ab"]
     rig = EnsembleRig(CHAIN, models, dims=(elements,))

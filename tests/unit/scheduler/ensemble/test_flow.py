@@ -45,7 +45,7 @@ def models(
 
     Args:
         many: The indices of the steps that give any number of responses.
-        optional: The inputs that any of them can do without.
+        optional: The inputs that are optional for each step.
         devices: The devices of steps, by index.
     """
     return lambda step: ModelProperties(

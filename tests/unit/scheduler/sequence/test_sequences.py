@@ -509,7 +509,7 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 # --- 3.5: states of ended sequences --------------------------------------------------------------
 
 
-def ended(rig: SequenceRig) -> list[list[int]]:
+def ended_slots(rig: SequenceRig) -> list[list[int]]:
     """Return the slots in each `EndSequences` message to the instance."""
     sent = rig.workers.take()
     rig.workers.posted[:0] = [item for item in sent if not isinstance(item[1], m.EndSequences)]
@@ -525,7 +525,7 @@ def begun(rig: SequenceRig, flags: int = START) -> None:
 
 def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
     begun(rig, START | END)
-    assert ended(rig) == []
+    assert ended_slots(rig) == []
 
 
 def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
@@ -533,11 +533,11 @@ def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig
     rig.request(1)
     second = rig.request(1, END)
     rig.client(m.Cancel(second))
-    assert ended(rig) == []  # the last request of the sequence still runs
+    assert ended_slots(rig) == []  # the last request of the sequence still runs
     rig.done()
-    assert ended(rig) == [[0]]
+    assert ended_slots(rig) == [[0]]
     rig.request(2, START)
-    assert ended(rig) == [] and rig.batches() == {0: [2]}
+    assert ended_slots(rig) == [] and rig.batches() == {0: [2]}
 
 
 def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: SequenceRig) -> None:
@@ -546,9 +546,9 @@ def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: Seq
     rig.request(1)
     rig.client(m.Cancel(rig.request(1)))
     rig.done()
-    assert ended(rig) == []
+    assert ended_slots(rig) == []
     rig.done()
-    assert ended(rig) == [[0]]
+    assert ended_slots(rig) == [[0]]
 
 
 def test_3_5_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -> None:
@@ -565,9 +565,9 @@ def test_3_5_the_worker_is_notified_of_the_end_of_an_iterative_sequence() -> Non
     rig.request(0)
     key = rig.rows()[0].key
     rig.done(0, m.Reply(key, m.RESCHEDULED, ""))
-    assert ended(rig) == []
+    assert ended_slots(rig) == []
     rig.done()
-    assert ended(rig) == [[0]]
+    assert ended_slots(rig) == [[0]]
 
 
 def test_3_5_no_notification_for_a_sequence_that_has_not_begun(rig: SequenceRig) -> None:
@@ -575,4 +575,4 @@ def test_3_5_no_notification_for_a_sequence_that_has_not_begun(rig: SequenceRig)
     rig.request(2, START)
     waiting = rig.request(3, START)  # waits in the backlog or in a slot, depending on the strategy
     rig.client(m.Cancel(waiting))
-    assert ended(rig) == []
+    assert ended_slots(rig) == []

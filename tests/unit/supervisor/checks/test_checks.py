@@ -37,13 +37,13 @@ from tests.support.servers import run_command
 
 GB = 10**9
 SHM = memory.ShmFolder(True, "tmpfs", "rw,nosuid", 0o1777, 4 * GB, 3 * GB, True)
-LEFT = memory.ShmObject("psm_1", 2 * GB, 1000, False)
+UNUSED_OBJECT = memory.ShmObject("psm_1", 2 * GB, 1000, False)
 GPU = memory.DeviceList(
     "cuda", 2, 2, None, (), "580.1", ("0 GPU-a H100", "1 GPU-b H100"), 0, "2.13.0+cu130"
 )
 RUN = access.RunDirectoryFacts(Path("/run/s"), "", 0, GB)
 PORTS = access.PortFacts(("127.0.0.1:8000",))
-TAKEN = PORTS._replace(refused=(("127.0.0.1:80", "--http-port: taken", (7, 9)),))
+TAKEN_PORTS = PORTS._replace(refused=(("127.0.0.1:80", "--http-port: taken", (7, 9)),))
 
 CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (host.judge_packages, {"aiohttp": ("3.14.5", "3.14.5")}, OK, "aiohttp 3.14.5"),
@@ -84,8 +84,13 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (memory.judge_shm, SHM._replace(size=64 << 20, free=64 << 20), WARNING, "too little"),
     (memory.judge_shm, SHM._replace(free=GB // 10), WARNING, "100 MB free"),
     (memory.judge_objects, [], OK, "none"),
-    (memory.judge_objects, [LEFT._replace(in_use=True)], OK, "1 objects of 1 MB or more, 2.0 GB"),
-    (memory.judge_objects, [LEFT], WARNING, "psm_1 (2.0 GB, uid 1000)"),
+    (
+        memory.judge_objects,
+        [UNUSED_OBJECT._replace(in_use=True)],
+        OK,
+        "1 objects of 1 MB or more, 2.0 GB",
+    ),
+    (memory.judge_objects, [UNUSED_OBJECT], WARNING, "psm_1 (2.0 GB, uid 1000)"),
     (memory.judge_memory, (16 * GB, 16 * GB, 8 * GB), OK, "of the host"),
     (memory.judge_memory, (16 * GB, 12 * GB, 8 * GB), OK, "memory.max"),
     (memory.judge_memory, (16 * GB, 4 * GB, 8 * GB), WARNING, "may kill it"),
@@ -127,11 +132,11 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (access.judge_run_directory, RUN._replace(free_bytes=1 << 20), WARNING, "1 MB are free"),
     (access.judge_ports, PORTS, OK, "127.0.0.1:8000: free"),
     (access.judge_ports, access.PortFacts(()), OK, "disabled"),
-    (access.judge_ports, TAKEN, WRONG, "--http-port: taken"),
-    (access.judge_ports, TAKEN._replace(server_pid=3), WRONG, "--http-port: taken"),
+    (access.judge_ports, TAKEN_PORTS, WRONG, "--http-port: taken"),
+    (access.judge_ports, TAKEN_PORTS._replace(server_pid=3), WRONG, "--http-port: taken"),
     (
         access.judge_ports,
-        TAKEN._replace(server_pid=9),
+        TAKEN_PORTS._replace(server_pid=9),
         OK,
         "127.0.0.1:8000: free; 127.0.0.1:80: in use by the running server (pid 9)",
     ),
@@ -277,7 +282,7 @@ def test_wrong_flags_are_reported() -> None:
 
 
 def test_a_program_holds_a_port() -> None:
-    """Another process than ours, found by what it listens on."""
+    """The check finds the process of another program by its listening socket."""
     code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], "
     code += "flush=True); input()"
     pipe = subprocess.PIPE

@@ -113,15 +113,15 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
     changes.
     """
 
-    def what(instances: list[Instance]) -> list[tuple[str, int]]:
+    def kinds_of(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
 
     present = expand_instances(ModelSpec.of(config(*old)))
     added, leaving = find_changes(present, ModelSpec.of(config(*new)))
     after = [i for i in present if i not in leaving] + added
-    assert what(after) == what(expand_instances(ModelSpec.of(config(*new))))
+    assert kinds_of(after) == kinds_of(expand_instances(ModelSpec.of(config(*new))))
     assert len({i.index for i in present + added}) == len(present + added)
-    assert not set(what(added)) & set(what(leaving))
+    assert not set(kinds_of(added)) & set(kinds_of(leaving))
 
 
 # --- processes --------------------------------------------------------------------------------
@@ -177,7 +177,8 @@ async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
 
 
 async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
-    """Given up while it loads, as an unload does: readiness and configuration stay."""
+    """The addition is cancelled during its load, as by an unload. Readiness and configuration
+    stay."""
     processes = Processes()
     model = await serving(processes, 1)
     before = model.config

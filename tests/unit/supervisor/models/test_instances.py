@@ -125,8 +125,8 @@ Current thread 0x00007f0 (most recent call first):
   File "/opt/shmserve/workers/main.py", line 130 in _load
 """
 LIMIT = ("--load-timeout-secs=0.02",)
-OVER = "the model has not loaded within 0.02 s (--load-timeout-secs): it hangs in "
-OVER += "fetch, line 12 of 1/model.py"
+LOAD_TIMEOUT = "the model has not loaded within 0.02 s (--load-timeout-secs): it hangs in "
+LOAD_TIMEOUT += "fetch, line 12 of 1/model.py"
 
 
 @pytest.fixture(autouse=True)
@@ -215,7 +215,7 @@ def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None
         processes.context.control.send = (  # type: ignore[method-assign]
             lambda address, message: None if isinstance(message, silent) else send(address, message)
         )
-        with pytest.raises(Unavailable, match=re.escape(OVER)):
+        with pytest.raises(Unavailable, match=re.escape(LOAD_TIMEOUT)):
             await model.start()
         assert not [child for child in processes.started if child.alive]
 
@@ -232,11 +232,11 @@ def test_a_hanging_restart_is_retried_and_abandoned(
         processes.hanging = True
         processes.started[0].kill()
         await until_async(lambda: model.instances.failure)
-        assert model.instances.failure == OVER
+        assert model.instances.failure == LOAD_TIMEOUT
         assert len(stack_requests) == 2 and not model.ready
 
     live(story, *LIMIT)
-    assert caplog.text.count(f"did not restart: {OVER}") == 2
+    assert caplog.text.count(f"did not restart: {LOAD_TIMEOUT}") == 2
 
 
 def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:

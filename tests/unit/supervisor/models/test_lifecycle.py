@@ -234,7 +234,7 @@ def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, br
 
 
 def test_a_failed_load_leaves_no_ensemble_with_a_steps_old_shape() -> None:
-    """That load was to know the shape, and its step's waited for nothing else."""
+    """The failed load was to determine the shape, and the load of the step waited only for it."""
     rig = ensemble("e")
     (before,) = rig.registry.models["e"].serving.values()
     rig.lifecycle.load("s", LoadSource("another", {}))

@@ -201,8 +201,8 @@ async def test_the_end_of_a_server_waits_for_no_load() -> None:
     assert [await child.exited for child in processes.started] == ["signal 9", "signal 15"]
 
 
-ONE = ModelPublished("m", "1", ModelSpec.of({}), {}, "a", True, True, 0.0, 0)
-TWO = replace(ONE, version="2", endpoint="b")
+PUBLISHED = ModelPublished("m", "1", ModelSpec.of({}), {}, "a", True, True, 0.0, 0)
+TWO = replace(PUBLISHED, version="2", endpoint="b")
 GONE = ModelWithdrawn("m", "1", 0)
 
 
@@ -238,11 +238,11 @@ def test_only_what_differs_is_sent() -> None:
 
     assert sent([], ["1"]) == [GONE]
     assert sent([], ["1"]) == []
-    assert sent([ONE], []) == [ONE]
-    assert sent([ONE], []) == []
-    assert sent([replace(ONE, ready=False)], []) == [ReadinessChanged("m", "1", False)]
-    assert sent([ONE], []) == [ReadinessChanged("m", "1", True)]
-    old = replace(ONE, latest=False)
+    assert sent([PUBLISHED], []) == [PUBLISHED]
+    assert sent([PUBLISHED], []) == []
+    assert sent([replace(PUBLISHED, ready=False)], []) == [ReadinessChanged("m", "1", False)]
+    assert sent([PUBLISHED], []) == [ReadinessChanged("m", "1", True)]
+    old = replace(PUBLISHED, latest=False)
     assert sent([TWO, old], []) == [TWO, old]
     assert sent([TWO], []) == [GONE]
     assert list(publications.snapshot()) == [GONE, TWO]
@@ -254,23 +254,23 @@ def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
     asleep = ModelOnDemand("m", 0)
     sent: list[dict[str, ModelPublication]] = [
         {"": asleep},
-        {"": asleep, "1": ONE},
+        {"": asleep, "1": PUBLISHED},
         {"": asleep},
         {},
     ]
     for published in sent:
         publications.update(gateway, "m", published, [])
-    assert gateway.sent == [asleep, ONE, GONE, ModelWithdrawn("m", "", 0)]
+    assert gateway.sent == [asleep, PUBLISHED, GONE, ModelWithdrawn("m", "", 0)]
 
 
 def test_it_is_known_when_the_last_of_it_is() -> None:
     """Readiness is not waited for."""
     gateway, publications = Gateway(), Publications()
-    publications.update(gateway, "m", {"1": ONE, "2": TWO}, [])
+    publications.update(gateway, "m", {"1": PUBLISHED, "2": TWO}, [])
     gateway.known = 1
     assert not publications.are_acknowledged(gateway, "m")
     gateway.known = 2
-    publications.update(gateway, "m", {"1": ONE, "2": replace(TWO, ready=False)}, [])
+    publications.update(gateway, "m", {"1": PUBLISHED, "2": replace(TWO, ready=False)}, [])
     assert publications.are_acknowledged(gateway, "m")
     publications.update(gateway, "m", {"2": TWO}, [])
     assert not publications.are_acknowledged(gateway, "m")

@@ -121,20 +121,20 @@ def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch)
     a, b, coming = version("a", 1, 2, device=7), version("b", 2, 3), version("c", loaded=False)
     use = MemoryUse()
 
-    def found(*models: Any) -> list[int]:
+    def indices_of(*models: Any) -> list[int]:
         return [use.byte_size(model) for model in models]
 
-    assert found(model("a", a)) == [0], "nothing is known"
+    assert indices_of(model("a", a)) == [0], "nothing is known"
     asyncio.run(use.measure([a, b, coming]))
     # The second process belongs to two models. A loading model counts as large as the mean of the
     # others.
-    assert found(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
+    assert indices_of(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
     sizes[1] = 1000
     asyncio.run(use.measure([a, b]))
-    assert found(model("a", a)) == [137], "it was looked at just now"
+    assert indices_of(model("a", a)) == [137], "it was looked at just now"
     asyncio.run(use.measure([b]))
-    assert found(model("a", version("a", loaded=False))) == [137], "as much as it had"
-    assert found(model("a", a, version("a", loaded=False))) == [274]
+    assert indices_of(model("a", version("a", loaded=False))) == [137], "as much as it had"
+    assert indices_of(model("a", a, version("a", loaded=False))) == [274]
 
 
 async def test_an_unexpected_error_of_a_load_is_an_internal_error(

@@ -137,20 +137,23 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
     observers: list[Callable[[], None]] = []
     report = StartupReport(lambda: dict(states), observers)
 
-    def said(**now: str) -> list[tuple[str, str]]:
+    def logged_changes(**now: str) -> list[tuple[str, str]]:
         caplog.clear()
         states.update(now)
         for notify in observers:
             notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
-    assert said(a="loading") == []
+    assert logged_changes(a="loading") == []
     with report:
-        assert said(b="loading") == [("INFO", "model a: loading"), ("INFO", "model b: loading")]
-        assert said(b="ready") == [("INFO", "model b: ready")]
-        assert said(a="failed: no") == [("ERROR", "model a: failed: no")]
-        assert said() == []
-    assert said(b="loading") == []
+        assert logged_changes(b="loading") == [
+            ("INFO", "model a: loading"),
+            ("INFO", "model b: loading"),
+        ]
+        assert logged_changes(b="ready") == [("INFO", "model b: ready")]
+        assert logged_changes(a="failed: no") == [("ERROR", "model a: failed: no")]
+        assert logged_changes() == []
+    assert logged_changes(b="loading") == []
 
 
 @pytest.mark.parametrize(

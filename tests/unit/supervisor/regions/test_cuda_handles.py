@@ -47,7 +47,7 @@ from tests.support.messages import inference_of
 from tests.support.wire.raw_http import in_region, json_input, shm_input
 
 HANDLE = bytes(range(64))
-OTHER = bytes(reversed(HANDLE))
+OTHER_HANDLE = bytes(reversed(HANDLE))
 UUID = bytes(range(16))
 POLICY = policy(
     max_regions=8, max_regions_per_uid=4, max_byte_size=1 << 20, max_byte_size_per_uid=1 << 20
@@ -123,7 +123,7 @@ async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
         await office.registry.register_cuda("r", handle, 0, 64, ME)
     assert len(office.published) == 1
     for other, offset, size in (
-        (CudaHandle(OTHER, 0), 0, 64),
+        (CudaHandle(OTHER_HANDLE, 0), 0, 64),
         (CudaHandle(HANDLE, 1), 0, 64),
         (handle, 0, 63),
         (handle, 1, 64),
@@ -214,7 +214,9 @@ async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None
     assert registry._opener.handles is not None
     registry._opener.handles.check = slow  # type: ignore[method-assign]
     waiting = [
-        asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
+        asyncio.create_task(
+            registry.register_cuda("theirs", CudaHandle(OTHER_HANDLE, 0), 0, 64, BOB)
+        )
         for _ in range(2)
     ]
     await check_received.wait()
@@ -254,7 +256,7 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     for number, exporter in enumerate(exporters):
         handle = CudaHandle(HANDLE, number)
         await registry.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
-    await registry.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
+    await registry.register_cuda("of nobody known", CudaHandle(OTHER_HANDLE, 0), 0, 64, ME)
     await registry.unregister("r1", ME, cuda=True)
     exporters[0].kill()
     assert [await asyncio.wait_for(office.withdrawn.get(), 10) for _ in range(2)] == [*("r1", "r0")]
@@ -265,7 +267,7 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     assert len(os.listdir("/proc/self/fd")) == before + 1
     exporters[0].wait()
     with pytest.raises(InvalidArgument, match="the process that exported it has exited"):
-        await registry.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
+        await registry.register_cuda("r", CudaHandle(OTHER_HANDLE, 0), 0, 64, ME, exporters[0].pid)
     registry.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -522,7 +524,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
 
 def test_outputs_overlap_in_one_allocation_only() -> None:
     table = RegionTable(lambda memory_id: None, "error")
-    for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
+    for number, handle in enumerate((HANDLE, HANDLE, OTHER_HANDLE)):
         table.publish(published(f"r{number}", number + 1, handle=handle))
     uses = RegionReferences(table)
     uses.reference_range(RegionRange("r0", 0, 16), write=True)

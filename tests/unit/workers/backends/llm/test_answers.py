@@ -567,7 +567,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(tokenizer_text())
 
 
-def told(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+def streamed_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     detokenizer = Detokenizer(TokenTexts(tokenizer), True)
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
@@ -576,7 +576,7 @@ def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = tokenizer.encode(text).ids
         for end in range(len(tokens) + 1):
-            pieces = told(tokenizer, tokens[:end])
+            pieces = streamed_texts(tokenizer, tokens[:end])
             assert "".join(pieces) == tokenizer.decode(tokens[:end])
             assert not any("\ufffd" in piece for piece in pieces[:-1])
 
@@ -586,13 +586,13 @@ def test_any_tokens_are_streamed_as_they_are_decoded(tokenizer: Tokenizer) -> No
     differ = 0
     for _ in range(300):
         tokens = [chance.randrange(320) for _ in range(chance.randrange(1, 40))]
-        differ += "".join(told(tokenizer, tokens)) != tokenizer.decode(tokens)
+        differ += "".join(streamed_texts(tokenizer, tokens)) != tokenizer.decode(tokens)
     assert differ == 0
 
 
 def test_bytes_without_a_character_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
     broken = tokenizer.encode("é").ids[:1] * 40
-    assert sum(map(bool, told(tokenizer, broken)[:-1])) >= 2
+    assert sum(map(bool, streamed_texts(tokenizer, broken)[:-1])) >= 2
 
 
 def test_no_part_of_a_stop_string_is_sent() -> None:
