@@ -99,10 +99,10 @@ def _inputs(ask: Ask) -> list[grpc.InferInput]:
         fields["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
     calls = []
     for name, (datatype, shape, values) in fields.items():
-        one = grpc.InferInput(name, list(shape), datatype)
+        infer_input = grpc.InferInput(name, list(shape), datatype)
         kind = np.object_ if datatype == "BYTES" else triton_to_np_dtype(datatype)
-        one.set_data_from_numpy(np.array(values, kind).reshape(list(shape)))
-        calls.append(one)
+        infer_input.set_data_from_numpy(np.array(values, kind).reshape(list(shape)))
+        calls.append(infer_input)
     return calls
 
 

@@ -168,16 +168,16 @@ def test_restart_at_once_after_a_kill(serve: Callable[..., Server]) -> None:
 
 def test_two_servers_side_by_side(repository: Path, serve: Callable[..., Server]) -> None:
     """Exits in one server do not affect the other."""
-    one = serve()
-    with running(repository) as other, Load(other) as other_load:
-        assert one.run_dir != other.run_dir
-        with Load(one) as load:
+    server = serve()
+    with running(repository) as other_server, Load(other_server) as other_load:
+        assert server.run_dir != other_server.run_dir
+        with Load(server) as load:
             for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
-                victim = one.find_one(title)
+                victim = server.find_one(title)
                 victim.kill()
-                wait_replaced(one, victim, title)
-        members = one.tree()
-        one.kill()
-        assert_nothing_is_left(one, members)
+                wait_replaced(server, victim, title)
+        members = server.tree()
+        server.kill()
+        assert_nothing_is_left(server, members)
     assert other_load.troubles() == []
     assert [answer for answer in load.troubles() if not answer.is_disconnected] == []

@@ -157,9 +157,9 @@ def kill_with_requests_inside(stage: Scene) -> None:
     pending = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     os.kill(visit.pid, signal.SIGKILL)
-    again = stage.server.gate.next()
-    assert again.pid != visit.pid
-    again.release()
+    next_visit = stage.server.gate.next()
+    assert next_visit.pid != visit.pid
+    next_visit.release()
     assert pending.result().tensors()["OUTPUT0"].tolist() == [[1]]
 
 
@@ -418,7 +418,7 @@ def unregister_while_used(stage: Scene) -> None:
     """Unregister a region in use: the call returns at once, and requests in flight use the
     region to their end, even after its name is registered again.
     """
-    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other:
+    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other_object:
         shared_object.write(np.full(1024, 5, np.int32))
         stage.http.register("r", shared_object.key, 2 * 4096).ok()
         request = {
@@ -429,11 +429,11 @@ def unregister_while_used(stage: Scene) -> None:
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         stage.http.infer("identity", through("r", 1024)).ok()
-        stage.http.register("r", other.key, 2 * 4096).ok()
+        stage.http.register("r", other_object.key, 2 * 4096).ok()
         visit.release()
         assert pending.result().status == 200
         assert (shared_object.read(np.int32, 1024, 4096) == 5).all()
-        assert not other.read(np.int32, 2048).any()
+        assert not other_object.read(np.int32, 2048).any()
         stage.http.unregister("r").ok()
 
 

@@ -98,9 +98,9 @@ def test_a_worker_that_dies_while_its_generation_drains(
     visit = server.gate.next()
     change(pool, "gated", verb).result().ok()
     os.kill(visit.pid, signal.SIGKILL)
-    again = server.gate.next()
-    assert again.pid != visit.pid
-    again.release()
+    next_visit = server.gate.next()
+    assert next_visit.pid != visit.pid
+    next_visit.release()
     assert values(pending.result()) == [7]
     change(pool, "gated", "unload").result().ok()
     until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
@@ -119,9 +119,9 @@ def test_a_scheduler_that_dies_while_its_generation_drains(
     change(pool, "gated", verb).result().ok()
     dying.kill()
     if verb == "load":
-        again = server.gate.next()
-        assert again.pid != visit.pid
-        again.release()
+        next_visit = server.gate.next()
+        assert next_visit.pid != visit.pid
+        next_visit.release()
         assert values(pending.result()) == [7]
     else:
         assert pending.result().status == 503

@@ -77,7 +77,7 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
             holder = pool.submit(ask, server, "holder", 1)
             held = gate.next()
             assert held.message["batch"] == [1]
-            other = pool.submit(ask, server, "other", 2)
+            other_call = pool.submit(ask, server, "other", 2)
             server.wait_pending("other", 1)
             server.find_one(victim).kill()
             first = gate.next()
@@ -86,7 +86,7 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
             second = gate.next()
             second.release()
             assert sorted([*first.batch, *second.batch]) == [1, 2]
-            assert (holder.result(), other.result()) == (200, 200)
+            assert (holder.result(), other_call.result()) == (200, 200)
         gate.close()
         server.wait_ready()
         for model in ("holder", "other"):

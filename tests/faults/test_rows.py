@@ -128,7 +128,7 @@ def unregister_under_load(stage: Stage) -> None:
 
     Further requests soon receive 404, and the name is free at once.
     """
-    with stage.region("r"), SharedObject(SIZE) as other:
+    with stage.region("r"), SharedObject(SIZE) as other_object:
 
         def ask_until_refused(http: Http) -> Any:
             request = {"inputs": [shm_input("INPUT0", "FP32", [1024], "r", SIZE)]}
@@ -139,7 +139,7 @@ def unregister_under_load(stage: Stage) -> None:
         pending_calls = [stage.pool.send(ask_until_refused) for _ in range(4)]
         stage.http.unregister("r").ok()
         assert [answer.result().status for answer in pending_calls] == [404] * 4
-        stage.http.register("r", other.key, SIZE).ok()
+        stage.http.register("r", other_object.key, SIZE).ok()
 
 
 PROGRAM = """

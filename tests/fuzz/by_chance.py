@@ -47,6 +47,6 @@ def _inputs(corpus: list[bytes], chance: random.Random) -> Iterator[bytes]:
             elif how == 2:
                 del data[at : at + chance.randrange(1, 5)]
             else:
-                other = chance.choice(corpus)
-                data[at:] = other[chance.randrange(len(other) + 1) :]
+                other_input = chance.choice(corpus)
+                data[at:] = other_input[chance.randrange(len(other_input) + 1) :]
         yield bytes(data)

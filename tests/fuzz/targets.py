@@ -87,8 +87,8 @@ def _refused(sent: bytes) -> Iterator[None]:
         yield
     except ShmserveError as error:
         outcome = error.message
-    found = _OURS.search(outcome)
-    assert found is None or found[0].encode() in sent, outcome
+    match = _OURS.search(outcome)
+    assert match is None or match[0].encode() in sent, outcome
 
 
 class _Bytes:
@@ -115,8 +115,8 @@ def http(data: bytes) -> None:
         elif kind == 1:
             _compressed(drawn_bytes)
         elif kind == 2:
-            found = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
-            assert found is None or len(found[1]) < 3
+            route = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
+            assert route is None or len(route[1]) < 3
         elif kind == 3:
             text = drawn_bytes.rest.decode("latin-1")
             size = header_size(text, 1000)
@@ -160,9 +160,9 @@ def _tensor(tensor: Any) -> TensorRef:
 
 def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
     """Check that a large JSON document is parsed to the same in steps."""
-    again = parse_request(loads_large(body), tail_size, "m", _LIMIT)
-    assert (again.id, len(again.inputs)) == (wire.id, len(wire.inputs))
-    for one, other in zip(wire.inputs, again.inputs, strict=True):
+    reparsed = parse_request(loads_large(body), tail_size, "m", _LIMIT)
+    assert (reparsed.id, len(reparsed.inputs)) == (wire.id, len(wire.inputs))
+    for one, other in zip(wire.inputs, reparsed.inputs, strict=True):
         if isinstance(other.data, Numbers) and other.count:
             arguments = (other.datatype, other.count, other.name)
             pieces = tensors.decode_parts(other.data.parts(), *arguments)
@@ -224,9 +224,9 @@ def register(data: bytes) -> None:
     """Parse a registration: the region's name in the target, key and extent in the body."""
     name, _, body = data.partition(b"\n")
     with _refused(data):
-        found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
-        if found is not None and found[1][0]:
-            check_region_name(found[1][0])
+        route = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
+        if route is not None and route[1][0]:
+            check_region_name(route[1][0])
         raw = loads(body)
         key, offset, size, *flags = handlers.decode_registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
@@ -304,14 +304,14 @@ def wire(data: bytes) -> None:
             inference = unpack_inference(*_packed(rest))
             for tensor in inference.inputs:
                 _check_place(tensor.data)
-            again = pack_inference(inference)
-            assert pack_inference(unpack_inference(*again)) == again
+            repacked = pack_inference(inference)
+            assert pack_inference(unpack_inference(*repacked)) == repacked
         elif kind == b"a":
             answer = unpack_inferred(*_packed(rest))
             for tensor in answer.outputs:
                 _check_place(tensor.data)
-            again = pack_inferred(answer)
-            assert pack_inferred(unpack_inferred(*again)) == again
+            repacked = pack_inferred(answer)
+            assert pack_inferred(unpack_inferred(*repacked)) == repacked
         elif kind == b"b":
             count = int.from_bytes(rest[:1], "little")
             with _refused(data):

@@ -73,8 +73,8 @@ def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: in
     """Return the p-value of two samples under the hypothesis of one distribution."""
     mine = Counter(ours(path, rig, settings, texts, seed))
     other = Counter(theirs(path, settings, texts, seed))
-    both = mine + other
-    likely = [text for text, count in both.items() if count >= _FEWEST]
+    total_counts = mine + other
+    likely = [text for text, count in total_counts.items() if count >= _FEWEST]
     table = [[counts[text] for text in likely] for counts in (mine, other)]
     table = [[*row, texts - sum(row) + 1] for row in table]
     assert len(likely) >= 5, f"{settings}: texts are too various to be compared"

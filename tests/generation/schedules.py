@@ -138,7 +138,7 @@ def requests() -> list[Asked]:
 def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
     """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
-    ended: dict[int, tuple[list[int], str]] = {}
+    ended_ids: dict[int, tuple[list[int], str]] = {}
     for sample in range(asked.samples):
         rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
         if asked.samples > 1 and len(asked.prompt) > 1:
@@ -149,8 +149,8 @@ def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], s
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]
-        ended[sample] = rig.ended[generation.key, sample]
-    return bits, ended
+        ended_ids[sample] = rig.ended[generation.key, sample]
+    return bits, ended_ids
 
 
 @dataclass

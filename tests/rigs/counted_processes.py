@@ -144,17 +144,17 @@ class Case:
     def call(self, step: int, request: int) -> bytes:
         """Return the same request over gRPC, as the first call of its connection or a later one."""
         reply = self.http(step, request)
-        made = pb.ModelInferRequest(model_name=self.model)
+        message = pb.ModelInferRequest(model_name=self.model)
         for tensor in reply["inputs"]:
             named = {key: tensor[key] for key in ("name", "datatype", "shape")}
-            _place(made.inputs.add(**named), tensor)
+            _place(message.inputs.add(**named), tensor)
             if "data" in tensor:
-                made.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
+                message.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
         for tensor in reply.get("outputs", ()):
-            _place(made.outputs.add(name=tensor["name"]), tensor)
+            _place(message.outputs.add(name=tensor["name"]), tensor)
         opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
-        body = http2.message(made.SerializeToString())
+        body = http2.message(message.SerializeToString())
         stream = 2 * step + 1
         return (
             opened

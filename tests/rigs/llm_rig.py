@@ -185,8 +185,8 @@ class Scheduler:
     def swap(self, sequence: Running) -> None:
         """Copy all blocks of a sequence to the host and back to other blocks."""
         host = list(range(len(sequence.table)))
-        out = _pairs(sequence.table, host)
-        self.step(rows=[], swap_out=out)
+        pairs = _pairs(sequence.table, host)
+        self.step(rows=[], swap_out=pairs)
         self.free = sequence.table + self.free  # not to be taken first
         sequence.table = [self.free.pop() for _ in host]
         sequence.sent_blocks = 0

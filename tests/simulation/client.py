@@ -68,15 +68,15 @@ class ClientLinks:
         self.links: dict[str, tuple[bytes, Link]] = {}
 
     def open(self, endpoint: str) -> Link:
-        known = self.links.get(endpoint)
-        if known is None:
+        known_link = self.links.get(endpoint)
+        if known_link is None:
             client = self._client
             peer = b"%d.%x%d" % (client.pid, self._identity, len(self.links))
             link = self._hosts[endpoint].connect_client(
                 peer, client, lambda messages: client.from_scheduler(endpoint, messages)
             )
-            known = self.links[endpoint] = (peer, link)
-        return known[1]
+            known_link = self.links[endpoint] = (peer, link)
+        return known_link[1]
 
     def queue(self, endpoint: str, message: Any, byte_size: int = 0) -> None:
         pending = self._client.schedulers.pending.get(message.id)

@@ -231,14 +231,14 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
     In a chain, each step reads the output of the step before it. In a diamond, the last step joins
     the outputs of two steps. A step may be decoupled, and a later step may have a condition.
     """
-    last = len(steps) - 1
-    inputs = [{"IN": f"T{number - 1}" if number else "IN"} for number in range(last + 1)]
-    if last >= 2 and random.random() < 0.5:
-        inputs[last - 1] = inputs[last - 2]
-        inputs[last] = {"IN": f"T{last - 2}", "IN2": f"T{last - 1}"}
-        steps[last].joins = True
+    last_index = len(steps) - 1
+    inputs = [{"IN": f"T{number - 1}" if number else "IN"} for number in range(last_index + 1)]
+    if last_index >= 2 and random.random() < 0.5:
+        inputs[last_index - 1] = inputs[last_index - 2]
+        inputs[last_index] = {"IN": f"T{last_index - 2}", "IN2": f"T{last_index - 1}"}
+        steps[last_index].joins = True
         optional = random.random() < 0.5
-        steps[last].config["input"] = [IN, {**IN2, "optional": optional}]
+        steps[last_index].config["input"] = [IN, {**IN2, "optional": optional}]
     scheduling = [
         {
             "model_name": step.name,
@@ -257,9 +257,9 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
         config["response_cache"] = {"enable": True, "byte_size": 100_000}
     model = Model(name, config, _limits(random), instances=0, steps=tuple(steps))
     if random.random() < 0.3:
-        _make_decoupled(random, model, steps[max(0, last - 2)])
+        _make_decoupled(random, model, steps[max(0, last_index - 2)])
     if random.random() < 0.4:
-        _set_condition(random, model, last - random.randint(0, min(1, last - 1)))
+        _set_condition(random, model, last_index - random.randint(0, min(1, last_index - 1)))
     return model
 
 

@@ -30,14 +30,14 @@ class StepLinks:
         self._neighbours.register(self.identity, take)
 
     def _link(self, endpoint: str) -> Link:
-        known = self._links.get(endpoint)
-        if known is None:
+        known_link = self._links.get(endpoint)
+        if known_link is None:
             peer = b"%s.%d" % (self.identity, len(self._links))
             link = self._hosts[endpoint].connect_client(
                 peer, self._process, lambda messages: self._heard(endpoint, messages)
             )
-            known = self._links[endpoint] = (peer, link)
-        return known[1]
+            known_link = self._links[endpoint] = (peer, link)
+        return known_link[1]
 
     def _heard(self, endpoint: str, messages: list[Any]) -> None:
         for message in messages:

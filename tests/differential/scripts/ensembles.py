@@ -70,9 +70,9 @@ def both_outputs() -> Script:
     models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
     steps = through(f"{name}_1", "INPUT0", "OUT"), through(f"{name}_2", "INPUT0", "ALSO")
     asks = Ask("one", name, 1, outputs=["OUT"]), Ask("other", name, 1, outputs=["ALSO"])
-    both = ensemble(name, *steps, outputs=[OUTPUT, tensor("ALSO")])
+    ensemble_model = ensemble(name, *steps, outputs=[OUTPUT, tensor("ALSO")])
     steps_of_script = one_by_one(*asks, Ask("both", name, 1))
-    return Script(name, [*models, both], steps_of_script, unordered=True)
+    return Script(name, [*models, ensemble_model], steps_of_script, unordered=True)
 
 
 def diamond() -> Script:

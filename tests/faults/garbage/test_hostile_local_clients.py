@@ -172,10 +172,10 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
     meanwhile.
     """
     before = cpu_seconds(stage.server)["scheduler identity"]
-    one = msgpack.packb(["Cancel", 1])
+    message = msgpack.packb(["Cancel", 1])
     many = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
-    for number, words in enumerate((one * (7 * MIB // len(one)), many, one * 6 * MIB)):
-        count = words.count(b"\xdd") or len(words) // len(one)
+    for number, words in enumerate((message * (7 * MIB // len(message)), many, message * 6 * MIB)):
+        count = words.count(b"\xdd") or len(words) // len(message)
         frame = framed(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{number}")
         assert link._connection is not None
@@ -266,9 +266,9 @@ def stay_after_leaving(local_client: Guest, stage: Scene) -> None:
     assert isinstance(answer(link), m.Finished)
     local_client.listener.close()
     until("its link is ended", partial(ended, link))
-    again = local_client.link("identity")
-    again.send(submit((small(),)))
-    until("so is the next", partial(ended, again))
+    second_link = local_client.link("identity")
+    second_link.send(submit((small(),)))
+    until("so is the next", partial(ended, second_link))
 
 
 def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
@@ -436,11 +436,11 @@ def many_descriptors_at_the_listener(local_client: Guest, stage: Scene) -> None:
     """
     with memfd() as fd:
         for count in (0, 2, 4, 5, 50, 250):
-            other = Guest(stage.server).hello()
-            with contextlib.closing(other), contextlib.suppress(OSError):
-                other.send(ShareMemory(1, 1, False), *[fd] * count)
-                other.send(Acknowledged(1), *[fd] * count)
-                socket.send_fds(other.listener, [b"\xff" * 10], [fd] * count)
+            other_client = Guest(stage.server).hello()
+            with contextlib.closing(other_client), contextlib.suppress(OSError):
+                other_client.send(ShareMemory(1, 1, False), *[fd] * count)
+                other_client.send(Acknowledged(1), *[fd] * count)
+                socket.send_fds(other_client.listener, [b"\xff" * 10], [fd] * count)
 
 
 def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:

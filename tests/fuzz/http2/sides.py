@@ -116,9 +116,9 @@ class Ours:
         assert not seen.requests.keys() & seen.resets.keys()
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
-        found = HeaderDecoder._decode(self._engine.http2._headers, block)
-        self.decoded = found[0]
-        return found
+        fields = HeaderDecoder._decode(self._engine.http2._headers, block)
+        self.decoded = fields[0]
+        return fields
 
     def _read(self, fields: Fields) -> RequestFields:
         head = RequestFields(fields)

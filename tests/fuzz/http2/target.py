@@ -54,9 +54,9 @@ def http2(data: bytes) -> None:
                     difference_text += " behind a reset"
                 if begun and "resets: -" in difference_text:
                     difference_text += f" with trailers {written(ours.decoded)}"
-                known = explained(name, difference_text)
-                assert known is not None, f"{name}: {difference_text}"
-                MET[f"{name}: {known.why}"] += 1
+                explanation = explained(name, difference_text)
+                assert explanation is not None, f"{name}: {difference_text}"
+                MET[f"{name}: {explanation.why}"] += 1
                 del other_sides[name]
         if ours.seen.over or not other_sides:
             return

@@ -197,10 +197,10 @@ def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) 
     assert not mismatches
 
     async def talk() -> None:
-        async with aio.connect(server.run_dir) as other:
-            with await other.allocate(forms(), device="cuda:0") as region:
+        async with aio.connect(server.run_dir) as other_client:
+            with await other_client.allocate(forms(), device="cuda:0") as region:
                 region["x"].fill(4)
-                await other.infer("twice", region)
+                await other_client.infer("twice", region)
                 assert (region["y"].numpy() == 8).all()
 
     asyncio.run(talk())

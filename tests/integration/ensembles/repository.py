@@ -27,35 +27,35 @@ def write(repository: Path) -> None:
 
 def _models(repository: Path) -> None:
     for name, operation in (("add", "+ 1"), ("double", "* 2")):
-        one = f'return self.response(Y=self.input(request, "X") {operation})'
-        add_model(repository, name, one, max_batch_size=4)
+        model_code = f'return self.response(Y=self.input(request, "X") {operation})'
+        add_model(repository, name, model_code, max_batch_size=4)
     add_model(repository, "plain", 'return self.response(Y=self.input(request, "X") + 1)')
     fixed = [tensor("X", dims=[LARGE])], [tensor("Y", dims=[LARGE])]
-    one = 'return self.response(Y=self.input(request, "X") + 1)'
-    add_model(repository, "fixed", one, *fixed, max_batch_size=2)
+    model_code = 'return self.response(Y=self.input(request, "X") + 1)'
+    add_model(repository, "fixed", model_code, *fixed, max_batch_size=2)
     add_model(repository, "same", 'return self.response(Y=self.input(request, "X"))', *fixed)
     add_model(repository, "boom", 'raise ValueError("boom")')
-    one = """
+    model_code = """
         x = self.input(request, "X")
         return self.response(Y=x) if x[0] > 0 else self.response()
     """
-    add_model(repository, "positive", one)
-    one = """
+    add_model(repository, "positive", model_code)
+    model_code = """
         given = [name for name in ("X", "Z") if self.input(request, name) is not None]
         return self.response(Y=np.array([" ".join(given)], object))
     """
-    both = [tensor("X"), tensor("Z", more="optional: true")]
-    add_model(repository, "given", one, both, [tensor("Y", "BYTES")])
-    one = 'return self.response(Y=self.input(request, "X") + self.input(request, "Z"))'
-    add_model(repository, "sum", one, [tensor("X"), tensor("Z")])
+    inputs = [tensor("X"), tensor("Z", more="optional: true")]
+    add_model(repository, "given", model_code, inputs, [tensor("Y", "BYTES")])
+    model_code = 'return self.response(Y=self.input(request, "X") + self.input(request, "Z"))'
+    add_model(repository, "sum", model_code, [tensor("X"), tensor("Z")])
     add_model(repository, "tell", TELL, outputs=[tensor("Y", "BYTES")])
     for name, size in (("count", 1), ("count_large", LARGE)):
         add_model(repository, name, COUNT.replace("self.SIZE", str(size)), more=MANY)
         code = repository / name / "1" / "model.py"
         returned = "return [self.one(request) for request in requests]"
         code.write_text(code.read_text().replace(returned, returned.removeprefix("return ")))
-    one = 'return self.response(Y=self.input(request, "X") > 0)'
-    add_model(repository, "is_positive", one, outputs=[tensor("Y", "BOOL")])
+    model_code = 'return self.response(Y=self.input(request, "X") > 0)'
+    add_model(repository, "is_positive", model_code, outputs=[tensor("Y", "BOOL")])
 
 
 def _ensembles(repository: Path) -> None:
@@ -95,8 +95,8 @@ def _ensembles(repository: Path) -> None:
     out_of = [xy("add", "IN", "m"), xy("plain", "m", "OUT")]
     add_ensemble(repository, "out_of_batch", out_of, max_batch_size=1)
     add_ensemble(repository, "wrong_shape", [xy("plain", "IN", "m"), xy("fixed1", "m", "OUT")])
-    one = 'return self.response(Y=self.input(request, "X"))'
-    add_model(repository, "fixed1", one, [tensor("X", dims=[4])], [tensor("Y", dims=[4])])
+    model_code = 'return self.response(Y=self.input(request, "X"))'
+    add_model(repository, "fixed1", model_code, [tensor("X", dims=[4])], [tensor("Y", dims=[4])])
     _streams(repository)
     _conditions(repository)
 

@@ -69,11 +69,11 @@ def _sequences(repository: Path) -> None:
     texts = [tensor("OUT", "BYTES")]
     add_model(repository, "tell", tell, outputs=[tensor("Y", "BYTES")])
     for name, parameters in SAYS.items():
-        one = f"""
+        model_code = f"""
             x = pb_utils.Tensor("Y", self.input(request, "X"))
             return pb_utils.InferenceResponse([x], parameters={parameters!r})
         """
-        add_model(repository, f"says_{name}", one)
+        add_model(repository, f"says_{name}", model_code)
         steps = [xy(f"says_{name}", "IN", "a"), xy("same", "a", "b"), xy("tell", "b", "OUT")]
         add_ensemble(repository, f"then_{name}", steps, outputs=texts)
     beside = [xy("says_all", "IN", "SAID"), xy("tell", "IN", "OUT")]
@@ -82,8 +82,8 @@ def _sequences(repository: Path) -> None:
 
 def _gated(repository: Path) -> None:
     repositories.add(repository, "gated")
-    one = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
-    add_model(repository, "first", one, *INTEGERS, max_batch_size=8)
+    model_code = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
+    add_model(repository, "first", model_code, *INTEGERS, max_batch_size=8)
     gated = {"INPUT0": "a"}, {"OUTPUT0": "OUTPUT0"}
     steps = [step("first", {"INPUT0": "INPUT0"}, {"OUTPUT0": "a"}), step("gated", *gated)]
     add_ensemble(repository, "waits", steps, *INTEGERS, max_batch_size=8)

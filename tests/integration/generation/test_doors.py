@@ -540,9 +540,9 @@ def test_large_bodies_have_the_errors_of_small_ones(
     if path == "/v1/embeddings":
         del named["truncate_prompt_tokens"]
     text = json.dumps(named)
-    found = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
-    assert found[0][0] >= 400
-    assert found[0] == found[1]
+    reply = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
+    assert reply[0][0] >= 400
+    assert reply[0] == reply[1]
 
 
 def test_large_texts_are_embedded(generative: Server) -> None:

@@ -96,9 +96,9 @@ def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
     assert [len(each) for each in expected.values()] == [127, 127]
     before = count_begun(server)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(scored, server)
+        other_call = pool.submit(scored, server)
         until("it runs", lambda: count_begun(server) > before)
-        answers = [scored(server, kill=True, stream=True), other.result()]
+        answers = [scored(server, kill=True, stream=True), other_call.result()]
     for samples in answers:
         for index, tokens in samples.items():
             assert [each[0] for each in tokens] == [each[0] for each in expected[index]]
@@ -114,10 +114,10 @@ def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server)
     (text,) = whole(server, max_tokens=300)
     before = count_begun(server)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(whole, server, max_tokens=300)
+        other_call = pool.submit(whole, server, max_tokens=300)
         until("it runs", lambda: count_begun(server) > before)
         server.find_one("scheduler tiny").kill()
-        assert other.result() == [text]
+        assert other_call.result() == [text]
 
 
 def test_a_killed_scheduler_ends_a_stream_that_has_begun(server: Server) -> None:

@@ -104,8 +104,10 @@ def write_model(folder: Path) -> None:
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
     save_file(drawn, folder / "adapter" / "adapter_model.safetensors")
-    made = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({**made, "bias": "none"}))
+    adapter_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(
+        json.dumps({**adapter_config, "bias": "none"})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +181,10 @@ def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) 
     assert mine["text"] == theirs["text"]
     for name in ("tokens", "text_offset"):
         assert mine["logprobs"][name] == theirs["logprobs"][name]
-    both = zip(
+    pairs = zip(
         mine["logprobs"]["token_logprobs"], theirs["logprobs"]["token_logprobs"], strict=True
     )
-    assert all(one == other or one == pytest.approx(other, abs=1e-4) for one, other in both)
+    assert all(one == other or one == pytest.approx(other, abs=1e-4) for one, other in pairs)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -237,9 +239,9 @@ def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
-    found = response.status, json.loads(response.read())
+    reply = response.status, json.loads(response.read())
     connection.close()
-    return found
+    return reply
 
 
 def generated(server: Server) -> float:
@@ -264,17 +266,17 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     )
     theirs = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain
-    status, found = posted(
+    status, reply = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
-    assert "there is no adapter 'x'" in found["error"]["message"]
+    assert "there is no adapter 'x'" in reply["error"]["message"]
     body = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **request})
-    status, found = posted(
+    status, reply = posted(
         server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
-    assert (status, found["text_output"]) == (200, mine)
+    assert (status, reply["text_output"]) == (200, mine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -326,8 +328,8 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
             for port in (server.http_port, vllm_port)
         )
         assert mine == theirs
-    status, found = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
-    assert status == 400, found
+    status, reply = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
+    assert status == 400, reply
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     connection.request("GET", "/v1/models/tiny")
     assert json.loads(connection.getresponse().read())["max_model_len"] == 512
@@ -345,9 +347,9 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     else:
         path, body = "/v1/completions", {"model": "tiny", "prompt": "the", **sampled}
         headers = {"X-Request-Timeout-Ms": "300"}
-    status, found = posted(server.http_port, path, body, **headers)
-    assert status == (400 if limit == "parameter" else 503), found
-    assert "Request timeout expired (300000 microseconds" in json.dumps(found)
+    status, reply = posted(server.http_port, path, body, **headers)
+    assert status == (400 if limit == "parameter" else 503), reply
+    assert "Request timeout expired (300000 microseconds" in json.dumps(reply)
     assert aborted(server, before, 16 * 480)
 
 
@@ -356,12 +358,12 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
 
     Metrics are reported twice a second, so the requests must wait for longer than that.
     """
-    ended: list[int] = []
+    ended_ids: list[int] = []
 
     def ask(priority: int) -> None:
         sampled: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "priority": priority}
         complete(server.http_port, **sampled)
-        ended.append(priority)
+        ended_ids.append(priority)
 
     with ThreadPoolExecutor(200) as pool:
         for _ in range(160):
@@ -369,7 +371,7 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
         until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30)
         pool.submit(ask, 1)
     # 64 requests run at a time. In order of arrival, request 1 would be among the last 32.
-    assert ended.index(1) < 128
+    assert ended_ids.index(1) < 128
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
@@ -381,8 +383,8 @@ def test_metrics_of_vllm_count(server: Server) -> None:
 
 def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": "some words " * 6_000_000, "max_tokens": 1}
-    status, found = posted(server.http_port, "/v1/completions", body)
-    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+    status, reply = posted(server.http_port, "/v1/completions", body)
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
 
 
 # --- the end of processes
@@ -390,11 +392,11 @@ def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
 
 def shared_memory(server: Server) -> set[str]:
     """Return the objects of Python's multiprocessing that the server's processes use."""
-    found = set()
+    texts = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found |= {memory_map.path for memory_map in child.memory_maps()}
-    return {path for path in found if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
+            texts |= {memory_map.path for memory_map in child.memory_maps()}
+    return {path for path in texts if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
 
 
 @pytest.mark.parametrize("killed", ["engine", "worker"])

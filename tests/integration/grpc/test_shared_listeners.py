@@ -99,10 +99,10 @@ def live(port: int, request_counts: Counter[str]) -> None:
 
 def test_no_death_refuses_a_connection(server: Server) -> None:
     request_counts: Counter[str] = Counter()
-    over = threading.Event()
+    is_over = threading.Event()
 
     def ask() -> None:
-        while not over.is_set():
+        while not is_over.is_set():
             live(server.grpc_port, request_counts)
 
     def kill(victims: list[psutil.Process]) -> None:
@@ -121,7 +121,7 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
                 kill([choice.choice(server.find(TITLES[0]))])
             kill(server.find(TITLES[0]))
         finally:
-            over.set()
+            is_over.set()
         for caller in callers:
             caller.result()
     assert request_counts["cut off"] <= CALLERS * (DEATHS + 3)

@@ -111,9 +111,9 @@ def test_a_client_disconnects_while_its_request_is_queued(
     leaving.close()
     server.wait_pending(model, 1)
     visit.release()
-    other = server.gate.next()
-    assert other.batch == [3]
-    other.release()
+    other_visit = server.gate.next()
+    assert other_visit.batch == [3]
+    other_visit.release()
     assert values(staying.result()) == [3]
     assert values(first.result()) == [1]
     until(
@@ -130,9 +130,9 @@ def test_a_client_disconnects_while_its_request_executes(server: Server, pool: R
     after = pool.number("batching", 2)
     server.wait_pending("batching", 1)
     visit.release()
-    other = server.gate.next()
-    assert other.batch == [2]
-    other.release()
+    other_visit = server.gate.next()
+    assert other_visit.batch == [2]
+    other_visit.release()
     assert values(after.result()) == [2]
 
 

@@ -283,8 +283,12 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
             assert (allowed.status, allowed.body) == (200, b"")
             assert allowed.headers["Access-Control-Allow-Origin"] == PAGE
             assert allowed.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
-        other = http.call("OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": "https://b.c"})
-        assert other.status == 403 and "Access-Control-Allow-Origin" not in other.headers
+        other_reply = http.call(
+            "OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": "https://b.c"}
+        )
+        assert (
+            other_reply.status == 403 and "Access-Control-Allow-Origin" not in other_reply.headers
+        )
         page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
         path = "/v2/models/identity/infer"
         for _ in range(3):  # later ones are repeated requests

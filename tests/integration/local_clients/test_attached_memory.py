@@ -93,8 +93,8 @@ def test_memory_of_another_maker_is_used_in_place(
         numbers(shared_memory.buf)[:] = 3
         server.infer("double", region)
         assert (numbers(shared_memory.buf, AT) == 6).all() and (region["output"] == 6).all()
-        again = server.infer("double", x=region["x"], outputs={"output": region["output"]})
-        assert again["output"][0, 0] == 6
+        second_result = server.infer("double", x=region["x"], outputs={"output": region["output"]})
+        assert second_result["output"][0, 0] == 6
     assert Path("/dev/shm", shared_memory.name).exists(), "its maker unlinks it"
     if hasattr(source_array, "close") and source_array is not shared_memory:
         source_array.close()
@@ -118,9 +118,9 @@ async def test_asyncio_attaches(
     server: Server, local_server: LocalServer, shared_memory: SharedMemory
 ) -> None:
     numbers(shared_memory.buf)[:] = 1
-    async with shmserve.client.aio.connect(local_server.run_dir) as other:
-        region = await other.attach(shared_memory.name, SPECS)
-        await other.infer("double", region)
+    async with shmserve.client.aio.connect(local_server.run_dir) as other_client:
+        region = await other_client.attach(shared_memory.name, SPECS)
+        await other_client.infer("double", region)
     assert (numbers(shared_memory.buf, AT) == 2).all()
 
 
@@ -265,15 +265,15 @@ def test_a_region_of_another_client_of_this_process(
 ) -> None:
     region = server.allocate(SPECS)
     region["x"][:] = 1
-    with shmserve.client.connect(local_server.run_dir) as other:
-        other.infer("double", region)
+    with shmserve.client.connect(local_server.run_dir) as other_client:
+        other_client.infer("double", region)
         assert (region["output"] == 2).all()
         outputs = server.allocate({"output": SPECS["output"]})
-        other.infer("double", {"x": region["x"]}, outputs=outputs)
+        other_client.infer("double", {"x": region["x"]}, outputs=outputs)
         assert (outputs["output"] == 2).all()
         region.release()
         with pytest.raises(shmserve.client.Released):
-            other.infer("double", region)
+            other_client.infer("double", region)
 
 
 MAKER = """

@@ -78,8 +78,8 @@ def test_only_the_outputs_that_are_asked_for(client) -> None:
 
 def test_strings_in_and_out(client) -> None:
     words = np.array([[b"one", b"zwei", b""]], dtype=object)
-    out = client.infer("text", INPUT0=words)["OUTPUT0"]
-    assert out.dtype == object and (out == words).all()
+    output = client.infer("text", INPUT0=words)["OUTPUT0"]
+    assert output.dtype == object and (output == words).all()
     many = np.array([[f"{n:05}" for n in range(9000)]])  # more than a message takes
     assert client.infer("text", INPUT0=many)["OUTPUT0"][0, -1] == b"08999"
 
@@ -134,8 +134,8 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
     with client.infer("rows", INPUT0=x) as result:
         y = result["OUTPUT0"]
         assert (y == x).all() and y.sum() == pytest.approx(x.sum(), rel=1e-4)
-        kept = y.copy()
-    assert (kept == x).all()
+        kept_array = y.copy()
+    assert (kept_array == x).all()
     for use in (
         lambda: y[0],
         lambda: y + 1,
@@ -358,12 +358,12 @@ def test_finished_calls_keep_no_memory(client) -> None:
         until("the connection's thread has let go", lambda: lease_ref() is None)
         # The server has a region's memory back as well, though nothing is allocated any more.
         region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
-        kept = np.asarray(region["INPUT0"])
+        kept_array = np.asarray(region["INPUT0"])
         address = region.segment.address
         del region
         memories = client._session.memories
         assert memories.find(address, 1) is not None
-        del kept
+        del kept_array
         until("it is withdrawn", lambda: memories.find(address, 1) is None)
     finally:
         gc.enable()

@@ -184,8 +184,8 @@ def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.clie
 
 async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
     async with aio.connect(gated.run_dir) as server:
-        with shmserve.client.connect(gated.run_dir) as other:
-            other_value = _value(other, 1)
+        with shmserve.client.connect(gated.run_dir) as other_client:
+            other_value = _value(other_client, 1)
         blocker = asyncio.create_task(server.infer("gated", other_value))
         visit = await asyncio.to_thread(gated.gate.next)
         waiting = asyncio.create_task(server.infer("gated", other_value))
@@ -374,11 +374,15 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         before = state()
-        kept = [shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)]
-        kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
-        assert all((result["OUTPUT0"] == x).all() for result in kept)
+        kept_output = [
+            shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)
+        ]
+        kept_output.append(
+            shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20)
+        )
+        assert all((result["OUTPUT0"] == x).all() for result in kept_output)
         assert (asyncio.run(talk()) == x).all()
-        del kept  # the results keep their memory
+        del kept_output  # the results keep their memory
         until("nothing is left", lambda: state() == before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated.run_dir)
@@ -576,13 +580,13 @@ def test_a_request_with_output_over_its_input_is_not_retried(
 def test_a_reload_under_load_fails_no_request(
     gated: Server, client: shmserve.client.Server
 ) -> None:
-    over = threading.Event()
+    is_over = threading.Event()
     asked = 0
 
     def ask() -> None:
         nonlocal asked
         x = np.ones((1, ROW), np.float32)
-        while not over.is_set():
+        while not is_over.is_set():
             assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
             asked += 1
 
@@ -594,7 +598,7 @@ def test_a_reload_under_load_fails_no_request(
                 http.load("rows").ok()
                 until("it is asked on", partial(lambda most: asked > most, enough))
         finally:
-            over.set()
+            is_over.set()
         for thread in asking:
             thread.result()
 
@@ -616,7 +620,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
     with shmserve.client.connect(run_dir) as client:
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
         region["INPUT0"][:] = 3
-        kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
+        kept_array = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
         assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
         late = client._session.pack(
             client._session.connection(), ("rows", region, None, "", PLAIN, {})
@@ -640,7 +644,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
 
             client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
-            assert (kept == 1).all()
+            assert (kept_array == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
                 client._get_waiter().submit(late)  # it was made for the server before
             future = client.infer_async("rows", region)

@@ -91,8 +91,8 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
         link.send(submit((tensor,), 1, (output,)))
         assert isinstance(answer(link), Finished)
         assert os.pread(fd, 16, 64) == b"\1\0\0\0" * 4
-    with contextlib.closing(Guest(server).hello()) as other:
-        link = other.link("identity")
+    with contextlib.closing(Guest(server).hello()) as other_client:
+        link = other_client.link("identity")
         link.send(submit((tensor,)))
         assert "has not shared" in answer(link).message
         made_up = Memory(memory.id, memory.pid, memory.fd, memory.inode, 8192, True)

@@ -334,7 +334,7 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
     with (
         running(repository, f"--arena-byte-size={16 << 20}") as server,
         shmserve.client.connect(server.run_dir) as hoarder,
-        shmserve.client.connect(server.run_dir) as other,
+        shmserve.client.connect(server.run_dir) as other_client,
     ):
         steps: Any = [b"%d" % n for n in range(20)]
         with monkeypatch.context() as forgetful:
@@ -345,7 +345,11 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
                 next(stream)
             stream.close()
         few = {"STEPS": steps[:4]}
-        for client, inputs in ((other, few), (hoarder, few), (other, few | {"SIZE": size})):
+        for client, inputs in (
+            (other_client, few),
+            (hoarder, few),
+            (other_client, few | {"SIZE": size}),
+        ):
             for _ in range(4):
                 assert values(client.stream("steps", inputs)) == [*range(4)]
         hoarder.close()
@@ -353,7 +357,7 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
 
         def is_back() -> bool:
             try:
-                return values(other.stream("steps", STEPS=steps[:1], SIZE=whole)) == [0]
+                return values(other_client.stream("steps", STEPS=steps[:1], SIZE=whole)) == [0]
             except shmserve.client.Unavailable:
                 return False
 

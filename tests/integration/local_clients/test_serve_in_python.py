@@ -65,15 +65,15 @@ def test_both_clients_ask_the_control_plane() -> None:
             return x + 1
 
     async def ask(run_dir: Path) -> list[float]:
-        async with aio.connect(run_dir, timeout=10) as other:
-            assert await other.ready() and await other.ready("local")
-            assert (await other.metadata("local"))["name"] == "local"
-            assert {statistic["name"] for statistic in await other.statistics()} == {
+        async with aio.connect(run_dir, timeout=10) as other_client:
+            assert await other_client.ready() and await other_client.ready("local")
+            assert (await other_client.metadata("local"))["name"] == "local"
+            assert {statistic["name"] for statistic in await other_client.statistics()} == {
                 "double",
                 "local",
             }
             inputs = ({"x": X * i} for i in range(5))
-            return [float(r["output"][0, 0]) async for r in other.map("double", inputs)]
+            return [float(r["output"][0, 0]) async for r in other_client.map("double", inputs)]
 
     with shmserve.serve([Double, Local]) as server:
         assert server.url.startswith("http://127.0.0.1:")
@@ -189,16 +189,16 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
     assert server.ready("double") and server.metadata("double")["name"] == "double"
 
     async def ask(token: str) -> object:
-        async with aio.connect(server.run_dir, token=token) as other:
-            return (await other.metadata("double"))["name"]
+        async with aio.connect(server.run_dir, token=token) as other_client:
+            return (await other_client.metadata("double"))["name"]
 
     assert asyncio.run(ask("M3hP9dJs6gVc1uAe")) == "double"
     with pytest.raises(Unauthenticated):
         asyncio.run(ask(""))
-    with client.connect(server.run_dir, token="wrong") as other:
-        assert other.infer("double", x=X)["output"][0, 0] == 2
+    with client.connect(server.run_dir, token="wrong") as other_client:
+        assert other_client.infer("double", x=X)["output"][0, 0] == 2
         with pytest.raises(Unauthenticated):
-            other.statistics()
+            other_client.statistics()
 
 
 def test_inputs_named_like_options_are_passed_as_a_mapping(serve_model) -> None:

@@ -62,9 +62,9 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
         visit = server.gate.next()
         http.unregister(name).ok()
         for _ in range(8):  # new connections reach different gateways
-            with server.http() as other:
-                assert other.regions("draining").ok().json() == reply
-                assert other.regions().ok().json() == reply
+            with server.http() as other_http:
+                assert other_http.regions("draining").ok().json() == reply
+                assert other_http.regions().ok().json() == reply
         later = pool.infer("gated", gated(2, "draining", 64))
         server.wait_pending("gated", 1)
         http.unregister().ok()  # a second unregistration has no effect
@@ -84,7 +84,7 @@ def test_unregister_drains_under_load(server: Server) -> None:
     """An unregistered region is removed once no request uses it. Later requests receive 404."""
     with (
         SharedObject(8192) as shared_object,
-        SharedObject(8192) as other,
+        SharedObject(8192) as other_object,
         request_pool(server, 2) as pool,
     ):
         shared_object.write(np.arange(1024, dtype=np.float32))
@@ -102,9 +102,9 @@ def test_unregister_drains_under_load(server: Server) -> None:
             for answer in pending_calls:
                 assert answer.result().status == 404
             until("it is not listed", lambda: http.regions().json() == [])
-            http.register("busy", other.key, 8192).ok()
+            http.register("busy", other_object.key, 8192).ok()
             assert http.infer("identity", shared("busy")).status == 200
-            assert not other.read(np.float32, 1024, 4096).any()
+            assert not other_object.read(np.float32, 1024, 4096).any()
             http.unregister("busy").ok()
 
 

@@ -283,8 +283,8 @@ def test_the_same_again_is_fine_and_another_is_not(http: Http, region: SharedObj
     for size, offset in ((2 * SIZE, 0), (SIZE, SIZE)):
         reply = http.register("r", region.key, size, offset)
         assert (reply.status, reply.error) == (400, "shared memory region 'r' already in manager")
-    with SharedObject(SIZE) as other:
-        reply = http.register("r", other.key, SIZE)
+    with SharedObject(SIZE) as other_object:
+        reply = http.register("r", other_object.key, SIZE)
         assert (reply.status, reply.error) == (400, "shared memory region 'r' already in manager")
     assert len(http.regions().json()) == 1
 

@@ -333,10 +333,10 @@ def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
         http.register("small", small.key, SPARSE // 2).ok()
         assert os.fstat(small.fd).st_blocks * 512 == SPARSE // 2
         http.unregister("small").ok()
-        with SharedObject(SPARSE) as other:
-            assert http.register("other", other.key, SPARSE).status == 400
+        with SharedObject(SPARSE) as other_object:
+            assert http.register("other", other_object.key, SPARSE).status == 400
             small.unlink()
-            http.register("other", other.key, SPARSE).ok()
+            http.register("other", other_object.key, SPARSE).ok()
             http.unregister().ok()
     with SharedObject(65 << 20) as huge:
         assert "--shm-max-byte-size" in http.register("huge", huge.key, 65 << 20).error

@@ -187,9 +187,9 @@ def test_two_instances_run_at_the_same_time(server: Server, pool: RequestPool) -
     answers = [pool.number("two", 1)]
     one = server.gate.next()
     answers.append(pool.number("two", 2))
-    other = server.gate.next()
-    assert one.pid != other.pid
-    for visit in (one, other):
+    other_visit = server.gate.next()
+    assert one.pid != other_visit.pid
+    for visit in (one, other_visit):
         visit.release()
     assert [values(answer.result()) for answer in answers] == [[1], [2]]
 

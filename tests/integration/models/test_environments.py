@@ -120,9 +120,9 @@ def test_a_missing_environment_is_reported_with_the_remedy(
     old.write_text("#!/bin/sh\necho '[[3, 8, 18], \"1.24.4\"]'\n")
     old.chmod(0o755)
     add(repository, "old", old.parent.parent)
-    ended = run_command("check", str(repository))
-    output = ended.stdout + ended.stderr
-    assert ended.returncode == 2, output
+    result = run_command("check", str(repository))
+    output = result.stdout + result.stderr
+    assert result.returncode == 2, output
     assert f"environment '{tmp_path}/void' has no bin/python" in output
     assert "environment 'nowhere/env.tar.gz' does not exist" in output
     assert "has Python 3.8.18, and a worker needs 3.11 or later" in output
@@ -139,5 +139,5 @@ def test_a_missing_environment_is_reported_with_the_remedy(
 def test_an_attribute_that_cannot_be_read(repository: Path, line: str, text: str) -> None:
     source = CLASS.replace("environment = {given!r}", line).replace("import conflicting", "")
     repositories.write(repository, "wrong", 'backend: "native"\n', source)
-    ended = run_command("check", str(repository))
-    assert text in ended.stdout + ended.stderr
+    result = run_command("check", str(repository))
+    assert text in result.stdout + result.stderr

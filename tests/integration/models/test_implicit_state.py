@@ -300,8 +300,8 @@ def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> 
                 break
         for future in futures:
             future.result()
-        last = client.infer(model, {"INPUT": number(9)}, sequence=2, end=True)["OUTPUT"]
-        assert last.tolist() == [[0, 2, 9]]
+        last_output = client.infer(model, {"INPUT": number(9)}, sequence=2, end=True)["OUTPUT"]
+        assert last_output.tolist() == [[0, 2, 9]]
         assert futures[-1].result()["OUTPUT"].tolist() == [[0, 1, 1, 2]]
 
 

@@ -270,15 +270,15 @@ def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strateg
     """Its sequences continue there with their state. New sequences begin at other instances."""
     with sums(empty_server, strategy, 2) as (server, http, folder):
         runs = {who: step(http, who, who, start=True)[1] for who in (1, 2, 3, 4)}
-        both = workers(server, "sums")
-        assert set(runs.values()) == both
+        worker_pids = workers(server, "sums")
+        assert set(runs.values()) == worker_pids
         set_count(folder, 1)
         http.load("sums").ok()
         assert count_of(http, "sums") == 1
-        assert workers(server, "sums") == both
+        assert workers(server, "sums") == worker_pids
         for who, process in runs.items():
             assert step(http, who, 10) == [who + 10, process]
-        (stays,) = both - {server.find_one("worker sums.1").pid}
+        (stays,) = worker_pids - {server.find_one("worker sums.1").pid}
         for who, process in runs.items():
             assert step(http, who, 10, end=True) == [who + 20, process]
         until("one has ended", lambda: workers(server, "sums") == {stays})

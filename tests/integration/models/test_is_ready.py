@@ -121,7 +121,7 @@ def test_one_that_takes_long_is_joined_and_holds_up_nothing(
     config = repositories.identity_config("slow", "INT32", [1])
     repositories.write(repository, "slow", config, MODEL + slow)
     ready = "/v2/models/slow/ready"
-    with server.http() as http, raw_connection(server.http_port) as other:
+    with server.http() as http, raw_connection(server.http_port) as other_connection:
         http.load("slow").ok()
         with ThreadPoolExecutor() as pool:
             first = pool.submit(http.get, ready)
@@ -132,9 +132,9 @@ def test_one_that_takes_long_is_joined_and_holds_up_nothing(
                 third.infer("slow", body).ok()
             assert time.monotonic() - start_s < 3, "it executes meanwhile"
             assert first.result().status == 400
-            other.sendall(f"GET {ready} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            other_connection.sendall(f"GET {ready} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
             for _ in range(2):  # the supervisor replies after the readiness request has reached it
                 http.post("/v2/repository/index", {}).ok()
             goes_on.touch()
-            assert other.recv(65536).startswith(b"HTTP/1.1 200 ")
+            assert other_connection.recv(65536).startswith(b"HTTP/1.1 200 ")
     assert called.read_text() == "once "

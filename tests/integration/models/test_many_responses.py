@@ -111,8 +111,8 @@ def test_generate_stream(http: Http) -> None:
 
 
 def test_generate(http: Http) -> None:
-    one = http.post("/v2/models/repeat/generate", repeat_inputs([4])).ok().json()
-    assert one == {"IDX": 0, "OUT": 4, "model_name": "repeat", "model_version": "1"}
+    output = http.post("/v2/models/repeat/generate", repeat_inputs([4])).ok().json()
+    assert output == {"IDX": 0, "OUT": 4, "model_name": "repeat", "model_version": "1"}
     many = http.post("/v2/models/repeat/generate", repeat_inputs([4] * 3)).json()
     assert many["error"].startswith("generate expects model to produce exactly 1 response")
     ordinary = http.post("/v2/models/echo_request/generate", {"INPUT0": 1, "k": "v"}).ok().json()
@@ -159,12 +159,12 @@ def test_a_worker_that_dies_in_the_middle(server: Server) -> None:
         response = connection.getresponse()
         assert response.read(10) == b'data: {"ID'
         server.find_one("worker repeat").kill()
-        last = events(response.read().partition(b"\n\n")[2])[-1]
-        assert list(last) == ["error"]
+        last_event = events(response.read().partition(b"\n\n")[2])[-1]
+        assert list(last_event) == ["error"]
         error = None
         while error is None:
             error = answers.get(timeout=20)[1]
-        assert last["error"] in str(error)
+        assert last_event["error"] in str(error)
         client.stop_stream()
     server.wait_ready("/v2/models/repeat/ready")
 

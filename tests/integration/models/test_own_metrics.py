@@ -84,8 +84,8 @@ def server(models: Path, start: Start) -> Server:
     "ticking".
     """
     repositories.add(models, "metering")
-    other = repositories.add_as(models, "other", "metering")
-    config = other / "config.pbtxt"
+    other_dir = repositories.add_as(models, "other", "metering")
+    config = other_dir / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 2", "count: 1"))
     repositories.write(
         models, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING

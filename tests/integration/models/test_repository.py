@@ -163,8 +163,8 @@ def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
             path = f"/v2/models/{quote(name, safe='')}"
             assert http.get(path).ok().json()["name"] == name
             assert client.get_model_metadata(name).name == name
-            one = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
-            reply = http.post(f"{path}/infer", {"inputs": [one]}).ok().json()
+            input_tensor = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
+            reply = http.post(f"{path}/infer", {"inputs": [input_tensor]}).ok().json()
             assert (reply["model_name"], reply["outputs"][0]["data"]) == (name, [1])
             server.wait_log(f"successfully loaded '{name}'")
         listed = server.metrics()
@@ -217,8 +217,8 @@ def test_a_named_configuration(tmp_path: Path) -> None:
     with running(tmp_path, "--model-config-name=alt") as server, server.http() as http:
         config = http.get("/v2/models/constant/config").ok().json()
         assert config["parameters"] == {"which": {"string_value": "alt"}}
-        other = http.get("/v2/models/identity/config").ok().json()
-        assert "which" not in other.get("parameters", {})
+        other_reply = http.get("/v2/models/identity/config").ok().json()
+        assert "which" not in other_reply.get("parameters", {})
         assert "no effect" not in server.log()
 
 
@@ -638,9 +638,9 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(empty_server: Ex
         visit = server.gate.next()
         http.load("gated").ok()
         new = pool.number("gated", 2)
-        other = server.gate.next()
-        assert other.pid != visit.pid
-        other.release()
+        other_visit = server.gate.next()
+        assert other_visit.pid != visit.pid
+        other_visit.release()
         assert new.result().status == 200
         assert not old.done()
         http.unload("gated").ok()

@@ -224,25 +224,25 @@ def test_a_grpc_stream(server: Server) -> None:
 
 
 def test_the_native_client(server: Server) -> None:
-    one = np.full((1, 1), 1, np.int32)
+    array = np.full((1, 1), 1, np.int32)
     with shmserve.client.connect(server.run_dir) as client:
         for sequence in (99, "ninety-nine"):
             sums = [
                 int(
                     client.infer(
-                        "plain", INPUT0=one, sequence=sequence, start=at == 0, end=at == 2
+                        "plain", INPUT0=array, sequence=sequence, start=at == 0, end=at == 2
                     )["OUTPUT0"][0, 0]
                 )
                 for at in range(3)
             ]
             assert sums == [1, 2, 3]
             with pytest.raises(shmserve.client.InvalidArgument, match="must specify the START"):
-                client.infer("plain", INPUT0=one, sequence=sequence)
+                client.infer("plain", INPUT0=array, sequence=sequence)
         with pytest.raises(shmserve.client.InvalidArgument, match="non-zero or non-empty"):
-            client.infer("plain", INPUT0=one, start=True)
+            client.infer("plain", INPUT0=array, start=True)
         for wrong_value in (-1, 1 << 64, "x" * 129, 1.5):
             with pytest.raises(shmserve.client.InvalidArgument, match="sequence must be"):
-                client.infer("plain", INPUT0=one, sequence=wrong_value)  # type: ignore[arg-type]
+                client.infer("plain", INPUT0=array, sequence=wrong_value)  # type: ignore[arg-type]
 
 
 def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
@@ -271,8 +271,8 @@ def test_3_5_an_iterative_sequence_that_streams(server: Server) -> None:
     """Each round sends responses, and the last round the end."""
     with shmserve.client.connect(server.run_dir) as client:
         for count in (3, 1):
-            one = np.full((1, 1), count, np.int32)
-            flags = [r["FLAGS"][0].tolist() for r in client.stream("again_streams", COUNT=one)]
+            array = np.full((1, 1), count, np.int32)
+            flags = [r["FLAGS"][0].tolist() for r in client.stream("again_streams", COUNT=array)]
             assert flags == [[1, 0, 0][: at + 1] for at in range(count)]
 
 

@@ -96,7 +96,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
             "CORRID": [0, sequence],
         }
     # Sequence 4 ends, and 5 takes its slot.
-    ended = ask(4, end=True)
+    last_output = ask(4, end=True)
     server.wait_pending("pair", 3)
     fourth.release()
     end = gate.next()
@@ -118,7 +118,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
     sixth.release()
     third.release()
     assert sums(*begun) == [1] * 6
-    assert sums(ended, ended_too) == [2, 2]
+    assert sums(last_output, ended_too) == [2, 2]
     assert gate.is_idle()
 
 
@@ -139,9 +139,9 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     # Both requests wait together while the instance is busy.
     busy = ask(1)
     visit = gate.next()
-    both = [ask(1)]
+    outputs = [ask(1)]
     server.wait_pending("single", 1)
-    both.append(ask(2, start=True))
+    outputs.append(ask(2, start=True))
     server.wait_pending("single", 2)
     visit.release()
     assert sums(busy) == [2]
@@ -149,7 +149,7 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     assert by_slot(visit) == {"START": [0, 1], "END": [0, 0], "READY": [1, 1], "CORRID": [1, 2]}
     assert visit.message["shape"] == [[1, 1], [1, 1]]
     visit.release()
-    assert sums(*both) == [3, 1]
+    assert sums(*outputs) == [3, 1]
 
 
 def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: RequestPool) -> None:

@@ -224,8 +224,8 @@ def test_a_report_is_written_drawn_and_compared(
     assert (tmp_path / "1.svg").read_text().startswith("<svg")
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
     capsys.readouterr()
-    again = ["perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server]
-    assert main(again) == 0
+    compare_command = ["perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server]
+    assert main(compare_command) == 0
     assert "new / old" in capsys.readouterr().out
 
 

@@ -137,10 +137,10 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
     """
     name = f"shmserve.client {os.getpid()}."
     with shmserve.client.connect(server.run_dir) as program, server.http() as http:
-        kept = program.allocate({"x": ((16,), "INT32")})
+        kept_region = program.allocate({"x": ((16,), "INT32")})
         *_, shared = heard(events, lambda e: isinstance(e, m.RegionRegistered))
         assert shared.name.startswith(name)
-        assert kept and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
+        assert kept_region and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
         row = {field: getattr(shared, field) for field in ("name", "key", "offset", "byte_size")}
         status = "/v2/systemsharedmemory/status"  # a gateway learns of the region a moment later
         until("it is listed", lambda: http.get(status).ok().json() == [row])

@@ -335,8 +335,8 @@ def test_a_process_that_starts_again_logs_as_the_others(
     assert process is not None
     until("it logs as the others", lambda: in_iso(server, process.pid))
     server.wait_ready()
-    with server.http() as again:
-        again.infer("talker", ROW).ok()
+    with server.http() as new_http:
+        new_http.infer("talker", ROW).ok()
 
 
 def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: Http) -> None:

@@ -254,18 +254,18 @@ def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) 
 
 def test_a_taken_port_is_a_clear_error(repository: Path, server: Server) -> None:
     flags = (f"--http-port={server.http_port}", "--metrics-port=0", "--allow-grpc=false")
-    other = run_command("serve", f"--model-repository={repository}", *flags)
-    assert other.returncode not in (0, -9)
-    assert str(server.http_port) in other.stderr
-    assert "Traceback" not in other.stderr
+    other_result = run_command("serve", f"--model-repository={repository}", *flags)
+    assert other_result.returncode not in (0, -9)
+    assert str(server.http_port) in other_result.stderr
+    assert "Traceback" not in other_result.stderr
 
 
 def test_a_run_directory_in_use_is_a_clear_error(repository: Path, server: Server) -> None:
-    other = Server([repository], run_dir=server.run_dir)
+    other_server = Server([repository], run_dir=server.run_dir)
     try:
-        assert other.wait_exit(20) not in (0, None)
-        assert "in use by another server" in other.log()
-        assert "Traceback" not in other.log()
+        assert other_server.wait_exit(20) not in (0, None)
+        assert "in use by another server" in other_server.log()
+        assert "Traceback" not in other_server.log()
     finally:
-        other.discard()
+        other_server.discard()
     assert server.answers("/v2/health/ready")

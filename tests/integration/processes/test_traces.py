@@ -50,14 +50,14 @@ PHASES = ["queue_us", "compute_input_us", "compute_infer_us", "compute_output_us
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write models, a pipeline of them, and one that calls another."""
     folder = tmp_path_factory.mktemp("traced")
-    one = 'return self.response(Y=self.input(request, "X") + 1)'
+    model_code = 'return self.response(Y=self.input(request, "X") + 1)'
     for name in ("one", "two"):
-        add_model(folder, name, one, max_batch_size=4, more="dynamic_batching { }")
-    add_model(folder, "slow", f"time.sleep(0.005)\n{one}")
+        add_model(folder, name, model_code, max_batch_size=4, more="dynamic_batching { }")
+    add_model(folder, "slow", f"time.sleep(0.005)\n{model_code}")
     add_model(folder, "boom", 'time.sleep(0.005)\nraise ValueError("boom")')
     add_model(folder, "calls", CALL)
     add_model(folder, "many", MANY, more="model_transaction_policy { decoupled: true }")
-    add_model(folder, "late", f"time.sleep(0.5)\n{one}")
+    add_model(folder, "late", f"time.sleep(0.5)\n{model_code}")
     add_model(folder, "tell", TELL, outputs=[tensor("Y", "BYTES")])
     steps = [xy("one", "IN", "A"), xy("two", "A", "OUT")]
     add_ensemble(folder, "both", steps, max_batch_size=4)
@@ -390,12 +390,12 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
             ("TENSOR_BACKEND_OUTPUT", "Y", "2", "1,1", "FP32"),
         ]
         assert len(traced("calls")) == 4
-        both = traced("both")
-        assert [each for each in both if each[1] in ("IN", "OUT")] == [
+        traced_tensors = traced("both")
+        assert [each for each in traced_tensors if each[1] in ("IN", "OUT")] == [
             ("TENSOR_QUEUE_INPUT", "IN", "1", "1,1", "FP32"),
             ("TENSOR_BACKEND_OUTPUT", "OUT", "3", "1,1", "FP32"),
         ]
-        assert len(both) == 6
+        assert len(traced_tensors) == 6
         assert traced("boom") == [("TENSOR_QUEUE_INPUT", "X", "1", "1", "FP32")]
         assert sorted(traced("fails")) == [
             ("TENSOR_BACKEND_OUTPUT", "Y", "2", "1", "FP32"),

@@ -60,9 +60,9 @@ def test_a_repeated_request_is_answered_from_the_cache(
     before = stats(http, model)
     first = infer(server, model, array, request_id="one")
     for _ in range(3):
-        again = infer(server, model, array, request_id="two")
-        assert (again.as_numpy("Y") == first.as_numpy("Y")).all()
-        assert again.get_response()["id"] == "two"
+        second_result = infer(server, model, array, request_id="two")
+        assert (second_result.as_numpy("Y") == first.as_numpy("Y")).all()
+        assert second_result.get_response()["id"] == "two"
     after = stats(http, model)
     for part, more in (("cache_hit", 3), ("cache_miss", 1), ("success", 4), ("queue", 4)):
         counts = [statistics["inference_stats"][part]["count"] for statistics in (before, after)]
@@ -73,9 +73,9 @@ def test_a_repeated_request_is_answered_from_the_cache(
 
 def test_other_parameters_are_another_request(server: Server) -> None:
     array = np.full(3, 7, np.float32)
-    one = infer(server, "counting", array, parameters={"p": 1}).as_numpy("Y")
+    output = infer(server, "counting", array, parameters={"p": 1}).as_numpy("Y")
     two = infer(server, "counting", array, parameters={"p": 2}).as_numpy("Y")
-    assert (one != two).all()
+    assert (output != two).all()
 
 
 def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:

@@ -84,8 +84,8 @@ class SimulatedAudience:
     def announce(self, news: Publication) -> int:
         """Send a publication to all peers that it concerns; they acknowledge it later."""
         key = news.name, news.version
-        last = self.last.get(key)
-        if last == news or _same(last, news):
+        last_news = self.last.get(key)
+        if last_news == news or _same(last_news, news):
             self._complain(f"9: {news.name} {news.version} is published as it was")
         self.said += 1
         if isinstance(news, ModelPublished):
@@ -113,11 +113,11 @@ class SimulatedAudience:
 
     def publish_readiness(self, news: ReadinessChanged) -> None:
         """Send a change of readiness to the gateways, without acknowledgement."""
-        last = self.last.get((news.name, news.version))
-        if not isinstance(last, ModelPublished) or last.ready == news.ready:
+        last_news = self.last.get((news.name, news.version))
+        if not isinstance(last_news, ModelPublished) or last_news.ready == news.ready:
             self._complain(f"9: the readiness of {news.name} {news.version} is what it was")
             return
-        self.last[news.name, news.version] = replace(last, ready=news.ready)
+        self.last[news.name, news.version] = replace(last_news, ready=news.ready)
         self.said += 1
         for key, peer in self._peers.items():
             if peer.ensemble is None:

@@ -62,20 +62,20 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
     Received SETTINGS and PINGs are acknowledged, as by a correct client. If the server closes the
     connection, the next one is opened.
     """
-    over = threading.Event()
+    is_over = threading.Event()
 
     def go_on() -> None:
-        while not over.is_set():
+        while not is_over.is_set():
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as it:
                 it.setblocking(False)
-                _flood(it, make, over)
+                _flood(it, make, is_over)
 
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         thread.join()
 
 

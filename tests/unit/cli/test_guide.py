@@ -74,9 +74,9 @@ Text with a | bar.
 def test_no_table_is_wider_than_the_terminal(width: int) -> None:
     for topic in guide._pages():
         text = guide.page(topic)
-        kept = set(text.splitlines())
+        kept_lines = set(text.splitlines())
         for line in guide.with_columns(text, width).splitlines():
-            assert line in kept or len(line) <= width, topic
+            assert line in kept_lines or len(line) <= width, topic
 
 
 def test_in_a_terminal_a_pager_shows_it() -> None:

@@ -26,9 +26,9 @@ ENDED = {"event": "ProcessEnded", "time": 0, "pid": 7, "title": "worker quick.0"
 
 
 def shown_of(top: Top, width: int = 80, height: int = 24) -> list[str]:
-    out = io.StringIO()
-    Console(file=out, width=width).print(Group(*top.page(height)))
-    return out.getvalue().splitlines()
+    stdout = io.StringIO()
+    Console(file=stdout, width=width).print(Group(*top.page(height)))
+    return stdout.getvalue().splitlines()
 
 
 def top_of(**models: dict[str, Any]) -> Top:

@@ -148,7 +148,7 @@ def test_a_submission_during_close_fails_with_disconnected(
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    cancelled_call, other = waiter.submit(built(connection)), waiter.submit(built(connection))
+    cancelled_call, live_call = waiter.submit(built(connection)), waiter.submit(built(connection))
     cancelling = threading.Thread(target=waiter.cancel, args=([cancelled_call],), daemon=True)
     with waiter.lock:
         cancelling.start()
@@ -163,7 +163,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     ending = threading.Thread(target=end)
     ending.start()
     with pytest.raises(Disconnected):
-        waiter.wait(other)
+        waiter.wait(live_call)
     ending.join()
     assert cancelled_call.abandoned
     waiter.close()
@@ -239,9 +239,9 @@ def test_answers_are_copied_by_several_at_a_time(
     def meanwhile(mappings: Mappings, memory: Memory) -> Any:
         monkeypatch.setattr(Mappings, "_open", mapped)
         opened = mappings._open(memory)
-        other = threading.Thread(target=copy, daemon=True)
-        other.start()
-        other.join(10)
+        other_thread = threading.Thread(target=copy, daemon=True)
+        other_thread.start()
+        other_thread.join(10)
         return opened
 
     monkeypatch.setattr(Mappings, "_open", meanwhile)

@@ -189,8 +189,8 @@ def test_an_unknown_datatype_of_a_region_names_what_is_allowed(
 
 
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
-    segment, ended = Segment(4096), []
-    lease = MemoryLease(lambda: ended.append(True))
+    segment, ended_ids = Segment(4096), []
+    lease = MemoryLease(lambda: ended_ids.append(True))
     view = View.over(segment.bytes, 64, (4,), np.dtype(np.int32), lease)
     view[:] = [1, 2, 3, 4]
     plain = view[1:]
@@ -235,9 +235,9 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     segment.close()
     del view, chosen, lease, segment
     gc.collect()
-    assert not ended and plain.tolist() == [3, 4, 5]
+    assert not ended_ids and plain.tolist() == [3, 4, 5]
     del plain
-    assert ended
+    assert ended_ids
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -75,8 +75,8 @@ def values(responses: Any) -> list[int]:
 def test_credit_for_several_responses_is_one_message(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    ended: list[str] = []
-    stream = opened(channel, tmp_path, ended)
+    ended_ids: list[str] = []
+    stream = opened(channel, tmp_path, ended_ids)
     number = scheduler.next(m.Submit).id
     scheduler.send(*(responded(number, n) for n in range(FIRST_CREDIT)))
     for n in range(RESPONSES_PER_CREDIT):
@@ -84,10 +84,10 @@ def test_credit_for_several_responses_is_one_message(
     assert scheduler.is_silent()  # the last is its reader's until the next is asked for
     assert values([next(stream)]) == [RESPONSES_PER_CREDIT]
     assert scheduler.next(m.Credit) == m.Credit(number, RESPONSES_PER_CREDIT)  # type: ignore[type-var]
-    assert not ended
+    assert not ended_ids
     scheduler.send(m.Responded(number, "", "", b"", [], True))
     assert values(stream) == [*range(RESPONSES_PER_CREDIT + 1, FIRST_CREDIT)]
-    assert ended == ["free"] and list(stream) == []
+    assert ended_ids == ["free"] and list(stream) == []
 
 
 def test_large_responses_are_credited_sooner(
@@ -110,8 +110,8 @@ def test_large_responses_are_credited_sooner(
 def test_closing_a_stream_cancels_it_and_ignores_later_responses(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, how: str
 ) -> None:
-    ended: list[str] = []
-    stream: ResponseStream | None = opened(channel, tmp_path, ended)
+    ended_ids: list[str] = []
+    stream: ResponseStream | None = opened(channel, tmp_path, ended_ids)
     number = scheduler.next(m.Submit).id
     scheduler.send(responded(number, 0), responded(number, 1))
     assert stream is not None and values([next(stream)]) == [0]
@@ -125,7 +125,7 @@ def test_closing_a_stream_cancels_it_and_ignores_later_responses(
     scheduler.send(responded(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
     other = opened(channel, tmp_path, [])
     scheduler.send(responded(scheduler.next(m.Submit).id, 7, final=True))
-    assert values(other) == [7] and ended == ["free"]
+    assert values(other) == [7] and ended_ids == ["free"]
 
 
 def test_an_error_may_be_followed_by_responses(
@@ -174,8 +174,8 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path, begun: bool
 ) -> None:
     successor_router = Router(f"ipc://{tmp_path}/successor")
-    successor, ended = Peer(successor_router), list[str]()
-    stream = opened(channel, tmp_path, ended)
+    successor, ended_ids = Peer(successor_router), list[str]()
+    stream = opened(channel, tmp_path, ended_ids)
     submit = scheduler.next(m.Submit)
     if begun:
         scheduler.send(responded(submit.id, 0))
@@ -184,7 +184,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     if begun:
         with pytest.raises(Unavailable, match="after the request's first response"):
             next(stream)
-        assert ended == ["free"] and list(stream) == []
+        assert ended_ids == ["free"] and list(stream) == []
     else:
         channel.channel.take([])
         assert successor.next(m.Submit) == submit
@@ -196,10 +196,10 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
 def test_a_unary_response_ends_the_stream(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    ended: list[str] = []
-    stream = opened(channel, tmp_path, ended)
+    ended_ids: list[str] = []
+    stream = opened(channel, tmp_path, ended_ids)
     scheduler.send(m.Finished(scheduler.next(m.Submit).id, *packed(3)))
-    assert values(stream) == [3] and ended == ["free"]
+    assert values(stream) == [3] and ended_ids == ["free"]
 
 
 def test_a_thread_without_a_channel_of_its_own_streams_too(

@@ -112,15 +112,15 @@ def test_duplicate_names_are_refused_everywhere_in_a_request(
     """A duplicate name is rejected at any position and with any value."""
     assert loads(spelled(Members(request), data).encode())["id"] == "i"
     members = list(holders(Members(request)))[at]
-    kept = members.pairs
-    where = data.draw(st.integers(0, len(kept)))
-    members.pairs = [*kept[:where], (name, value), *kept[where:]]
+    kept_pairs = members.pairs
+    where = data.draw(st.integers(0, len(kept_pairs)))
+    members.pairs = [*kept_pairs[:where], (name, value), *kept_pairs[where:]]
     # The root object is new each time, but it contains the same members.
     root = members if at == 0 else Members(request)
     try:
         raw = spelled(root, data).encode()
     finally:
-        members.pairs = kept
+        members.pairs = kept_pairs
     for read in (loads, loads_large):
         with pytest.raises(InvalidArgument, match=f"duplicate key '{name}' in an object"):
             read(raw)

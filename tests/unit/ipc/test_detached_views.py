@@ -27,12 +27,12 @@ def region() -> Iterator[Region]:
 def test_views_keep_what_they_show(region: Region, offset: int, size: int) -> None:
     mappings = Mappings()
     memory_range = region.memory_range(offset, size)
-    kept = np.frombuffer(mappings.view(memory_range), np.uint8)
-    part = kept[-1:]
+    kept_array = np.frombuffer(mappings.view(memory_range), np.uint8)
+    part = kept_array[-1:]
     mappings.detach([memory_range])
     region.write(0, np.full(SIZE, 2, np.uint8))
-    assert set(kept) == set(part) == {1}
-    kept[:] = 3  # a private copy: no other process sees the change
+    assert set(kept_array) == set(part) == {1}
+    kept_array[:] = 3  # a private copy: no other process sees the change
     assert set(region.read(0, SIZE)) == {2} and set(mappings.view(memory_range)) == {2}
     assert len(mappings) == 1
     mappings.unmap_all()

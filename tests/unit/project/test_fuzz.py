@@ -82,8 +82,8 @@ def test_a_difference_that_nothing_explains_is_a_finding() -> None:
     """The table explains only listed differences, and each entry occurs."""
     assert explained("ngh2", "DATA over: PROTOCOL_ERROR x | -") is None
     assert explained("cut", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK") is None
-    known = explained("ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK")
-    assert known is not None and known.why
+    explanation = explained("ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK")
+    assert explanation is not None and explanation.why
     closed = "DATA over: STREAM_CLOSED a frame on a closed stream | -"
     assert explained("h2", closed) is not None
     assert explained("h2", f"{closed} behind a reset") is None

@@ -86,8 +86,10 @@ class AgainstAList(RuleBasedStateMachine):
         for level in (1, 2, 3, 4):
             assert self.queue.size(level) == sum(request.level == level for request in expected)
         used = {request.level for request in expected}
-        kept = set(self.queue._levels) - used
-        assert used <= set(self.queue._levels) and len(kept) <= 1, "memory is for what is there"
+        kept_lines = set(self.queue._levels) - used
+        assert used <= set(self.queue._levels) and len(kept_lines) <= 1, (
+            "memory is for what is there"
+        )
 
 
 AgainstAList.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -843,13 +843,13 @@ def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit(
 def test_blocks_of_unsent_responses_are_freed() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)
-    kept = memory.allocate(CLIENT_PID, 1000)[0]
+    kept_region = memory.allocate(CLIENT_PID, 1000)[0]
     memory.mark_sent()
     memory.allocate(CLIENT_PID, 1000)
     memory.free_unsent()
     memory.free_unsent()
     assert len(memory) == 1
-    memory.release(CLIENT_PID, [kept.offset])
+    memory.release(CLIENT_PID, [kept_region.offset])
     assert len(memory) == 0 == arena.used
     arena.close()
 

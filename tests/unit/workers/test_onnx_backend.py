@@ -208,8 +208,8 @@ def test_a_configuration_that_promises_too_much(
     worker: Rig, change: dict[str, Any], text: str
 ) -> None:
     save_sum(worker, (2, 4))
-    both = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
-    config = model_config(both, [tensor_config("s", "FP32", [2, 4])], 0) | change
+    inputs = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
+    config = model_config(inputs, [tensor_config("s", "FP32", [2, 4])], 0) | change
     with pytest.raises(InvalidArgument, match=text.replace("[", r"\[")):
         OnnxBackend(worker.context).load(ModelSpec.of(config))
 
@@ -332,8 +332,8 @@ def test_a_scalar_has_one_element_for_clients(worker: Rig, fields: dict[str, Any
 
 def test_an_output_has_its_true_shape(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
     save_sum(worker, (2, 4))
-    both = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
-    config = model_config(both, [tensor_config("s", "FP32", [8])], 0)
+    inputs = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
+    config = model_config(inputs, [tensor_config("s", "FP32", [8])], 0)
     worker.serve(OnnxBackend(worker.context), config)
     ones = np.ones((2, 4), np.float32)
     for _ in range(2):

@@ -9,9 +9,9 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """Return one response per request, in order."""
-        out = []
+        responses = []
         for r in requests:
             x = pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy()
             y = np.full(262144, x[0], np.float32)
-            out.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", y)]))
-        return out
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", y)]))
+        return responses

@@ -23,6 +23,6 @@ class TritonPythonModel:
 def repeat(sender, count):
     """Send `count` responses, the last one with the final flag."""
     for n in range(count):
-        out = pb_utils.Tensor("OUT", np.full(4, n, np.int32))
+        tensor = pb_utils.Tensor("OUT", np.full(4, n, np.int32))
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if n + 1 == count else 0
-        sender.send(pb_utils.InferenceResponse([out]), final)
+        sender.send(pb_utils.InferenceResponse([tensor]), final)

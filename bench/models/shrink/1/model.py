@@ -8,8 +8,8 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """Return one response per request, in order."""
-        out = []
+        responses = []
         for r in requests:
             x = pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy()
-            out.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x[-1:])]))
-        return out
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x[-1:])]))
+        return responses

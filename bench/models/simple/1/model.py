@@ -8,11 +8,11 @@ class TritonPythonModel:
 
     def execute(self, requests):
         """Return one response per request, in order."""
-        out = []
+        responses = []
         for r in requests:
             a = pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy()
             b = pb_utils.get_input_tensor_by_name(r, "INPUT1").as_numpy()
             total = pb_utils.Tensor("OUTPUT0", a + b)
             difference = pb_utils.Tensor("OUTPUT1", a - b)
-            out.append(pb_utils.InferenceResponse([total, difference]))
-        return out
+            responses.append(pb_utils.InferenceResponse([total, difference]))
+        return responses

@@ -18,8 +18,10 @@ async def main() -> None:
     agent = Agent(name="a", instructions="Be brief.", model="scripted", tools=[get_weather])
     result = await Runner.run(agent, "Weather?")
     assert result.final_output == "It is sunny.", result
-    again = await Runner.run(agent, [*result.to_input_list(), {"role": "user", "content": "And?"}])
-    assert again.final_output == "It is sunny.", again
+    second_result = await Runner.run(
+        agent, [*result.to_input_list(), {"role": "user", "content": "And?"}]
+    )
+    assert second_result.final_output == "It is sunny.", second_result
     streamed = Runner.run_streamed(agent, "Weather?")
     kinds = [event.type async for event in streamed.stream_events()]
     assert streamed.final_output == "It is sunny." and "raw_response_event" in kinds

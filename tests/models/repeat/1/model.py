@@ -38,9 +38,9 @@ class TritonPythonModel:
                 break
             if delay:
                 time.sleep(delay / 1000)
-            out = pb_utils.Tensor("OUT", np.array([value], np.int32))
+            tensor = pb_utils.Tensor("OUT", np.array([value], np.int32))
             idx = pb_utils.Tensor("IDX", np.array([index], np.uint32))
-            sender.send(pb_utils.InferenceResponse([out, idx]))
+            sender.send(pb_utils.InferenceResponse([tensor, idx]))
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         self.threads.discard(threading.current_thread())
 

@@ -249,12 +249,12 @@ def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
     async def play(scene: Scene) -> None:
         scene.call(1)
         await scene.clock.advance(1.2)
-        (kind, _, _, last), (ping, _, _, payload) = scene.transport.frames()
-        assert (kind, last[:4], ping) == (GO_AWAY, b"\x7f\xff\xff\xff", PING)
+        (kind, _, _, last_payload), (ping, _, _, payload) = scene.transport.frames()
+        assert (kind, last_payload[:4], ping) == (GO_AWAY, b"\x7f\xff\xff\xff", PING)
         scene.call(3)  # the call was already sent
         scene.send(frame(PING, ACK, 0, payload))
-        ((kind, _, _, last),) = scene.transport.frames()
-        assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
+        ((kind, _, _, last_payload),) = scene.transport.frames()
+        assert (kind, last_payload[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
         scene.call(5)
         assert [frame_[:3] for frame_ in scene.transport.frames()] == [(RESET, 0, 5)]
         for _, call in scene.calls:
@@ -271,13 +271,13 @@ def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
     async def play(scene: Scene) -> None:
         scene.call(1)
         scene.connection.shut_down()
-        (kind, _, _, last), (_, _, _, payload) = scene.transport.frames()
-        assert (kind, last[:4]) == (GO_AWAY, b"\x7f\xff\xff\xff")
+        (kind, _, _, last_payload), (_, _, _, payload) = scene.transport.frames()
+        assert (kind, last_payload[:4]) == (GO_AWAY, b"\x7f\xff\xff\xff")
         scene.connection.shut_down()
         scene.call(3)  # It crossed the GOAWAY.
         scene.send(frame(PING, ACK, 0, payload))
-        ((kind, _, _, last),) = scene.transport.frames()
-        assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
+        ((kind, _, _, last_payload),) = scene.transport.frames()
+        assert (kind, last_payload[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
         for _, call in scene.calls:
             assert not scene.transport.closed
             call.finish(b"")
@@ -291,8 +291,8 @@ def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> No
     async def play(scene: Scene) -> None:
         scene.call(1)
         scene.connection.shut_down(refuses=True)
-        (_, _, _, first), (_, _, _, last), _ = scene.transport.frames()
-        assert (first[:4], last[:4]) == (b"\x7f\xff\xff\xff", (1).to_bytes(4, "big"))
+        (_, _, _, first), (_, _, _, last_payload), _ = scene.transport.frames()
+        assert (first[:4], last_payload[:4]) == (b"\x7f\xff\xff\xff", (1).to_bytes(4, "big"))
         scene.call(3)
         ((kind, _, stream, code),) = scene.transport.frames()
         assert (kind, stream, code) == (RESET, 3, (7).to_bytes(4, "big"))
@@ -360,7 +360,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
     """Holds for any number of messages and frames at a time; the last message may be malformed."""
 
     async def play(scene: Scene) -> None:
-        resume, ended, sizes = asyncio.Event(), asyncio.Event(), []
+        resume, ended_ids, sizes = asyncio.Event(), asyncio.Event(), []
 
         async def slow(call: StreamingCall) -> Ending | None:
             await resume.wait()
@@ -378,9 +378,9 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         traced_bytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert traced_bytes < 2 * len(data) + 100_000
-        scene.begun[0].on_ended = ended.set
+        scene.begun[0].on_ended = ended_ids.set
         resume.set()
-        await ended.wait()
+        await ended_ids.wait()
         assert len(sizes) > 8500
         assert sizes == [one[5:] for one in sent][: len(sizes)]
         assert scene.statuses() == {1: b"13\x00\x0cgrpc-message\x11malformed message"}
@@ -396,9 +396,9 @@ def test_unread_messages_do_not_keep_the_read_buffer() -> None:
         buffer = bytearray(message(b"x") * 1000)
         scene.begun[0].receive_data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
-        ended = asyncio.Event()
-        scene.begun[0].on_ended = ended.set
-        await ended.wait()
+        end_event = asyncio.Event()
+        scene.begun[0].on_ended = end_event.set
+        await end_event.wait()
         data = b"".join(payload for kind, *_, payload in scene.transport.frames() if kind == DATA)
         assert data == message(b"x") * 1000
 
@@ -441,12 +441,12 @@ def test_an_ended_stream_ends_its_handler() -> None:
     """
 
     async def play(scene: Scene) -> None:
-        ended: list[int] = []
+        ended_ids: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
             async for request in call.read_messages():
                 await call.write_all([request])
-            ended.append(1)
+            ended_ids.append(1)
             return None
 
         scene.serve = serve
@@ -457,7 +457,7 @@ def test_an_ended_stream_ends_its_handler() -> None:
             call.on_timeout()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert ended == [1, 1]
+        assert ended_ids == [1, 1]
 
     played(play)
 

@@ -243,7 +243,7 @@ def test_a_client_that_does_not_read_receives_no_credit(
     gateway: Rig, scheduler: Scheduler, tmp_path: Path
 ) -> None:
     """The bytes that gRPC buffers for a slow client are bounded, and other streams continue."""
-    deaf, other = Stream(gateway), Stream(gateway)
+    deaf, other_stream = Stream(gateway), Stream(gateway)
     deaf.ask("deaf")
     ((peer, number),) = received_requests(scheduler, 1)
     big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
@@ -253,16 +253,16 @@ def test_a_client_that_does_not_read_receives_no_credit(
         scheduler.send(peer, *[message] * (credit - sent))
         sent = credit
         count_of_other += 1
-        other.ask(f"other {count_of_other}")
+        other_stream.ask(f"other {count_of_other}")
         peer, last = received_requests(scheduler, 1 + count_of_other)[-1]
         scheduler.send(peer, response(last, sent, final=True))
-        assert values(take(other, 1)) == [(f"other {count_of_other}", sent, True)]
+        assert values(take(other_stream, 1)) == [(f"other {count_of_other}", sent, True)]
         credit = FIRST_CREDIT + granted(scheduler, number)
     assert sent * 16000 < 64 << 20
     deaf.call.cancel()
     until("it is cancelled", lambda: number in _cancelled(scheduler))
     deaf.close()
-    other.close()
+    other_stream.close()
 
 
 def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: Stream) -> None:

@@ -158,8 +158,8 @@ def test_a_corrupt_record_is_refused(tls_context: ssl.SSLContext) -> None:
 
 
 def test_certificates_of_clients(mutual_tls: ssl.SSLContext, keys: Path) -> None:
-    known, layer = Client(["h2"], certificate=keys / "client.pem"), TlsLayer(mutual_tls)
-    known.shake_hands(layer)
+    known_client, layer = Client(["h2"], certificate=keys / "client.pem"), TlsLayer(mutual_tls)
+    known_client.shake_hands(layer)
     assert layer.ready
     for stranger in (Client(["h2"]), Client(["h2"], certificate=keys / "stranger.pem")):
         with pytest.raises(BrokenTls):

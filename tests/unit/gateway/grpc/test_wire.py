@@ -56,12 +56,14 @@ def test_the_service_is_that_of_triton() -> None:
 
 
 def request(**parameters: object) -> ours.ModelInferRequest:
-    made = ours.ModelInferRequest(model_name="m")
+    message = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
         kind, _, expected = str(value).partition(":")
         parsed = {"bool": expected == "True", "string": expected}.get(kind)
-        setattr(made.parameters[key], f"{kind}_param", int(expected) if parsed is None else parsed)
-    return made
+        setattr(
+            message.parameters[key], f"{kind}_param", int(expected) if parsed is None else parsed
+        )
+    return message
 
 
 def test_parameters() -> None:
@@ -81,10 +83,10 @@ def test_parameters() -> None:
 
 
 def test_narrow_integers_wrap() -> None:
-    made = request()
-    tensor = made.inputs.add(name="x", datatype="INT8", shape=[2])
+    message = request()
+    tensor = message.inputs.add(name="x", datatype="INT8", shape=[2])
     tensor.contents.int_contents.extend([257, -129])
-    assert decode_request(made).inputs[0].data == b"\x01\x7f"
+    assert decode_request(message).inputs[0].data == b"\x01\x7f"
 
 
 @pytest.mark.parametrize("count", [1, 40, 5000])
@@ -98,20 +100,20 @@ def test_narrow_integers_wrap() -> None:
     ids=["BOOL", "FP32", "FP64"],
 )
 def test_typed_numbers_keep_their_bits(datatype: str, tag: bytes, value: bytes, count: int) -> None:
-    made = request()
-    tensor = made.inputs.add(name="x", datatype=datatype, shape=[count])
+    message = request()
+    tensor = message.inputs.add(name="x", datatype=datatype, shape=[count])
     unknown = b"\x7a\3abc"  # a field of a later version
     values = value * count
     tensor.contents.MergeFromString(unknown + tag + encode_varint(len(values)) + values)
-    assert decode_request(made).inputs[0].data == values
+    assert decode_request(message).inputs[0].data == values
 
 
 def output(**parameters: object) -> ours.ModelInferRequest:
-    made = request()
-    parameter = made.outputs.add(name="y").parameters["classification"]
+    message = request()
+    parameter = message.outputs.add(name="y").parameters["classification"]
     for kind, value in parameters.items():
         setattr(parameter, kind, value)
-    return made
+    return message
 
 
 def test_classification() -> None:
@@ -123,16 +125,16 @@ def test_classification() -> None:
 
 
 def test_the_key_of_a_fingerprint() -> None:
-    made = request()
-    made.inputs.add(name="x", datatype="INT8", shape=[200])
-    made.raw_input_contents.append(bytes(200))
-    made.raw_input_contents.append(b"")
-    key, contents, _ = split_message(made.SerializeToString()) or pytest.fail("no plan")
+    message = request()
+    message.inputs.add(name="x", datatype="INT8", shape=[200])
+    message.raw_input_contents.append(bytes(200))
+    message.raw_input_contents.append(b"")
+    key, contents, _ = split_message(message.SerializeToString()) or pytest.fail("no plan")
     assert contents == [bytes(200), b""] and key[1] == (200, 0)
-    del made.raw_input_contents[:]
-    assert key[0] == made.SerializeToString()
+    del message.raw_input_contents[:]
+    assert key[0] == message.SerializeToString()
     assert split_message(key[0]) == ((key[0], ()), [], ANONYMOUS)
-    late = made.SerializeToString() + b":\x01a" + b"\x0a\x01n"
+    late = message.SerializeToString() + b":\x01a" + b"\x0a\x01n"
     assert ours.ModelInferRequest.FromString(late).model_name == "n"
     assert split_message(late) is None  # a field behind the contents
 
@@ -157,19 +159,19 @@ def test_the_identity_is_not_part_of_the_fingerprint(
     plain = request(own="int64:1")
     plain.inputs.add(name="x", datatype="INT8", shape=[1])
     plain.raw_input_contents.append(b"1")
-    made = request(own="int64:1", **memory_ranges)
-    made.id = request_id
-    made.inputs.extend(plain.inputs)
-    made.raw_input_contents.append(b"1")
+    message = request(own="int64:1", **memory_ranges)
+    message.id = request_id
+    message.inputs.extend(plain.inputs)
+    message.raw_input_contents.append(b"1")
     parts, expected = (
-        split_message(made.SerializeToString()),
+        split_message(message.SerializeToString()),
         split_message(plain.SerializeToString()),
     )
     if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the message may be overlong, so it is parsed completely
         return
     assert parts is not None and expected is not None
-    assert parts.identity.is_identity_of(decode_request(made))
+    assert parts.identity.is_identity_of(decode_request(message))
     assert parts.key == expected.key and parts.contents == expected.contents
 
 

@@ -434,29 +434,29 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_known_head_inside_another_request_is_ignored(apart: bool, meanwhile: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
-    known = packed("POST", "/a", (), b"{}", "length")
+    known_request = packed("POST", "/a", (), b"{}", "length")
     half = b"POST /b HTTP/1.1\r\nX-Long: "
-    pieces = [(known, 20), (known, 20)]
-    pieces += [(known, meanwhile), (half, 20)] if apart else [(known + half, 20)]
-    pieces.append((known, 20))
+    pieces = [(known_request, 20), (known_request, 20)]
+    pieces += [(known_request, meanwhile), (half, 20)] if apart else [(known_request + half, 20)]
+    pieces.append((known_request, 20))
     first = ["POST", "/a", 0, "{}"]
     assert asyncio.run(answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-    greedy, other = connected(), connected()
+    greedy, other_connection = connected(), connected()
     await asyncio.sleep(0)
     greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
-    other[0].data_received(packed("GET", "/b", (), b"", "length"))
+    other_connection[0].data_received(packed("GET", "/b", (), b"", "length"))
     for _ in range(1000):
-        if other[1].written:
+        if other_connection[1].written:
             break
         await asyncio.sleep(0)
     before = len(replies(greedy[1].written))
     await settle(1000)
     after = len(replies(greedy[1].written))
-    for connection, _ in (greedy, other):
+    for connection, _ in (greedy, other_connection):
         connection.connection_lost(None)
     await asyncio.sleep(0)
     assert before < 5
@@ -467,8 +467,8 @@ async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> 
     """A connection that is closing and waits for its client to read counts as idle."""
     connection, transport = connected()
     await asyncio.sleep(0)
-    last = packed("GET", "/a", ("Connection: close",), b"", "length")
-    connection.data_received(packed("GET", "/a", (), b"", "length") + last)
+    last_request = packed("GET", "/a", ("Connection: close",), b"", "length")
+    connection.data_received(packed("GET", "/a", (), b"", "length") + last_request)
     connection.data_received(packed("GET", "/b", (), b"", "length"))
     assert connection.idle_since is None
     await settle()
@@ -486,19 +486,19 @@ async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     """A connection has one coarse timer, which ends it only if the state lasted for the whole
     limit.
     """
-    known = packed("POST", "/a", (), b"{}", "length")
+    known_request = packed("POST", "/a", (), b"{}", "length")
     connection, transport = connected()
     await settle()
     for _ in range(2):
-        connection.data_received(known)
+        connection.data_received(known_request)
         await settle()
-    connection.data_received(known[:-2])  # starts the clock
-    connection.data_received(known[-2:])
+    connection.data_received(known_request[:-2])  # starts the clock
+    connection.data_received(known_request[-2:])
     await settle()
-    connection.data_received(known[:-2])
+    connection.data_received(known_request[:-2])
     connection._check_timeout()  # as if its time limit had just expired
     await settle()
-    connection.data_received(known[-2:])
+    connection.data_received(known_request[-2:])
     await settle()
     connection.connection_lost(None)
     await settle()
@@ -528,15 +528,15 @@ async def test_each_request_has_its_own_time_limit() -> None:
     answered = len(replies(transport.written))
     connection.data_received(second[:10])
     await clock.advance(4.5)
-    ended = not connection.open
+    is_closed = not connection.open
     connection.connection_lost(None)
     await settle()
-    assert (answered, ended) == (2, True)
+    assert (answered, is_closed) == (2, True)
 
 
 @pytest.mark.parametrize("sent", [0, 1])
 async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> None:
-    known = packed("POST", "/a", (), b"{}", "length")
+    known_request = packed("POST", "/a", (), b"{}", "length")
 
     async def answer(request: HttpRequest) -> HttpResponse:
         try:
@@ -548,9 +548,9 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
     connection, transport = connected(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
     await settle()
     for _ in range(2):
-        connection.data_received(known)
+        connection.data_received(known_request)
         await settle()
-    connection.data_received(known[: len(known) - 2 + sent])
+    connection.data_received(known_request[: len(known_request) - 2 + sent])
     requests = []
     for seconds in (1.9, 0.2):
         await clock.advance(seconds)
@@ -563,12 +563,12 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
 def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any], None]) -> None:
     """Otherwise the connection could stay open beyond every limit."""
-    ended = asyncio.Event()
+    end_event = asyncio.Event()
 
     class Kept(Acceptor):
         def connection_lost(self, connection: LimitedConnection) -> None:
             super().connection_lost(connection)
-            ended.set()
+            end_event.set()
 
     async def flood(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, (bytes(1 << 10),))
@@ -591,7 +591,7 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
                         client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     await asyncio.sleep(0.001)
                 end(server.connections[0])
-                await asyncio.wait_for(ended.wait(), 20)
+                await asyncio.wait_for(end_event.wait(), 20)
             accepting.close()
 
     uvloop.run(run())

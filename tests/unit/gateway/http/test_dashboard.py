@@ -105,15 +105,15 @@ def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
 
 def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:
     async def story(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._events()) as one:
-            first = await next_event(one)
+        async with contextlib.aclosing(feed._events()) as events:
+            first = await next_event(events)
             assert first["whole"] and set(first["models"]) == {"a/1", "still/1", "b/2"}
             assert first["models"]["b/2"]["because"] == "no such file"
             assert "ProcessEnded" in [event["event"] for event in first["events"]]
             async with contextlib.aclosing(feed._events()) as two:
                 assert (await next_event(two))["whole"]
                 before = len(snapshots)
-                next_events = [await next_event(one), await next_event(two)]
+                next_events = [await next_event(events), await next_event(two)]
                 assert next_events[0]["models"]["a/1"]["recent"]["rate"] > 0
                 assert len(snapshots) <= before + 3, "each viewer has looks of its own"
 

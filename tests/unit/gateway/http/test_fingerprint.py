@@ -41,11 +41,11 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
         for end in (False, True):
             parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
             text = header(json.dumps(parameters, separators=("," + space, ":" + space))[1:-1])
-            key, found = cut_identity(text)
-            assert found is not None and found.is_identity_of(
+            key, identity = cut_identity(text)
+            assert identity is not None and identity.is_identity_of(
                 parse_request(loads(text), 1, "m", LIMIT)
             )
-            assert found == RequestIdentity("", sequence, start | end * 2)
+            assert identity == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
     (key,) = keys
     assert json.loads(key)["parameters"] == {"sequence_id": 0, "own": 1}
@@ -61,21 +61,21 @@ def test_the_id_is_cut_out(request_id: str) -> None:
     rest = header('"other":2')[1:]
     for space in ("", " "):
         first = f'{{"id":{space}{json.dumps(request_id)},{space}'.encode() + rest
-        key, found = cut_identity(first)
-        if found is None:
+        key, identity = cut_identity(first)
+        if identity is None:
             assert key == first and (not request_id.isascii() or "\\" in json.dumps(request_id))
         else:
-            assert found == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
-            assert found.is_identity_of(parse_request(loads(first), 1, "m", LIMIT))
-    last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
-    assert cut_identity(last) == (last, None)
+            assert identity == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
+            assert identity.is_identity_of(parse_request(loads(first), 1, "m", LIMIT))
+    id_last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
+    assert cut_identity(id_last) == (id_last, None)
 
 
 def test_id_and_position_are_cut_out_together() -> None:
     memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(memory_range)[1:]
-    key, found = cut_identity(text)
-    assert found == RequestIdentity("7", 5, 1) and found.is_identity_of(
+    key, identity = cut_identity(text)
+    assert identity == RequestIdentity("7", 5, 1) and identity.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
     assert key == text.replace(b'"7"', b"0").replace(memory_range.encode(), b'"sequence_id":0')
@@ -106,8 +106,10 @@ def test_sequence_members_of_other_objects_are_kept() -> None:
     memory_range = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     elsewhere = b'"binary_data_size":1,' + memory_range.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
-    _, found = cut_identity(text)
-    assert found is not None and not found.is_identity_of(parse_request(loads(text), 1, "m", LIMIT))
+    _, identity = cut_identity(text)
+    assert identity is not None and not identity.is_identity_of(
+        parse_request(loads(text), 1, "m", LIMIT)
+    )
 
 
 class Built(bytes):
