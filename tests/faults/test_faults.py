@@ -185,7 +185,7 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
 
 def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     """Kill a scheduler with a queue and a batch; all requests are submitted again."""
-    running = stage.pool.number("gated", 1)
+    pending_call = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     waiting = stage.pool.number("gated", 2)
     stage.server.wait_pending("gated", 1)
@@ -193,9 +193,9 @@ def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     victim.kill()
     stage.replaced(victim, "scheduler gated")
     visit.release()
-    while not (running.done() and waiting.done()):
+    while not (pending_call.done() and waiting.done()):
         stage.server.gate.release_arrivals(0.05)
-    assert running.result().tensors()["OUTPUT0"].tolist() == [[1]]
+    assert pending_call.result().tensors()["OUTPUT0"].tolist() == [[1]]
     assert waiting.result().tensors()["OUTPUT0"].tolist() == [[2]]
 
 

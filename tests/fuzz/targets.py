@@ -102,7 +102,7 @@ class _Bytes:
         return int.from_bytes(chunk, "little")
 
 
-# --- what comes over HTTP
+# --- HTTP requests
 
 
 def http(data: bytes) -> None:
@@ -340,7 +340,7 @@ def _check_place(data: bytes | Range) -> None:
         assert 0 <= data.byte_size <= data.memory.byte_size - data.offset
 
 
-# --- what programs outside the server say to a scheduler
+# --- messages of local clients to a scheduler
 
 _SEALS = Capabilities(b"k" * KEY_SIZE)
 _GUEST = FIRST_LOCAL_CLIENT + 7

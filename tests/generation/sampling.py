@@ -24,7 +24,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.5, "min_p": 0.05},
     {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
 )
-_SAMPLES = 128  # of a request
+_SAMPLES = 128  # samples of one request
 _FEWEST = 10  # texts with fewer occurrences in both samples are counted together
 # Without these values transformers uses its presets.
 _OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}

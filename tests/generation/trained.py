@@ -22,9 +22,9 @@ from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
 
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "generation"
-_MAX_INCREASE = 0.01  # of perplexity
-_ROWS, _LENGTH = 24, 128  # of the text that perplexity is measured on
-_PROMPTS, _MOST = 4, 24  # of greedy texts
+_MAX_INCREASE = 0.01  # the allowed increase of perplexity
+_ROWS, _LENGTH = 24, 128  # the size of the text for perplexity
+_PROMPTS, _MOST = 4, 24  # the number and length of greedy texts
 _CLOSE = 1e-4
 
 

@@ -90,7 +90,7 @@ class FakeAcl:
     def destroy_data_buffer(self, buffer: int) -> int:
         return self._breaker("destroy_data_buffer")(buffer)
 
-    # --- what all calls share
+    # --- helpers of all calls
 
     def _call(self, name: str) -> int:
         self.calls.append(name)

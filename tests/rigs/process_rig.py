@@ -39,7 +39,7 @@ CONFIG = {
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
 ALONE = Group("scheduler m", frozenset({"m"}))
-STACKS_FD = 7  # of every worker
+STACKS_FD = 7  # the descriptor for stacks in every worker
 # The kernel assigns no higher pid, so no process can have it.
 _HIGHEST_PID = 1 << 22
 

@@ -30,14 +30,14 @@ _ADDRESSES = {"first": "127.0.0.2", "second": "127.0.0.3"}
 
 def node(folder: Path, name: str) -> dict[str, object]:
     """Return the settings of a node: its server's run directory and its name."""
-    own = folder / name
-    own.mkdir()
+    run_dir = folder / name
+    run_dir.mkdir()
     return {
         "num_cpus": 2,
         "object_store_memory": _OBJECTS_BYTE_SIZE,
         "include_log_monitor": False,
         "node_ip_address": _ADDRESSES[name],
-        "env_vars": {"NODE": name, "XDG_RUNTIME_DIR": str(own), "TMPDIR": str(own)},
+        "env_vars": {"NODE": name, "XDG_RUNTIME_DIR": str(run_dir), "TMPDIR": str(run_dir)},
     }
 
 

@@ -249,7 +249,7 @@ def _descriptor(source: Any) -> int:
             raise InvalidArgument(
                 f"'{name}' cannot be used as shared memory: {error.strerror}"
             ) from None
-    fd = getattr(source, "_fd", source)  # of multiprocessing.shared_memory.SharedMemory
+    fd = getattr(source, "_fd", source)  # SharedMemory's descriptor
     try:
         return os.dup(fd.fileno() if hasattr(fd, "fileno") else fd)
     except (OSError, TypeError, OverflowError):

@@ -77,7 +77,7 @@ class _ScalingState:
 
     policy: ScalingPolicy
     capacity: HostCapacity
-    statistics: asyncio.Future[dict[str, Any]] | None = None  # of the last request
+    statistics: asyncio.Future[dict[str, Any]] | None = None  # the reply to the last request
     next_change_s: float = 0.0  # the earliest time of the next change
     is_changing: bool = False
 
@@ -256,7 +256,7 @@ class ScalingPolicy:
     _last_change_s: float = field(init=False, default=-math.inf)
     _long_wait_s: float = field(init=False, default=-math.inf)  # the time of the last long wait
     _window_start_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
-    _last_progress_s: float = field(init=False, default=math.inf)  # of executions or the queue
+    _last_progress_s: float = field(init=False, default=math.inf)  # by executions or the queue
     _late_samples: int = field(init=False, default=0)  # consecutive samples with a long wait
     _mean_request_s: float = field(init=False, default=0.0)  # mean execution time per request
     _mean_execution_s: float = field(init=False, default=0.0)
@@ -362,7 +362,7 @@ class ScalingPolicy:
     def _max_mean_busy(self) -> float:
         """Return the maximum of the mean number of busy instances over half a second."""
         busy, size = [sample.busy for sample in self._loads], round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
-        ends = range(size, len(busy) + 1, size)  # of the windows
+        ends = range(size, len(busy) + 1, size)  # the ends of the windows
         return max((fmean(busy[end - size : end]) for end in ends), default=math.inf)
 
 

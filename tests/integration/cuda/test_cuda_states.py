@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
 ]
 
-LENGTH = 1 << 20  # of a state, in values of 4 bytes
+LENGTH = 1 << 20  # the size of a state in values of 4 bytes
 MODEL = """
 import torch
 

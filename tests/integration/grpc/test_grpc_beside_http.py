@@ -266,7 +266,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
         assert not alice.get_system_shared_memory_status().regions
 
 
-# --- who may do what
+# --- permissions
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def read_all(sock: socket.socket) -> None:
     [
         b"",
         PREFACE[:10],
-        OPENED,  # it never acknowledges the server's settings
+        OPENED,  # the client never acknowledges the SETTINGS
         OPENED + frame(1, 4, 1, post(f"{SERVICE}ModelInfer")),
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],

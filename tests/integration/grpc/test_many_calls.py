@@ -115,7 +115,7 @@ def test_large_messages(plain_endpoint: Way, size: int, encoding: str | None) ->
     assert small == [encoding is not None] * 2
 
 
-# --- what comes with calls
+# --- deadlines and metadata of calls
 
 
 @pytest.mark.parametrize(

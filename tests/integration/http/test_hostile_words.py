@@ -136,7 +136,7 @@ def test_in_paths(http: Http) -> None:
     ):
         refused = http.call(method, path, {})
         assert refused.status in (400, 404, 500), (path, refused.status, refused.body[:200])
-    http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # as for each unknown model
+    http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # also succeeds for unknown models
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])

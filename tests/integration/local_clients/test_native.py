@@ -38,7 +38,7 @@ class Wrong:
 
 class Several:
     instances = 2
-    max_batchsize = 4  # as somebody may write it
+    max_batchsize = 4  # a likely misspelling
 
     def load(self, context):
         self.add = float(context.parameters["add"])

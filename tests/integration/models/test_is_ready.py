@@ -94,13 +94,13 @@ def test_a_native_model_reports_whether_it_is_ready(
     folder = repositories.write(repository, "moody", 'backend: "native"', code)
     state = folder / "1" / "state"
     state.write_text("yes")
-    logged = len(server.log())
+    log_start = len(server.log())
     with server.http() as http:
         http.load("moody").ok()
         for reply_text, status in (("yes", 200), ("no", 400), ("odd", 400), ("yes", 200)):
             state.write_text(reply_text)
             assert http.get("/v2/models/moody/ready").status == status
-    assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()[logged:]
+    assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()[log_start:]
 
 
 def test_one_that_takes_long_is_joined_and_holds_up_nothing(

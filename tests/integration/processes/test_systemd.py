@@ -120,8 +120,12 @@ def status_of(systemd: Systemd, *more: str, groups: str) -> str:
     cannot connect.
     """
     curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *more)
-    where = ("--unix-socket", "/run/shmserve/http.sock", "http://host/v2/models/simple/config")
-    return systemd.run(*curl, *where, user=CLIENT, groups=groups).split("\n")[0]
+    curl_arguments = (
+        "--unix-socket",
+        "/run/shmserve/http.sock",
+        "http://host/v2/models/simple/config",
+    )
+    return systemd.run(*curl, *curl_arguments, user=CLIENT, groups=groups).split("\n")[0]
 
 
 def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -> None:

@@ -365,8 +365,8 @@ def entries_in(path: Path) -> list[dict[str, Any]]:
 def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> None:
     """Covers a model, the steps of an ensemble, and a model that others call."""
     path = tmp_path / "traces.json"
-    flags = [f"level={each}" for each in level]
-    flags = [f"--trace-config={each}" for each in (*flags, "rate=1", f"triton,file={path}")]
+    flags = [f"level={value}" for value in level]
+    flags = [f"--trace-config={value}" for value in (*flags, "rate=1", f"triton,file={path}")]
     with running(models, *flags) as server, server.http() as http:
 
         def traced(model: str) -> list[tuple[str, ...]]:
@@ -391,7 +391,7 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
         ]
         assert len(traced("calls")) == 4
         traced_tensors = traced("both")
-        assert [each for each in traced_tensors if each[1] in ("IN", "OUT")] == [
+        assert [value for value in traced_tensors if value[1] in ("IN", "OUT")] == [
             ("TENSOR_QUEUE_INPUT", "IN", "1", "1,1", "FP32"),
             ("TENSOR_BACKEND_OUTPUT", "OUT", "3", "1,1", "FP32"),
         ]

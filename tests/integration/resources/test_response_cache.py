@@ -83,10 +83,10 @@ def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
     for size in (3, LARGE):
         array = np.ones(size, np.float32)
         first = infer(server, "pipeline", array).as_numpy("OUT")
-        ran = stats(http, "plain")["execution_count"]
+        execution_count = stats(http, "plain")["execution_count"]
         for _ in range(3):
             assert (infer(server, "pipeline", array).as_numpy("OUT") == first).all()
-        assert stats(http, "plain")["execution_count"] == ran
+        assert stats(http, "plain")["execution_count"] == execution_count
     assert stats(http, "pipeline")["inference_stats"]["cache_hit"]["count"] == 6
 
 

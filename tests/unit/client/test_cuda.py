@@ -360,7 +360,7 @@ def test_pinned_host_memory(
             client.allocate(TENSORS, device="cuda:0", **wrong_value)
 
 
-# --- what is refused
+# --- refused tensors and requests
 
 
 def test_invalid_allocations_are_rejected(

@@ -110,8 +110,8 @@ def test_waste_is_bounded(
     """At most `max_waste` of a batch is padding, unless its requests would need as much padding
     alone. Every request fits into the batch, and the counts are exact.
     """
-    listed = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
-    pad = padding({"max_waste": most, "buckets": listed}, (-1, -1))
+    bucket_lists = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
+    pad = padding({"max_waste": most, "buckets": bucket_lists}, (-1, -1))
     batch = pad.batch()
     taken_requests: list[tuple[tuple[int, int], int]] = []
     for each, units in requests:

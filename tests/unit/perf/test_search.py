@@ -38,7 +38,7 @@ def model(
         k, rows = candidate.instances, max(candidate.batch, 1)
         took = (a + b * rows) * max(k / cores, 1)
         latency = took * candidate.depth
-        if candidate.depth == 1 and candidate.delay_us < 500:  # it does not wait for all
+        if candidate.depth == 1 and candidate.delay_us < 500:  # the delay is too short for all
             latency *= 2
         doubt = [1 + draw.uniform(-noise, noise) for _ in range(2)]
         return Trial(candidate, k * rows / took * 1000 * doubt[0], latency * doubt[1])

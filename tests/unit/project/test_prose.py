@@ -55,7 +55,7 @@ BOUNDS = {
     "comment": {"headless": 0.9, "long": 2.1, "personified": 0.2, "vague": 0.5},
     "page": {"headless": 1.5, "long": 1.8, "personified": 0.1, "vague": 0.4},
 }
-NO_VERB_PERCENT = 0.2  # of the docstrings of functions
+NO_VERB_PERCENT = 0.2  # percent of the functions' docstrings
 
 
 class Text(NamedTuple):
@@ -160,7 +160,7 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     assert 100 * len(bare) / len(of_functions) <= NO_VERB_PERCENT, bare
 
 
-# --- what ruff's D cannot see -------------------------------------------------------------------
+# --- rules that ruff's D does not check ---------------------------------------------------------
 
 
 def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> None:

@@ -52,7 +52,7 @@ async def published(
         publisher.close()
 
 
-# --- who listens
+# --- subscriptions
 
 
 def test_subscribe_and_unsubscribe_frames() -> None:
@@ -183,7 +183,7 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     assert read + lost == count
 
 
-# --- what is, and what happens
+# --- snapshots and events
 
 
 def feed(publisher: EventPublisher, states: dict[Any, Any], asked: list[str]) -> EventFeed:
@@ -255,7 +255,7 @@ def test_a_publisher_that_is_no_server_is_refused(run_dir: Path) -> None:
                 next(reader.follow())
 
 
-# --- what is written and printed
+# --- formats
 
 
 def test_the_page_has_every_event_and_field() -> None:

@@ -244,7 +244,9 @@ def come(folder: Path) -> socket.socket:
 
 async def welcome(link: socket.socket) -> bool:
     """Return whether a hello is answered with a welcome."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # shown out before that
+    with contextlib.suppress(
+        BrokenPipeError, ConnectionResetError
+    ):  # the server may have closed the link
         link.send(frames.pack([Hello(frames.VERSION)]))
         return await asyncio.get_running_loop().sock_recv(link, 1024) != b""
     return False

@@ -41,7 +41,7 @@ def test_a_minimal_call_head() -> None:
     assert list(parsed.metadata) == []
 
 
-# --- what is no call
+# --- requests that are no calls
 
 
 @pytest.mark.parametrize("kind", [b"application/grpc+proto", b"application/grpc;charset=utf-8"])

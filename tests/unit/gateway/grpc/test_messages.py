@@ -295,7 +295,7 @@ def test_a_framed_message() -> None:
     assert frame_message(b"") == (bytes(5), b"")
 
 
-# --- the arrival of one
+# --- the arrival of a message
 
 
 def test_a_slow_message_is_evicted() -> None:

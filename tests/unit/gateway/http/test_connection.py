@@ -223,14 +223,14 @@ def app_of(connection: HttpConnection) -> Any:
     return connection._app
 
 
-def replies(written: bytes) -> list[Any]:
+def replies(written_bytes: bytes) -> list[Any]:
     responses: list[Any] = []
-    while written:
-        head, _, rest = written.partition(b"\r\n\r\n")
+    while written_bytes:
+        head, _, rest = written_bytes.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: "), head
         size = int(head.split(b"\r\n")[1].partition(b": ")[2])
         responses.append(json.loads(rest[:size]))
-        written = rest[size:]
+        written_bytes = rest[size:]
     return responses
 
 
@@ -295,7 +295,7 @@ def test_upgrade_offers_lose_no_request(
     marks = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
     bounds = [0, *marks, len(stream)]
 
-    async def written() -> bytes:
+    async def written_bytes() -> bytes:
         connection, transport = connected()
         for begin, end in itertools.pairwise(bounds):
             connection.data_received(stream[begin:end])
@@ -306,7 +306,7 @@ def test_upgrade_offers_lose_no_request(
         connection.connection_lost(None)
         return transport.written
 
-    before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
+    before, closes, behind = uvloop.run(written_bytes()).partition(b"Connection: close\r\n")
     answers = replies(before + behind)
     expected = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
     assert answers == expected[: len(answers)]

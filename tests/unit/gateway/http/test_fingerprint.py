@@ -221,7 +221,7 @@ def test_different_requests_have_different_fingerprints(data: bytes, behind: byt
     assert found is None or found == long_way(text)
 
 
-# --- when it is taken ------------------------------------------------------------------------
+# --- the use of the fingerprint --------------------------------------------------------------
 
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:

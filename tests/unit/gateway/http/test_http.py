@@ -560,7 +560,7 @@ def test_huge_numbers_of_strings_are_refused(gateway: Rig) -> None:
     assert memory_of(gateway.process.pid) < 400 * MIB
 
 
-# --- others
+# --- other behaviour
 
 
 def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> None:

@@ -699,7 +699,7 @@ def test_a_response_contains_the_requested_outputs() -> None:
     assert [(output.name, output.binary) for output in form.outputs] == [("A", True), ("B", False)]
     filled = form.fill("", list(datas.values()))  # C's bytes are in the answer, and are not sent
     assert filled is not None and filled[1] == [b"\1\2"]
-    assert form.fill("", [b"\1", b"\3\4", b""]) is None  # of another size than its shape
+    assert form.fill("", [b"\1", b"\3\4", b""]) is None  # the size contradicts the shape
     # The number of values differs from that of the outputs.
     assert form.fill("", [b"\1\2", b"\3\4"]) is None
     assert form.fill("", [b"\1\2", b"\3\4", b"", b""]) is None

@@ -35,7 +35,7 @@ def _literal(start: int, name: bytes, value: bytes) -> bytes:
 
 
 pieces = st.one_of(
-    st.integers(0x81, 0xC8).map(lambda index: bytes((index,))),  # of both tables, and beyond
+    st.integers(0x81, 0xC8).map(lambda index: bytes((index,))),  # indices in both tables and beyond
     st.builds(_literal, st.sampled_from([0x40, 0x40, 0x00, 0x10]), names, values),
     st.builds(lambda at, value: bytes((0x40 | at,)) + _string(value), st.integers(1, 63), values),
 )

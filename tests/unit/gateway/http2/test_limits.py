@@ -36,7 +36,7 @@ PADDED, UNKNOWN = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
 FORM = ResponseBlocks(b"\x88", b"\x88")
 SMALL = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
-_ENOUGH = 200  # of anything, for small limits
+_ENOUGH = 200  # more frames than any small limit allows
 
 
 def begin(stream: int, *, end: bool = False, block: bytes = REQUEST) -> bytes:
@@ -52,7 +52,7 @@ class Clock:
         return self.now
 
 
-# --- what clients give up, or have us give up
+# --- resets by the client and resets that it provokes
 
 GIVEN_UP: dict[str, Callable[[int], bytes]] = {
     "rapid reset": lambda n: begin(n) + frame(RESET, 0, n, bytes(4)),

@@ -40,7 +40,7 @@ def spec(fields: dict[str, Any], files: str = "") -> VersionSpec:
     return replace(plan(), config=ModelSpec.of(fields), fingerprint=files)
 
 
-# --- what is in place -------------------------------------------------------------------------
+# --- changes in place -------------------------------------------------------------------------
 
 
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:

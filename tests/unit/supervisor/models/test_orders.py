@@ -49,7 +49,7 @@ class Repository:
     def __init__(self, **models: list[str]) -> None:
         self.models = models
         self.versions = ["1"]
-        self.files: dict[str, str] = {}  # of each version, if they have changed
+        self.files: dict[str, str] = {}  # the changed files of each version
         self.read: list[str] = []
 
     def scan(self) -> dict[str, ModelFolder]:
