@@ -22,12 +22,12 @@ class SequenceRig(Rig):
         strategy: str = "direct",
         rows: int = 2,
         instances: int = 1,
-        extra_fields: dict[str, Any] | None = None,
+        strategy_fields: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         server = {key: options.pop(key) for key in list(options) if key.endswith("scheduler")}
         decoupled = options.pop("decoupled", False)
-        sequences = {strategy: extra_fields or {}, **options}
+        sequences = {strategy: strategy_fields or {}, **options}
         super().__init__(None, rows, decoupled=decoupled, sequences=sequences, **server)
         self.peers = [self.start(index, 100 + index) for index in range(instances)]
         self._batches: dict[int, list[Any]] = {}
@@ -37,8 +37,8 @@ class SequenceRig(Rig):
         self, sequence: int | str, flags: int = 0, peer: bytes = GATEWAY, **fields: Any
     ) -> int:
         kind = "correlation_text" if isinstance(sequence, str) else "correlation_id"
-        given: dict[str, Any] = {kind: sequence, "flags": flags, **fields}
-        (number,) = self.submit(peer=peer, **given)
+        work_fields: dict[str, Any] = {kind: sequence, "flags": flags, **fields}
+        (number,) = self.submit(peer=peer, **work_fields)
         return number
 
     def batches(self) -> dict[int, list[Any]]:

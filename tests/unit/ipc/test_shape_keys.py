@@ -81,11 +81,9 @@ def test_the_count_must_be_between_required_and_total(names: str, message: str) 
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
     with pytest.raises(InvalidArgument) as caught:
         signature().check("7", tensors, [])
-    message = caught.value.message
-    assert message.startswith(
-        "[request id: 7] expected number of inputs between 2 and 3 " + message
-    )
-    assert "missing required input(s) ['FIXED','FREE']" in message
+    text = caught.value.message
+    assert text.startswith("[request id: 7] expected number of inputs between 2 and 3 " + message)
+    assert "missing required input(s) ['FIXED','FREE']" in text
 
 
 def test_more_inputs_than_the_model_has_are_rejected() -> None:

@@ -485,7 +485,7 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
     The instance retires after its last sequence.
     """
     fields = {"max_candidate_sequences": 1} if strategy == "oldest" else {}
-    rig = SequenceRig(strategy, rows=1, instances=2, given=fields)
+    rig = SequenceRig(strategy, rows=1, instances=2, strategy_fields=fields)
     rig.request(1, START)
     rig.request(2, START)
     rig.done(0)

@@ -112,7 +112,7 @@ def test_3_4_the_next_batch_is_made_when_the_last_has_returned() -> None:
 def test_3_4_delay_and_minimum_utilization_only_together(
     fields: dict[str, float], waits: bool
 ) -> None:
-    rig = SequenceRig(rows=2, given=fields)
+    rig = SequenceRig(rows=2, strategy_fields=fields)
     rig.request(1, START)
     assert rig.batches() == ({} if waits else {0: [1]})
     if waits:
@@ -125,7 +125,7 @@ def test_3_4_delay_and_minimum_utilization_only_together(
 
 def test_3_4_enough_slots_end_the_wait_and_so_does_a_deadline() -> None:
     fields = {"max_queue_delay_microseconds": 500_000, "minimum_slot_utilization": 0.75}
-    rig = SequenceRig(rows=4, given=fields)
+    rig = SequenceRig(rows=4, strategy_fields=fields)
     for sequence in (1, 2):
         rig.request(sequence, START)
     assert rig.batches() == {}
@@ -175,7 +175,7 @@ def test_the_worked_example() -> None:
     A batch never has two requests of one sequence; the last two requests of D run one after the
     other; an ended sequence frees its place at once.
     """
-    rig = SequenceRig("oldest", rows=2, given=CANDIDATES)
+    rig = SequenceRig("oldest", rows=2, strategy_fields=CANDIDATES)
     rig.request("A", START)
     assert rig.batches() == {0: ["A"]}
     for name in "BCD":
@@ -193,7 +193,7 @@ def test_the_worked_example() -> None:
 
 @pytest.mark.parametrize(("fields", "slots"), [(CANDIDATES, 4), ({}, 2)])
 def test_3_5_slots_number_the_candidates_or_the_batch(fields: dict[str, int], slots: int) -> None:
-    rig = SequenceRig("oldest", rows=2, given=fields)
+    rig = SequenceRig("oldest", rows=2, strategy_fields=fields)
     for sequence in range(1, 7):
         rig.request(sequence, START)
     sizes: list[int] = []
@@ -209,7 +209,7 @@ def test_3_5_the_batches_are_the_dynamic_batchers() -> None:
         "preferred_batch_size": [3],
         "max_queue_delay_microseconds": 1000,
     }
-    rig = SequenceRig("oldest", rows=4, given=fields)
+    rig = SequenceRig("oldest", rows=4, strategy_fields=fields)
     for sequence in (1, 2):
         rig.request(sequence, START)
     assert rig.batches() == {}
@@ -223,7 +223,7 @@ def test_3_5_the_batches_are_the_dynamic_batchers() -> None:
 
 
 def test_3_5_at_most_one_request_of_a_sequence_runs() -> None:
-    rig = SequenceRig("oldest", rows=4, given={"max_candidate_sequences": 4})
+    rig = SequenceRig("oldest", rows=4, strategy_fields={"max_candidate_sequences": 4})
     rig.request(1, START)
     for _ in range(3):
         rig.request(1)
@@ -233,7 +233,7 @@ def test_3_5_at_most_one_request_of_a_sequence_runs() -> None:
 
 
 def test_3_5_oldest_has_no_null_rows_and_passes_the_slot_of_the_state() -> None:
-    rig = SequenceRig("oldest", rows=4, given=CANDIDATES)
+    rig = SequenceRig("oldest", rows=4, strategy_fields=CANDIDATES)
     for sequence in (1, 2, 3):
         rig.request(sequence, START)
         rig.batches()
@@ -243,7 +243,7 @@ def test_3_5_oldest_has_no_null_rows_and_passes_the_slot_of_the_state() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_3_5_without_batching(rows: int) -> None:
-    rig = SequenceRig("oldest", rows=rows, given=CANDIDATES)
+    rig = SequenceRig("oldest", rows=rows, strategy_fields=CANDIDATES)
     rig.submit(flags=START, correlation_id=1, batch_size=rows)
     rig.submit(flags=START, correlation_id=2, batch_size=rows)
     assert rig.batches() == {0: [1]}
