@@ -43,23 +43,23 @@ def response(*values, error=None):
     error = pb_utils.TritonError(error) if error else None
     return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array(values, "f4"))], error)
 
-def told(call):
+def error_of(call):
     try:
         return call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 class TritonPythonModel:
-    said = []
+    records = []
 """
 
 
 class Model(Streams):
     """A decoupled model whose class has the given body."""
 
-    def __init__(self, made: Rig) -> None:
-        super().__init__(made)
-        self.backend = PythonBackend(made.context)
+    def __init__(self, worker_rig: Rig) -> None:
+        super().__init__(worker_rig)
+        self.backend = PythonBackend(worker_rig.context)
 
     def serve(self, body: str) -> Model:
         path = self.rig.context.version_dir / "model.py"
@@ -73,9 +73,9 @@ class Model(Streams):
         return self
 
     @property
-    def said(self) -> list[Any]:
-        said: list[Any] = self.backend._model.said
-        return said
+    def records(self) -> list[Any]:
+        records: list[Any] = self.backend._model.records
+        return records
 
 
 @pytest.fixture
@@ -242,24 +242,24 @@ def test_texts_of_what_is_refused(model: Model) -> None:
         def execute(self, requests):
             sender = requests[0].get_response_sender()
             send = sender.send
-            self.said += [
-                told(lambda: send()),
-                told(lambda: send(None, 0)),
-                told(lambda: send(flags=2)),
-                told(lambda: send("x")),
-                told(lambda: send(response(1), "x")),
-                told(lambda: send(response(1), -1)),
-                told(lambda: send(response(1), None)),
-                told(lambda: send(response(1), FINAL)),
-                told(lambda: send(response(1))),
-                told(lambda: send(flags=FINAL)),
+            self.records += [
+                error_of(lambda: send()),
+                error_of(lambda: send(None, 0)),
+                error_of(lambda: send(flags=2)),
+                error_of(lambda: send("x")),
+                error_of(lambda: send(response(1), "x")),
+                error_of(lambda: send(response(1), -1)),
+                error_of(lambda: send(response(1), None)),
+                error_of(lambda: send(response(1), FINAL)),
+                error_of(lambda: send(response(1))),
+                error_of(lambda: send(flags=FINAL)),
             ]
         """
     )
     model.begin(0)
     assert model.responses(1) == [[1], "end"]
     needed = "Inference Response object must be provided when the response flags is set to zero."
-    *refused, sent, again, ended = model.said
+    *refused, sent, again, ended = model.records
     assert refused[:3] == [
         f"TritonModelException: {needed}",
         f"TritonModelException: {needed}",
@@ -469,20 +469,20 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
             threading.Thread(target=self.wait, args=(requests[0],)).start()
         def wait(self, request):
             sender = request.get_response_sender()
-            self.said.append((request.is_cancelled(), sender.is_cancelled()))
+            self.records.append((request.is_cancelled(), sender.is_cancelled()))
             while not request.is_cancelled():
                 pass
-            self.said.append(sender.is_cancelled())
-            self.said.append(sender.send(response(1)))
-            self.said.append(sender.send(flags=FINAL))
+            self.records.append(sender.is_cancelled())
+            self.records.append(sender.send(response(1)))
+            self.records.append(sender.send(flags=FINAL))
         """
     )
     model.begin(0)
-    until("it has begun", lambda: bool(model.said))
+    until("it has begun", lambda: bool(model.records))
     model.cancel(1)
     assert model.responses(1) == ["end"]
-    until("it is over", lambda: len(model.said) == 4)
-    assert model.said == [(False, False), True, None, None]
+    until("it is over", lambda: len(model.records) == 4)
+    assert model.records == [(False, False), True, None, None]
 
 
 def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
@@ -519,7 +519,7 @@ def test_a_client_that_does_not_read_stops_send(model: Model, pump: Callable[[],
         def answer(self, request):
             sender = request.get_response_sender()
             for n in range(100):
-                self.said.append(n)
+                self.records.append(n)
                 sender.send(response(n))
             sender.send(flags=FINAL)
         """
@@ -528,7 +528,7 @@ def test_a_client_that_does_not_read_stops_send(model: Model, pump: Callable[[],
     pump()
     assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
     assert model.rig.sent(0.1) == []
-    assert len(model.said) == FIRST_CREDIT + 1
+    assert len(model.records) == FIRST_CREDIT + 1
     for granted in range(0, 100 - FIRST_CREDIT, 4):
         model.credit(1, 4)
         model.responses(1, FIRST_CREDIT + granted + 4)
