@@ -338,7 +338,9 @@ def test_a_collected_sender_ends_its_request(model: Model) -> None:
     assert model.responses(2) == [[5], LET_GO, "end"]
 
 
-def test_a_dropped_sender_of_a_finished_request(model: Model) -> None:
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_request_ends_once(model: Model, is_kept: bool) -> None:
+    """A cancelled request ends when it is collected, a kept request when the model ends it."""
     model.serve(
         """
         def execute(self, requests):
@@ -346,9 +348,13 @@ def test_a_dropped_sender_of_a_finished_request(model: Model) -> None:
         """
     )
     model.begin(0)
-    model.cancel(1)
-    model.backend._model.kept.clear()
+    kept = model.backend._model.kept
+    if not is_kept:
+        model.cancel(1)
+        kept.clear()
     model.rig.instance._writer.end_abandoned()
+    if is_kept:
+        kept[0].get_response_sender().send(flags=1)
     assert model.responses(1) == ["end"]
 
 
@@ -388,19 +394,6 @@ def test_a_thread_that_raises(
     for key in (1, 2):
         assert model.responses(key) == [[1], f"{FAILED}ValueError: mine", "end"]
     assert "thread 'mine' of the model failed" in caplog.text
-
-
-def test_a_kept_request_keeps_its_sender(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            self.kept = requests
-        """
-    )
-    model.begin(0)
-    model.rig.instance._writer.end_abandoned()
-    model.backend._model.kept[0].get_response_sender().send(flags=1)
-    assert model.responses(1) == ["end"]
 
 
 def test_rescheduling_is_refused_where_there_was_no_end(model: Model) -> None:
@@ -511,28 +504,36 @@ def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
 # --- back-pressure
 
 
-def test_a_client_that_does_not_read_stops_send(model: Model, pump: Callable[[], None]) -> None:
+@pytest.mark.parametrize(
+    ("size", "count", "most_unread"),
+    [(1, 100, FIRST_CREDIT), (MAX_UNREAD_BYTES // 8, 4, 2)],
+    ids=["responses", "bytes"],
+)
+def test_a_client_that_does_not_read_stops_send(
+    model: Model, pump: Callable[[], None], size: int, count: int, most_unread: int
+) -> None:
     model.serve(
-        """
+        f"""
         def execute(self, requests):
             threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
             sender = request.get_response_sender()
-            for n in range(100):
+            for n in range({count}):
                 self.records.append(n)
-                sender.send(response(n))
+                sender.send(response(*np.full({size}, n, "f4")))
             sender.send(flags=FINAL)
         """
     )
     model.begin(0)
     pump()
-    assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
+    assert len(model.responses(1, most_unread)) == most_unread
     assert model.rig.sent(0.1) == []
-    assert len(model.records) == FIRST_CREDIT + 1
-    for granted in range(0, 100 - FIRST_CREDIT, 4):
-        model.credit(1, 4)
-        model.responses(1, FIRST_CREDIT + granted + 4)
-    assert model.responses(1) == [*([n] for n in range(100)), "end"]
+    assert len(model.records) == most_unread + 1
+    for granted in range(most_unread + 2, count + 1, 2):
+        model.credit(1, 2)
+        model.responses(1, granted)
+    *responses, end = model.responses(1)
+    assert [values[0] for values in responses] == list(range(count)) and end == "end"
 
 
 def test_so_it_is_in_execute_itself(model: Model) -> None:
@@ -582,27 +583,6 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
         model.credit(1, 1)
     assert model.responses(1) == ["in its place"] * 3 + ["end"]
     region.close()
-
-
-def test_bytes_that_are_not_read_stop_send_too(model: Model, pump: Callable[[], None]) -> None:
-    size = MAX_UNREAD_BYTES // 2
-    model.serve(
-        f"""
-        def execute(self, requests):
-            threading.Thread(target=self.answer, args=(requests[0],)).start()
-        def answer(self, request):
-            sender = request.get_response_sender()
-            for n in range(4):
-                sender.send(response(*np.full({size} // 4, n, "f4")))
-            sender.send(flags=FINAL)
-        """
-    )
-    model.begin(0)
-    pump()
-    assert len(model.responses(1, 2)) == 2
-    assert model.rig.sent(0.1) == []
-    model.credit(1, 2)
-    assert len(model.responses(1)) == 5
 
 
 def test_a_client_that_never_reads_is_disconnected(

@@ -299,19 +299,6 @@ def test_a_batch_in_order(model: Model) -> None:
     assert model.infer(1, 2, [3, 4]) == [[2], [4], [6, 8]]
 
 
-def test_a_model_may_empty_its_list(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            responses = []
-            while requests:
-                responses.append(response(given(requests.pop(0))))
-            return responses
-        """
-    )
-    assert model.infer(1, 2) == [[1], [2]]
-
-
 def test_errors_of_single_requests(model: Model) -> None:
     model.serve(
         """
@@ -428,24 +415,6 @@ def test_rescheduling_is_refused(model: Model, returned: str, text: str) -> None
     assert model.infer(0) == [text]
 
 
-def test_other_release_flags_change_nothing(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            for flags in (0, pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL, 5):
-                requests[0].set_release_flags(flags)
-            for flags in (-1, "x", None):
-                try:
-                    requests[0].set_release_flags(flags)
-                except TypeError:
-                    continue
-                raise AssertionError(flags)
-            return [response(given(r)) for r in requests]
-        """
-    )
-    assert model.infer(3) == [[3]]
-
-
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -526,19 +495,6 @@ def test_responses_that_were_sent(model: Model, returned: str) -> None:
     assert model.infer(1, 2) == [[1], [2]]
 
 
-def test_a_response_from_a_thread(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            array = given(requests[0]) + 1
-            sender = requests[0].get_response_sender()
-            timer = threading.Timer(0.05, lambda: sender.send(response(array)))
-            timer.start()
-        """
-    )
-    assert model.infer(1) == [[2]]
-
-
 def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread's request fails with its exception, unless the request has ended before."""
     monkeypatch.setattr(threading, "excepthook", log_thread_exception)
@@ -560,9 +516,22 @@ def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(two, str) and two.endswith("message: ValueError: mine")
 
 
-def test_responses_from_tasks(model: Model) -> None:
-    model.serve(
-        """
+def test_an_unused_sender_ends_its_request(model: Model) -> None:
+    model.serve("def execute(self, requests): requests[0].get_response_sender()")
+    (text,) = model.infer(1)
+    assert isinstance(text, str) and "found type '<class 'NoneType'>'" in text
+
+
+# Models that respond with the input of each request.
+IDENTITIES = {
+    "a list that is emptied": """
+        def execute(self, requests):
+            responses = []
+            while requests:
+                responses.append(response(given(requests.pop(0))))
+            return responses
+        """,
+    "tasks": """
         async def execute(self, requests):
             for request in requests:
                 asyncio.get_running_loop().create_task(self.answer(request))
@@ -570,39 +539,69 @@ def test_responses_from_tasks(model: Model) -> None:
             sender = request.get_response_sender()
             await asyncio.sleep(0.02)
             sender.send(response(given(request)))
-        """
-    )
-    assert model.infer(1, 2) == [[1], [2]]
-
-
-def test_an_unused_sender_ends_its_request(model: Model) -> None:
-    model.serve("def execute(self, requests): requests[0].get_response_sender()")
-    (text,) = model.infer(1)
-    assert isinstance(text, str) and "found type '<class 'NoneType'>'" in text
-
-
-def test_a_sender_is_not_waited_for_where_a_response_was_returned(model: Model) -> None:
-    model.serve(
-        """
+        """,
+    "a response beside an unused sender": """
         senders = []
         def execute(self, requests):
             self.senders += [request.get_response_sender() for request in requests]
             return [response(given(request)) for request in requests]
-        """
-    )
-    assert model.infer(1, 2) == [[1], [2]]
-
-
-def test_responses_sent_before_an_error_count(model: Model) -> None:
-    model.serve(
-        """
+        """,
+    "responses before an error": """
         def execute(self, requests):
             for request in requests:
                 request.get_response_sender().send(response(given(request)))
             raise ValueError("afterwards")
-        """
-    )
+        """,
+}
+# Models that respond with the input of the first request.
+SINGLE_IDENTITIES = {
+    "other release flags": """
+        def execute(self, requests):
+            for flags in (0, pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL, 5):
+                requests[0].set_release_flags(flags)
+            for flags in (-1, "x", None):
+                try:
+                    requests[0].set_release_flags(flags)
+                except TypeError:
+                    continue
+                raise AssertionError(flags)
+            return [response(given(r)) for r in requests]
+        """,
+    "a thread": """
+        def execute(self, requests):
+            array = given(requests[0])
+            sender = requests[0].get_response_sender()
+            timer = threading.Timer(0.05, lambda: sender.send(response(array)))
+            timer.start()
+        """,
+    "more than one response": """
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            assert not sender.is_cancelled()
+            sender.send(response(given(requests[0])))
+            try:
+                sender.send(response(given(requests[0])))
+            except pb_utils.TritonModelException as error:
+                assert "cannot send more than one response" in str(error)
+            sender.send(flags=1)
+            try:
+                sender.send(flags=1)
+            except pb_utils.TritonModelException as error:
+                assert "has been closed" in str(error)
+        """,
+}
+
+
+@pytest.mark.parametrize("body", IDENTITIES.values(), ids=IDENTITIES)
+def test_each_request_has_its_response(model: Model, body: str) -> None:
+    model.serve(body)
     assert model.infer(1, 2) == [[1], [2]]
+
+
+@pytest.mark.parametrize("body", SINGLE_IDENTITIES.values(), ids=SINGLE_IDENTITIES)
+def test_a_request_has_its_response(model: Model, body: str) -> None:
+    model.serve(body)
+    assert model.infer(3) == [[3]]
 
 
 @pytest.mark.parametrize(
@@ -619,27 +618,6 @@ def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
     assert (
         isinstance(response, str) and response.endswith(text) and "TritonModelException" in response
     )
-
-
-def test_one_response_a_request(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            sender = requests[0].get_response_sender()
-            assert not sender.is_cancelled()
-            sender.send(response(given(requests[0])))
-            try:
-                sender.send(response(given(requests[0])))
-            except pb_utils.TritonModelException as error:
-                assert "cannot send more than one response" in str(error)
-            sender.send(flags=1)
-            try:
-                sender.send(flags=1)
-            except pb_utils.TritonModelException as error:
-                assert "has been closed" in str(error)
-        """
-    )
-    assert model.infer(3) == [[3]]
 
 
 # --- inputs in reused memory
