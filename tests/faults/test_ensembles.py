@@ -23,7 +23,7 @@ from tests.support.wire.raw_http import Reply, binary_request
 
 ELEMENTS = 50_000
 SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
-ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
+ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 LOADS = """\
     def initialize(self, args):
         import fcntl
@@ -45,16 +45,16 @@ def load_lock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("ensembles") / "models"
-    add_model(repository, "first", ADD_ONE)
+    add_model(repository, "first", ONE)
     code = repository / "first" / "1" / "model.py"
     _, begins, rest = code.read_text().partition("    def initialize(")
     code.write_text(code.read_text().replace(begins + rest.partition("execute(")[0], LOADS, 1))
     fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
-    add_model(repository, "second", ADD_ONE, *fixed)
-    add_model(repository, "third", ADD_ONE)
+    add_model(repository, "second", ONE, *fixed)
+    add_model(repository, "third", ONE)
     steps = [xy("first", "IN", "a"), xy("second", "a", "b"), xy("third", "b", "OUT")]
     add_ensemble(repository, "pipe", steps)
-    add_model(repository, "grows", ADD_ONE)
+    add_model(repository, "grows", ONE)
     add_ensemble(repository, "last", [xy("grows", "IN", "OUT")])
     return repository
 
@@ -81,7 +81,9 @@ class Asking:
         self._over = threading.Event()
         self.right: list[list[float]] = [[] for _ in range(CLIENTS)]
         self.wrong: list[str] = []
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(CLIENTS)]
+        self._threads = [
+            threading.Thread(target=self._send_requests, args=(i,)) for i in range(CLIENTS)
+        ]
 
     def __enter__(self) -> Asking:
         for thread in self._threads:
@@ -94,20 +96,20 @@ class Asking:
         for thread in self._threads:
             thread.join()
 
-    def _ask(self, which: int) -> None:
+    def _send_requests(self, which: int) -> None:
         values = np.arange(ELEMENTS, dtype=np.float32) * (which + 1)
         tensors = [("IN", "FP32", [ELEMENTS], values.tobytes())]
         requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
             while not self._over.is_set():
-                start_s = time.monotonic()
+                began = time.monotonic()
                 reply = http.infer_binary("pipe", tensors, outputs=requested_outputs)
                 if reply.status != 200:
                     self.wrong.append(f"{reply.status} {reply.error}")
                 elif (reply.tensors()["OUT"] != values + 3).any():
                     self.wrong.append("wrong values")
                 else:
-                    self.right[which].append(start_s)
+                    self.right[which].append(began)
 
     def wait_right(self, since: float, within_s: float = 10.0) -> None:
         """Wait until each client has a correct response to a request sent after `since`."""
@@ -161,7 +163,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
 
     requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
 
-    def infer_request(factor: int) -> tuple[bytes, dict[str, str]]:
+    def slow_request(factor: int) -> tuple[bytes, dict[str, str]]:
         tensor = ("IN", "FP32", [SLOWLY_READ], (values * factor).tobytes())
         return binary_request([tensor], outputs=requested_outputs)
 
@@ -169,7 +171,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         contextlib.closing(http.client.HTTPConnection(server.url)) as slow,
         server.http() as other_http,
     ):
-        slow.request("POST", "/v2/models/last/infer", *infer_request(1))
+        slow.request("POST", "/v2/models/last/infer", *slow_request(1))
         # The body is too large for the socket and waits for its reader.
         response = slow.getresponse()
         old = server.find_one("ensemble last")
@@ -178,9 +180,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         until("it is ready", lambda: server.answers("/v2/models/last/ready"), RECOVERY_S)
         for factor in range(2, 6):
             right = values * factor + 1
-            assert (
-                other_http.infer("last", *infer_request(factor)).tensors()["OUT"] == right
-            ).all()
+            assert (other_http.infer("last", *slow_request(factor)).tensors()["OUT"] == right).all()
         output = Reply(response.status, response.headers, response.read()).tensors()["OUT"]
         assert (output == values + 1).all()
 
@@ -191,8 +191,8 @@ def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
     Requests wait meanwhile.
     """
     ready = "/v2/models/pipe/ready"
-    with open(load_lock) as lock_file:
-        fcntl.flock(lock_file, fcntl.LOCK_EX)
+    with open(load_lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         server.find_one("worker first.0").kill()
         until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)
         assert not server.answers("/v2/health/ready")

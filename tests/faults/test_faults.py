@@ -110,9 +110,9 @@ def stop_briefly(title: str) -> Callable[[Scene], None]:
 
     def commit(stage: Scene) -> None:
         victim = stage.process(title)
-        log_start = len(stage.server.log())
+        log_length = len(stage.server.log())
         victim.suspend()
-        until("it is seen", lambda: "is stopped;" in stage.server.log()[log_start:])
+        until("it is seen", lambda: "is stopped;" in stage.server.log()[log_length:])
         victim.resume()
         assert not wait_exited(victim, STOP_GRACE_S)
 
@@ -157,9 +157,9 @@ def kill_with_requests_inside(stage: Scene) -> None:
     pending = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     os.kill(visit.pid, signal.SIGKILL)
-    next_visit = stage.server.gate.next()
-    assert next_visit.pid != visit.pid
-    next_visit.release()
+    again = stage.server.gate.next()
+    assert again.pid != visit.pid
+    again.release()
     assert pending.result().tensors()["OUTPUT0"].tolist() == [[1]]
 
 
@@ -185,7 +185,7 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
 
 def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     """Kill a scheduler with a queue and a batch; all requests are submitted again."""
-    pending_call = stage.pool.number("gated", 1)
+    running = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     waiting = stage.pool.number("gated", 2)
     stage.server.wait_pending("gated", 1)
@@ -193,9 +193,9 @@ def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     victim.kill()
     stage.replaced(victim, "scheduler gated")
     visit.release()
-    while not (pending_call.done() and waiting.done()):
+    while not (running.done() and waiting.done()):
         stage.server.gate.release_arrivals(0.05)
-    assert pending_call.result().tensors()["OUTPUT0"].tolist() == [[1]]
+    assert running.result().tensors()["OUTPUT0"].tolist() == [[1]]
     assert waiting.result().tensors()["OUTPUT0"].tolist() == [[2]]
 
 
@@ -418,7 +418,7 @@ def unregister_while_used(stage: Scene) -> None:
     """Unregister a region in use: the call returns at once, and requests in flight use the
     region to their end, even after its name is registered again.
     """
-    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other_object:
+    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other:
         shared_object.write(np.full(1024, 5, np.int32))
         stage.http.register("r", shared_object.key, 2 * 4096).ok()
         request = {
@@ -429,11 +429,11 @@ def unregister_while_used(stage: Scene) -> None:
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         stage.http.infer("identity", through("r", 1024)).ok()
-        stage.http.register("r", other_object.key, 2 * 4096).ok()
+        stage.http.register("r", other.key, 2 * 4096).ok()
         visit.release()
         assert pending.result().status == 200
         assert (shared_object.read(np.int32, 1024, 4096) == 5).all()
-        assert not other_object.read(np.int32, 2048).any()
+        assert not other.read(np.int32, 2048).any()
         stage.http.unregister("r").ok()
 
 

@@ -1,8 +1,8 @@
-"""The fuzz targets: functions of bytes, which raise if the tested code breaks a rule.
+"""What is fuzzed: functions of bytes, which raise when bytes do what they must not.
 
-A target draws its choices from the first bytes, and uses the rest as a client's message. Invalid
-messages must raise a ShmserveError with a text for clients. Invalid messages between processes must
-raise a MalformedMessage.
+Each takes the first bytes for its choices and the rest for what a client sends. What is wrong with
+that must be said by a ShmserveError (or a MalformedMessage, in what processes say to each other)
+that is written for clients.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ _SIGNATURES = [
 @contextlib.contextmanager
 def _refused(sent: bytes) -> Iterator[None]:
     """Check an error's text: it may quote the client's bytes, but no internal names."""
-    outcome = ""
+    message = ""
     try:
         yield
     except ShmserveError as error:
-        outcome = error.message
-    match = _OURS.search(outcome)
-    assert match is None or match[0].encode() in sent, outcome
+        message = error.message
+    found = _OURS.search(message)
+    assert found is None or found[0].encode() in sent, message
 
 
 class _Bytes:
@@ -98,11 +98,11 @@ class _Bytes:
         self.rest = data
 
     def number(self, size: int) -> int:
-        chunk, self.rest = self.rest[:size], self.rest[size:]
-        return int.from_bytes(chunk, "little")
+        taken, self.rest = self.rest[:size], self.rest[size:]
+        return int.from_bytes(taken, "little")
 
 
-# --- HTTP requests
+# --- what comes over HTTP
 
 
 def http(data: bytes) -> None:
@@ -115,8 +115,8 @@ def http(data: bytes) -> None:
         elif kind == 1:
             _compressed(drawn_bytes)
         elif kind == 2:
-            route = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
-            assert route is None or len(route[1]) < 3
+            found = ROUTES.find(drawn_bytes.rest.decode("latin-1"))
+            assert found is None or len(found[1]) < 3
         elif kind == 3:
             text = drawn_bytes.rest.decode("latin-1")
             size = header_size(text, 1000)
@@ -127,9 +127,9 @@ def http(data: bytes) -> None:
             check_encoding(text)
 
 
-def _inference(fuzz_input: _Bytes) -> None:
-    tail_size = fuzz_input.number(1)
-    body = fuzz_input.rest
+def _inference(given: _Bytes) -> None:
+    tail_size = given.number(1)
+    body = given.rest
     signature = _SIGNATURES[tail_size % 3]
     if not body:
         raw_request(signature, bytes(tail_size))
@@ -160,9 +160,9 @@ def _tensor(tensor: Any) -> TensorRef:
 
 def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
     """Check that a large JSON document is parsed to the same in steps."""
-    reparsed = parse_request(loads_large(body), tail_size, "m", _LIMIT)
-    assert (reparsed.id, len(reparsed.inputs)) == (wire.id, len(wire.inputs))
-    for one, other in zip(wire.inputs, reparsed.inputs, strict=True):
+    again = parse_request(loads_large(body), tail_size, "m", _LIMIT)
+    assert (again.id, len(again.inputs)) == (wire.id, len(wire.inputs))
+    for one, other in zip(wire.inputs, again.inputs, strict=True):
         if isinstance(other.data, Numbers) and other.count:
             arguments = (other.datatype, other.count, other.name)
             pieces = tensors.decode_parts(other.data.parts(), *arguments)
@@ -206,12 +206,12 @@ class _Inline:
         return _Built(b"".join(datas))
 
 
-def _compressed(fuzz_input: _Bytes) -> None:
-    step = fuzz_input.number(1) + 1
+def _compressed(given: _Bytes) -> None:
+    step = given.number(1) + 1
     inflater = Inflater(_LIMIT)
     size = 0
-    for at in range(0, len(fuzz_input.rest), step):
-        for piece in inflater.feed(fuzz_input.rest[at : at + step]):
+    for at in range(0, len(given.rest), step):
+        for piece in inflater.feed(given.rest[at : at + step]):
             size += len(piece)
             assert size <= _LIMIT
     inflater.finish()
@@ -224,9 +224,9 @@ def register(data: bytes) -> None:
     """Parse a registration: the region's name in the target, key and extent in the body."""
     name, _, body = data.partition(b"\n")
     with _refused(data):
-        route = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
-        if route is not None and route[1][0]:
-            check_region_name(route[1][0])
+        found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
+        if found is not None and found[1][0]:
+            check_region_name(found[1][0])
         raw = loads(body)
         key, offset, size, *flags = handlers.decode_registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
@@ -244,11 +244,11 @@ def register(data: bytes) -> None:
 _EDGES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
 
 
-def _edge(fuzz_input: _Bytes) -> int:
-    kind = fuzz_input.number(1)
+def _edge(given: _Bytes) -> int:
+    kind = given.number(1)
     if kind < 200:
         return _EDGES[kind % len(_EDGES)] + (kind // len(_EDGES)) % 5 - 2
-    return fuzz_input.number(9)
+    return given.number(9)
 
 
 def ranges(data: bytes) -> None:
@@ -275,11 +275,11 @@ def ranges(data: bytes) -> None:
     _spans(drawn_bytes)
 
 
-def _spans(fuzz_input: _Bytes) -> None:
+def _spans(given: _Bytes) -> None:
     spans = WrittenRanges()
     taken: list[tuple[int, int]] = []
-    while fuzz_input.rest:
-        start, size = fuzz_input.number(1), fuzz_input.number(1) % 16 + 1
+    while given.rest:
+        start, size = given.number(1), given.number(1) % 16 + 1
         span = (start, start + size)
         free = all(span[1] <= s or e <= span[0] for s, e in taken)
         if start % 5 == 0 and taken:
@@ -304,14 +304,14 @@ def wire(data: bytes) -> None:
             inference = unpack_inference(*_packed(rest))
             for tensor in inference.inputs:
                 _check_place(tensor.data)
-            repacked = pack_inference(inference)
-            assert pack_inference(unpack_inference(*repacked)) == repacked
+            again = pack_inference(inference)
+            assert pack_inference(unpack_inference(*again)) == again
         elif kind == b"a":
             answer = unpack_inferred(*_packed(rest))
             for tensor in answer.outputs:
                 _check_place(tensor.data)
-            repacked = pack_inferred(answer)
-            assert pack_inferred(unpack_inferred(*repacked)) == repacked
+            again = pack_inferred(answer)
+            assert pack_inferred(unpack_inferred(*again)) == again
         elif kind == b"b":
             count = int.from_bytes(rest[:1], "little")
             with _refused(data):
@@ -340,7 +340,7 @@ def _check_place(data: bytes | Range) -> None:
         assert 0 <= data.byte_size <= data.memory.byte_size - data.offset
 
 
-# --- messages of local clients to a scheduler
+# --- what programs outside the server say to a scheduler
 
 _SEALS = Capabilities(b"k" * KEY_SIZE)
 _GUEST = FIRST_LOCAL_CLIENT + 7
@@ -357,18 +357,18 @@ def native(data: bytes) -> None:
         assert not number or rest.startswith(f"{number}.{_SEALS.token(number)}".encode())
     elif kind == b"w":
         with contextlib.suppress(MalformedMessage):
-            _said(Submit(1, *_packed(rest), 0, 0, 0, 0))
+            _check_local_request(Submit(1, *_packed(rest), 0, 0, 0, 0))
     else:
         with contextlib.suppress(MalformedMessage):
             for message in frames.unpack(rest):
                 if type(message) is Submit:
-                    _said(message)
+                    _check_local_request(message)
 
 
-def _decoded(fuzz_input: _Bytes) -> None:
+def _decoded(given: _Bytes) -> None:
     """Check that any split of a stream is decoded to the same messages and to no more bytes."""
-    step = fuzz_input.number(1) + 1
-    stream = _HANDSHAKE * (fuzz_input.number(1) % 2) + fuzz_input.rest
+    step = given.number(1) + 1
+    stream = _HANDSHAKE * (given.number(1) % 2) + given.rest
     uncut, cut = zmtp.Decoder(), zmtp.Decoder()
     taken = uncut.feed(stream)
     pieces = []
@@ -385,7 +385,7 @@ def _decoded(fuzz_input: _Bytes) -> None:
             frames.unpack(frame)
 
 
-def _said(submit: Submit) -> None:
+def _check_local_request(submit: Submit) -> None:
     """Check that the fields of a request do not change its inference, also after an equal
     schema.
     """

@@ -123,7 +123,7 @@ class Case:
     works: Callable[[int, int], Packed]
     http: Callable[[int, int], dict[str, Any]]
     response: Callable[[Inference], Inferred]
-    path: str = ""  # the HTTP path; empty: that of inference
+    path: str = ""  # of HTTP; empty: that of inference
 
     @property
     def model(self) -> str:
@@ -144,17 +144,19 @@ class Case:
     def call(self, step: int, request: int) -> bytes:
         """Return the same request over gRPC, as the first call of its connection or a later one."""
         reply = self.http(step, request)
-        message = pb.ModelInferRequest(model_name=self.model)
+        infer_request = pb.ModelInferRequest(model_name=self.model)
         for tensor in reply["inputs"]:
             named = {key: tensor[key] for key in ("name", "datatype", "shape")}
-            _place(message.inputs.add(**named), tensor)
+            _place(infer_request.inputs.add(**named), tensor)
             if "data" in tensor:
-                message.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
+                infer_request.raw_input_contents.append(
+                    np.array(tensor["data"], np.int32).tobytes()
+                )
         for tensor in reply.get("outputs", ()):
-            _place(message.outputs.add(name=tensor["name"]), tensor)
+            _place(infer_request.outputs.add(name=tensor["name"]), tensor)
         opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
-        body = http2.message(message.SerializeToString())
+        body = http2.message(infer_request.SerializeToString())
         stream = 2 * step + 1
         return (
             opened
@@ -203,8 +205,8 @@ def placed(region: worker_rig.Region) -> Case:
             memory_range["shared_memory_offset"] = at * _PLACE
             return {"name": name, **more, "parameters": memory_range}
 
-        input_tensor = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
-        return {"inputs": [input_tensor], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
+        given = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
+        return {"inputs": [given], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
 
     def response(request: Inference) -> Inferred:
         (output,) = request.outputs
@@ -246,7 +248,7 @@ def text() -> Case:
 
 def worker(folder: Path, case: Case) -> Calls:
     """Count the calls of the worker from the scheduler's batch to its end."""
-    import torch  # every worker imports it
+    import torch  # as every worker does
 
     calls = Calls()
     with worker_rig.rig(folder) as rig:

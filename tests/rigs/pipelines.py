@@ -75,9 +75,9 @@ def step(
     return f'{{ model_name: "{model}" model_version: {version} {maps} }}'
 
 
-def xy(model: str, input_name: str, output_name: str) -> str:
-    """Return a step from X, of the tensor `input_name`, to Y, of `output_name`."""
-    return step(model, {"X": input_name}, {"Y": output_name})
+def xy(model: str, source: str, target: str) -> str:
+    """Return a step that reads tensor `source` as X and writes its output Y to `target`."""
+    return step(model, {"X": source}, {"Y": target})
 
 
 def add_ensemble(

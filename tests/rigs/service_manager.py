@@ -53,12 +53,12 @@ class Manager:
 
     def _receive(self) -> str:
         data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)
-        variables = dict(line.split("=", 1) for line in data.decode().split("\n"))
-        if "FDSTORE" in variables:
-            assert variables["FDPOLL"] == "0"
-            self.kept[variables["FDNAME"]] = fds
-        elif "FDSTOREREMOVE" in variables:
-            self._release(variables["FDNAME"])
+        fields = dict(line.split("=", 1) for line in data.decode().split("\n"))
+        if "FDSTORE" in fields:
+            assert fields["FDPOLL"] == "0"
+            self.kept[fields["FDNAME"]] = fds
+        elif "FDSTOREREMOVE" in fields:
+            self._release(fields["FDNAME"])
         return data.decode()
 
     def _release(self, name: str) -> None:
@@ -87,13 +87,13 @@ def managed() -> Iterator[Manager]:
 
 
 def start(
-    fds: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
+    given: Sequence[int], names: str, repository: Path, folder: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
     """Start a server that receives these descriptors from number 3 on."""
 
     def memory_range() -> None:
         # Above the numbers that the server expects.
-        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
         for number, copy in enumerate(copies):
             os.dup2(copy, 3 + number)
 
@@ -105,12 +105,7 @@ def start(
             *("--metrics-port=0",),
         ],
         cwd=ROOT,
-        env={
-            **os.environ,
-            **environment,
-            "LISTEN_FDS": str(len(fds)),
-            "LISTEN_FDNAMES": names,
-        },
-        pass_fds=range(3, 3 + len(fds)),
+        env={**os.environ, **environment, "LISTEN_FDS": str(len(given)), "LISTEN_FDNAMES": names},
+        pass_fds=range(3, 3 + len(given)),
         preexec_fn=memory_range,
     )

@@ -188,7 +188,7 @@ class Rig:
         return self
 
     def batch(self, *requests: Inference, pid: int = CLIENT_PID, **fields: Any) -> list[Reply]:
-        """Run a batch of requests, each with `fields`; return the replies in order."""
+        """Run a batch that contains the request `sent`; return the replies in order."""
         return self.raw_batch([pack_inference(request) for request in requests], pid, **fields)
 
     def raw_batch(
@@ -222,7 +222,7 @@ class Rig:
         return [message for _, message in arrived(self.scheduler, timeout_s)]
 
     def cancel(self, key: int) -> None:
-        """Send the scheduler's cancellation, and wait until the worker has received it."""
+        """Send the scheduler's cancellation, and wait until the worker can know it."""
         self._send(CancelExecution(key))
 
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:

@@ -47,16 +47,16 @@ def http2(data: bytes) -> None:
                     _do(other, step.what, step.stream)
                 except (H2Error, ngh2.NGH2Error) as error:
                     other.seen.over = f"{type(error).__name__} {error}"
-            difference_text = "" if ours.in_block else difference(ours.seen, other.seen)
-            if difference_text:
-                difference_text = f"{step.name} {difference_text}"
-                if behind_reset and "STREAM_CLOSED" in difference_text:
-                    difference_text += " behind a reset"
-                if begun and "resets: -" in difference_text:
-                    difference_text += f" with trailers {written(ours.decoded)}"
-                explanation = explained(name, difference_text)
-                assert explanation is not None, f"{name}: {difference_text}"
-                MET[f"{name}: {explanation.why}"] += 1
+            found_difference = "" if ours.in_block else difference(ours.seen, other.seen)
+            if found_difference:
+                found_difference = f"{step.name} {found_difference}"
+                if behind_reset and "STREAM_CLOSED" in found_difference:
+                    found_difference += " behind a reset"
+                if begun and "resets: -" in found_difference:
+                    found_difference += f" with trailers {written(ours.decoded)}"
+                known = explained(name, found_difference)
+                assert known is not None, f"{name}: {found_difference}"
+                MET[f"{name}: {known.why}"] += 1
                 del other_sides[name]
         if ours.seen.over or not other_sides:
             return

@@ -58,18 +58,18 @@ def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) ->
 
     client = triton.InferenceServerClient(server.url, concurrency=6)
 
-    def ask(numbers: Iterable[int]) -> None:
+    def send_requests(numbers: Iterable[int]) -> None:
         arrays = [np.full(LARGE, number, np.float32) for number in numbers]
         pending_calls = [
             client.async_infer("passes", inputs(triton, {"IN": array})) for array in arrays
         ]
-        for sent_array, response in zip(arrays, pending_calls, strict=True):
+        for given, response in zip(arrays, pending_calls, strict=True):
             result = response.get_result()
-            assert all((result.as_numpy(name) == sent_array + 1).all() for name in ("OUT", "a"))
+            assert all((result.as_numpy(name) == given + 1).all() for name in ("OUT", "a"))
 
-    ask(range(10))  # inputs are copied until the model is known not to write to them
+    send_requests(range(10))  # inputs are copied until the model is known not to write to them
     before = server.metric("shmserve_copied_bytes_total", model="same")
-    ask(range(60))
+    send_requests(range(60))
     assert server.metric("shmserve_copied_bytes_total", model="same") == before
     client.close()
 
@@ -184,9 +184,9 @@ def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     }
     with server.http() as http:
         reply = http.infer("tells", request).ok()
-    output_value = ast.literal_eval(reply.tensors()["OUT"][0].decode())
-    assert output_value[:4] == ["mine", 7, 1, 5_000_000]
-    assert "red" in output_value[4]
+    seen_request = ast.literal_eval(reply.tensors()["OUT"][0].decode())
+    assert seen_request[:4] == ["mine", 7, 1, 5_000_000]
+    assert "red" in seen_request[4]
     assert reply.json()["parameters"] == {
         "sequence_id": 7,
         "sequence_start": True,
@@ -215,8 +215,8 @@ def test_a_step_joins_a_stream_with_a_single_tensor(server: Server) -> None:
 @pytest.mark.parametrize("model", ["counts_large", "counts_limited"])
 def test_many_large_responses(server: Server, model: str) -> None:
     """Section 3.7, max_inflight_requests: the responses together exceed any arena."""
-    responses = stream(server, model, IN=floats(300))
-    assert sorted(responses) == [[i + 1, i + 1] for i in range(300)]
+    got = stream(server, model, IN=floats(300))
+    assert sorted(got) == [[i + 1, i + 1] for i in range(300)]
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -264,8 +264,8 @@ def test_statistics_are_sums_of_steps(server: Server) -> None:
         infer(server, "two", IN=np.ones((3, 5), np.float32))
     after = {name: stats(name) for name in ("two", "add", "double")}
 
-    def grown(name: str, key: str, metric: str) -> int:
-        parts = (stats["inference_stats"][key][metric] for stats in (after[name], before[name]))
+    def grown(name: str, key: str, what: str) -> int:
+        parts = (stats["inference_stats"][key][what] for stats in (after[name], before[name]))
         return next(parts) - next(parts)
 
     assert after["two"]["execution_count"] - before["two"]["execution_count"] == 5

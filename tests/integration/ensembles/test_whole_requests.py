@@ -1,6 +1,6 @@
 """Properties of an ensemble's request across all of its processes (section 3.7).
 
-The properties are its timeout, cancellation and limits, and the sequence parameters of its steps.
+These are its timeout, its cancellation, its limits, and the sequence parameters of its steps.
 """
 
 import ast
@@ -64,16 +64,16 @@ def server(models: Path, start: Start) -> Server:
 
 
 def _sequences(repository: Path) -> None:
-    expression = "[request.correlation_id(), request.flags()]"
-    tell = f"return self.response(Y=np.array([repr({expression})], object))"
+    fields = "[request.correlation_id(), request.flags()]"
+    code = f"return self.response(Y=np.array([repr({fields})], object))"
     texts = [tensor("OUT", "BYTES")]
-    add_model(repository, "tell", tell, outputs=[tensor("Y", "BYTES")])
+    add_model(repository, "tell", code, outputs=[tensor("Y", "BYTES")])
     for name, parameters in SAYS.items():
-        model_code = f"""
+        one = f"""
             x = pb_utils.Tensor("Y", self.input(request, "X"))
             return pb_utils.InferenceResponse([x], parameters={parameters!r})
         """
-        add_model(repository, f"says_{name}", model_code)
+        add_model(repository, f"says_{name}", one)
         steps = [xy(f"says_{name}", "IN", "a"), xy("same", "a", "b"), xy("tell", "b", "OUT")]
         add_ensemble(repository, f"then_{name}", steps, outputs=texts)
     beside = [xy("says_all", "IN", "SAID"), xy("tell", "IN", "OUT")]
@@ -82,8 +82,8 @@ def _sequences(repository: Path) -> None:
 
 def _gated(repository: Path) -> None:
     repositories.add(repository, "gated")
-    model_code = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
-    add_model(repository, "first", model_code, *INTEGERS, max_batch_size=8)
+    one = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
+    add_model(repository, "first", one, *INTEGERS, max_batch_size=8)
     gated = {"INPUT0": "a"}, {"OUTPUT0": "OUTPUT0"}
     steps = [step("first", {"INPUT0": "INPUT0"}, {"OUTPUT0": "a"}), step("gated", *gated)]
     add_ensemble(repository, "waits", steps, *INTEGERS, max_batch_size=8)
@@ -109,7 +109,7 @@ def _gated(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "expected_values"),
+    ("model", "expected"),
     [
         ("then_id", [99, 1]),
         ("then_text", ["abc", 1]),
@@ -120,23 +120,23 @@ def _gated(repository: Path) -> None:
     ],
 )
 def test_sequence_parameters_of_a_step_hold_for_later_steps(
-    server: Server, model: str, expected_values: list[Any]
+    server: Server, model: str, expected: list[Any]
 ) -> None:
     """Section 3.7: the `sequence_*` parameters of a step's response override the request's
     flags for all later steps, and are part of the response.
     """
-    output_values, parameters = ask_sequence(server, model)
-    assert output_values == expected_values
+    seen_fields, parameters = ask_sequence(server, model)
+    assert seen_fields == expected
     assert parameters == {
-        "sequence_id": expected_values[0],
-        "sequence_start": bool(expected_values[1] & 1),
-        "sequence_end": bool(expected_values[1] & 2),
+        "sequence_id": expected[0],
+        "sequence_start": bool(expected[1] & 1),
+        "sequence_end": bool(expected[1] & 2),
     }
 
 
 def test_sequence_parameters_of_a_step_do_not_reach_parallel_steps(server: Server) -> None:
-    output_values, parameters = ask_sequence(server, "beside")
-    assert output_values == [7, 1]
+    seen_fields, parameters = ask_sequence(server, "beside")
+    assert seen_fields == [7, 1]
     assert parameters["sequence_id"] == 99
 
 
@@ -197,9 +197,9 @@ def cancelled(server: Server, model: str) -> float:
 
 
 @contextlib.contextmanager
-def hanging_up(server: Server, model: str, sent_array: np.ndarray) -> Iterator[Any]:
+def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
     """Yield a function that disconnects the client of a request."""
-    body = json.dumps({"inputs": [json_input("IN", sent_array)]}).encode()
+    body = json.dumps({"inputs": [json_input("IN", given)]}).encode()
     with raw_connection(server.http_port) as connection:
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -216,7 +216,7 @@ def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, m
     requests of the ensemble together, also after a decoupled step.
     """
     with ThreadPoolExecutor() as pool:
-        streams = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
+        got = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
         visits = [server.gate.next() for _ in range(most)]
         assert server.gate.is_idle()
         for _ in range(8 - most):
@@ -225,4 +225,4 @@ def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, m
             assert server.gate.is_idle(0.01)
         for visit in visits:
             visit.release()
-        assert [sorted(future.result()) for future in streams] == [[[0], [1], [2], [3]]] * 2
+        assert [sorted(future.result()) for future in got] == [[[0], [1], [2], [3]]] * 2

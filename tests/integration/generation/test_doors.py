@@ -389,10 +389,8 @@ def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: st
     request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
     messages: Any = [{"role": "user", "content": "Hi"}]
     text = client.completions.create(prompt="a", **request).choices[0].text
-    content = (
-        client.chat.completions.create(messages=messages, **request).choices[0].message.content
-    )
-    assert {text, content} <= {"yes", "no"}
+    answer = client.chat.completions.create(messages=messages, **request).choices[0].message.content
+    assert {text, answer} <= {"yes", "no"}
 
 
 def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
@@ -427,13 +425,13 @@ def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
 def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
     body = {"model": "narrow", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
 
-    def ask(_: int) -> tuple[int, str | None]:
+    def send_request(_: int) -> tuple[int, str | None]:
         with generative.http() as http:
             reply = http.post("/v1/completions", body)
             return reply.status, reply.headers.get("Retry-After")
 
     with ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(ask, range(6)))
+        replies = list(pool.map(send_request, range(6)))
     with generative.http() as http:
         together = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
     assert together.status == 400  # not 429, because a retry cannot succeed
@@ -540,9 +538,9 @@ def test_large_bodies_have_the_errors_of_small_ones(
     if path == "/v1/embeddings":
         del named["truncate_prompt_tokens"]
     text = json.dumps(named)
-    reply = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
-    assert reply[0][0] >= 400
-    assert reply[0] == reply[1]
+    found = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
+    assert found[0][0] >= 400
+    assert found[0] == found[1]
 
 
 def test_large_texts_are_embedded(generative: Server) -> None:

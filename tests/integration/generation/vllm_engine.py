@@ -104,9 +104,9 @@ def write_model(folder: Path) -> None:
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
     save_file(drawn, folder / "adapter" / "adapter_model.safetensors")
-    adapter_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    lora_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (folder / "adapter" / "adapter_config.json").write_text(
-        json.dumps({**adapter_config, "bias": "none"})
+        json.dumps({**lora_config, "bias": "none"})
     )
 
 
@@ -116,16 +116,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
     version = folder / "tiny" / "1"
     write_model(version)
-    parameters = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
-    (version / "model.json").write_text(json.dumps(parameters))
+    given = {**ARGUMENTS, "model": "weights", "enable_lora": "true"}
+    (version / "model.json").write_text(json.dumps(given))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
     environment = {"TMPDIR": str(folder)}  # torch keeps a cache in this folder
-    made = Server([folder], ["--load-timeout-secs=600"], environment=environment)
+    own_server = Server([folder], ["--load-timeout-secs=600"], environment=environment)
     try:
-        made.wait_ready(within_s=START_S)
-        yield made
+        own_server.wait_ready(within_s=START_S)
+        yield own_server
     finally:
-        made.discard()
+        own_server.discard()
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Yield the port of vLLM's own server with the same model."""
     folder = tmp_path_factory.mktemp("peer")
     write_model(folder)
-    (port_socket,) = hold_ports(1)
-    port = port_of(port_socket)
+    (held,) = hold_ports(1)
+    port = port_of(held)
     flags = [f"--{name.replace('_', '-')}" for name in ARGUMENTS]
     values = [[] if value is True else [str(value)] for value in ARGUMENTS.values()]
     process = subprocess.Popen(
@@ -159,7 +159,7 @@ def vllm_port(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
     finally:
         process.terminate()
         process.wait(60)
-        port_socket.close()
+        held.close()
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -168,8 +168,8 @@ def test_texts_equal_those_of_vllms_server(
     server: Server, vllm_port: int, kind: dict[str, Any], chat: bool
 ) -> None:
     for prompt in PROMPTS:
-        request_case = chat, prompt, kind
-        assert text_of(server.http_port, *request_case) == text_of(vllm_port, *request_case)
+        arguments = chat, prompt, kind
+        assert text_of(server.http_port, *arguments) == text_of(vllm_port, *arguments)
 
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
@@ -181,10 +181,10 @@ def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) 
     assert mine["text"] == theirs["text"]
     for name in ("tokens", "text_offset"):
         assert mine["logprobs"][name] == theirs["logprobs"][name]
-    pairs = zip(
+    both = zip(
         mine["logprobs"]["token_logprobs"], theirs["logprobs"]["token_logprobs"], strict=True
     )
-    assert all(one == other or one == pytest.approx(other, abs=1e-4) for one, other in pairs)
+    assert all(one == other or one == pytest.approx(other, abs=1e-4) for one, other in both)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -200,10 +200,10 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, ch
     }
     found = []
     for port in (server.http_port, vllm_port):
-        made = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
-        message = made["message"]
+        chosen = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
+        message = chosen["message"]
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        found.append((calls, message.get("content") or "", made["finish_reason"]))
+        found.append((calls, message.get("content") or "", chosen["finish_reason"]))
     assert found[0] == found[1]
 
 
@@ -215,11 +215,11 @@ def test_200_concurrent_requests(server: Server) -> None:
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
-    request_body, before = {**LONG, "stream": True}, generated(server)
+    body, before = {**LONG, "stream": True}, generated(server)
     connections = []
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
-        connection.request("POST", "/v1/completions", json.dumps(request_body))
+        connection.request("POST", "/v1/completions", json.dumps(body))
         connections.append(connection)
     for connection in connections:
         connection.getresponse().read(100)
@@ -239,9 +239,9 @@ def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
-    reply = response.status, json.loads(response.read())
+    found = response.status, json.loads(response.read())
     connection.close()
-    return reply
+    return found
 
 
 def generated(server: Server) -> float:
@@ -266,17 +266,17 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     )
     theirs = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain
-    status, reply = posted(
+    status, found = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
-    assert "there is no adapter 'x'" in reply["error"]["message"]
+    assert "there is no adapter 'x'" in found["error"]["message"]
     body = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **request})
-    status, reply = posted(
+    status, found = posted(
         server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
-    assert (status, reply["text_output"]) == (200, mine)
+    assert (status, found["text_output"]) == (200, mine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -290,7 +290,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(
     """
     found = []
     for port in (server.http_port, vllm_port):
-        made = []
+        messages = []
         for seed in range(5):
             body = {
                 "model": "tiny",
@@ -308,8 +308,8 @@ def test_reasoning_is_split_as_by_vllm_s_server(
                     message = choice.get("delta") or choice.get("message") or {}
                     for name in parts:
                         parts[name] += message.get(name) or ""
-            made.append({name: part.removeprefix("</think>") for name, part in parts.items()})
-        found.append(made)
+            messages.append({name: part.removeprefix("</think>") for name, part in parts.items()})
+        found.append(messages)
     assert found[0] == found[1]
     assert any(each["reasoning"] and each["content"] for each in found[0])
 
@@ -328,8 +328,8 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
             for port in (server.http_port, vllm_port)
         )
         assert mine == theirs
-    status, reply = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
-    assert status == 400, reply
+    status, found = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
+    assert status == 400, found
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     connection.request("GET", "/v1/models/tiny")
     assert json.loads(connection.getresponse().read())["max_model_len"] == 512
@@ -347,9 +347,9 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     else:
         path, body = "/v1/completions", {"model": "tiny", "prompt": "the", **sampled}
         headers = {"X-Request-Timeout-Ms": "300"}
-    status, reply = posted(server.http_port, path, body, **headers)
-    assert status == (400 if limit == "parameter" else 503), reply
-    assert "Request timeout expired (300000 microseconds" in json.dumps(reply)
+    status, found = posted(server.http_port, path, body, **headers)
+    assert status == (400 if limit == "parameter" else 503), found
+    assert "Request timeout expired (300000 microseconds" in json.dumps(found)
     assert aborted(server, before, 16 * 480)
 
 
@@ -358,20 +358,20 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
 
     Metrics are reported twice a second, so the requests must wait for longer than that.
     """
-    ended_ids: list[int] = []
+    ended: list[int] = []
 
-    def ask(priority: int) -> None:
+    def send_request(priority: int) -> None:
         sampled: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "priority": priority}
         complete(server.http_port, **sampled)
-        ended_ids.append(priority)
+        ended.append(priority)
 
     with ThreadPoolExecutor(200) as pool:
         for _ in range(160):
-            pool.submit(ask, 9)
+            pool.submit(send_request, 9)
         until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30)
-        pool.submit(ask, 1)
+        pool.submit(send_request, 1)
     # 64 requests run at a time. In order of arrival, request 1 would be among the last 32.
-    assert ended_ids.index(1) < 128
+    assert ended.index(1) < 128
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
@@ -383,8 +383,8 @@ def test_metrics_of_vllm_count(server: Server) -> None:
 
 def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": "some words " * 6_000_000, "max_tokens": 1}
-    status, reply = posted(server.http_port, "/v1/completions", body)
-    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+    status, found = posted(server.http_port, "/v1/completions", body)
+    assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
 
 
 # --- the end of processes
@@ -392,11 +392,11 @@ def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
 
 def shared_memory(server: Server) -> set[str]:
     """Return the objects of Python's multiprocessing that the server's processes use."""
-    texts = set()
+    found = set()
     for child in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            texts |= {memory_map.path for memory_map in child.memory_maps()}
-    return {path for path in texts if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
+            found |= {memory_map.path for memory_map in child.memory_maps()}
+    return {path for path in found if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
 
 
 @pytest.mark.parametrize("killed", ["engine", "worker"])

@@ -46,7 +46,7 @@ _PATIENCE_S = 1.0
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Yield the port of a gateway whose timeout for headers is one second."""
+    """Where a gateway listens that has a second's patience."""
     folder = tmp_path_factory.mktemp("gateway")
     with listening(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
         yield number
@@ -111,18 +111,18 @@ def read_all(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent_bytes",
+    "sent",
     [
         b"",
         PREFACE[:10],
-        OPENED,  # the client never acknowledges the SETTINGS
+        OPENED,  # it never acknowledges the server's settings
         OPENED + frame(1, 4, 1, post(f"{SERVICE}ModelInfer")),
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
-def test_a_client_that_stops_sending_is_disconnected(port: int, sent_bytes: bytes) -> None:
+def test_a_client_that_stops_sending_is_disconnected(port: int, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
-        silent.sendall(sent_bytes)
+        silent.sendall(sent)
         read_all(silent)
     assert is_served(port)
 
@@ -172,10 +172,10 @@ def test_a_slow_upload_is_waited_for(port: int) -> None:
     request = pb.ModelInferRequest(model_name="none", raw_input_contents=[bytes(700_000)])
     with throttled(port, 256 * 1024) as slower, grpc.insecure_channel(slower) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        start_s = time.monotonic()
+        began = time.monotonic()
         with pytest.raises(grpc.RpcError) as error:
             stub.ModelInfer(request, timeout=30, wait_for_ready=True)
-        assert time.monotonic() - start_s > 2 * _PATIENCE_S
+        assert time.monotonic() - began > 2 * _PATIENCE_S
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -200,8 +200,8 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
         listening(tmp_path, "0.0.0.0", max_connections=most) as port,
         contextlib.ExitStack() as ends,
     ):
-        open_socket = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-        open_socket.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        held = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        held.sendall(OPENED + frame(SETTINGS, ACK, 0))
         crowd = [
             ends.enter_context(
                 socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
@@ -213,7 +213,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
                 sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
         until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(most))
         assert is_served(port)
-        assert is_open(open_socket)
+        assert is_open(held)
 
 
 def is_open(sock: socket.socket) -> bool:

@@ -76,7 +76,7 @@ def test_the_processes(server: Server) -> None:
         assert ports == {server.grpc_port}
 
 
-def live(port: int, request_counts: Counter[str]) -> None:
+def live(port: int, outcomes: Counter[str]) -> None:
     """Query liveness on a new connection; repeat it if the connection is lost."""
     while True:
         try:
@@ -91,40 +91,40 @@ def live(port: int, request_counts: Counter[str]) -> None:
                         raise ConnectionResetError
                     received += piece
         except (ConnectionResetError, BrokenPipeError):
-            request_counts["cut off"] += 1
+            outcomes["cut off"] += 1
         else:
-            request_counts["answered"] += 1
+            outcomes["answered"] += 1
             return
 
 
 def test_no_death_refuses_a_connection(server: Server) -> None:
-    request_counts: Counter[str] = Counter()
-    is_over = threading.Event()
+    outcomes: Counter[str] = Counter()
+    over = threading.Event()
 
-    def ask() -> None:
-        while not is_over.is_set():
-            live(server.grpc_port, request_counts)
+    def send_calls() -> None:
+        while not over.is_set():
+            live(server.grpc_port, outcomes)
 
     def kill(victims: list[psutil.Process]) -> None:
         for victim in victims:
             victim.kill()
         psutil.wait_procs(victims)
-        before = request_counts["answered"]
+        before = outcomes["answered"]
         until("all are back", lambda: gateways(server) == TITLES)
-        until("calls go on", lambda: request_counts["answered"] > before)
+        until("calls go on", lambda: outcomes["answered"] > before)
 
     choice = random.Random(1)
     with ThreadPoolExecutor(CALLERS) as pool:
-        callers = [pool.submit(ask) for _ in range(CALLERS)]
+        callers = [pool.submit(send_calls) for _ in range(CALLERS)]
         try:
             for _ in range(DEATHS):
                 kill([choice.choice(server.find(TITLES[0]))])
             kill(server.find(TITLES[0]))
         finally:
-            is_over.set()
+            over.set()
         for caller in callers:
             caller.result()
-    assert request_counts["cut off"] <= CALLERS * (DEATHS + 3)
+    assert outcomes["cut off"] <= CALLERS * (DEATHS + 3)
 
 
 def test_calls_of_a_client_go_on(server: Server) -> None:
@@ -153,7 +153,7 @@ def test_calls_of_a_client_go_on(server: Server) -> None:
                     break
 
 
-# --- identities at the unix socket
+# --- who is known at the unix socket
 
 
 @contextlib.contextmanager
@@ -167,8 +167,8 @@ def unix(path: Path, uid: int, *groups: int) -> Iterator[Any]:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
-def register(name: str, made: SharedObject) -> Any:
-    return pb.SystemSharedMemoryRegisterRequest(name=name, key=made.key, byte_size=2 * SIZE)
+def register(name: str, shared: SharedObject) -> Any:
+    return pb.SystemSharedMemoryRegisterRequest(name=name, key=shared.key, byte_size=2 * SIZE)
 
 
 def through(name: str) -> Any:
@@ -217,9 +217,9 @@ def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
         alice.SystemSharedMemoryRegister(register("hers", hers), timeout=20, **mine)
         alice.ModelInfer(through("hers"), timeout=20, **mine)
         assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-        for who, visible_names in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
+        for who, seen in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
             regions = who.SystemSharedMemoryStatus(status, timeout=20, **mine)
-            assert sorted(regions.regions) == visible_names
+            assert sorted(regions.regions) == seen
         assert refusal(bob.ModelInfer, through("hers"), **mine)[0] == "NOT_FOUND"
         alice.SystemSharedMemoryUnregister(
             pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **mine

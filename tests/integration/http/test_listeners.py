@@ -173,21 +173,21 @@ def test_the_unix_socket_admits_the_group_with_a_token(
 ) -> None:
     path = folder / "socket"
 
-    def ask(headers: dict[str, str]) -> Reply:
+    def get_metadata(headers: dict[str, str]) -> Reply:
         with unix(path) as connection:
             return connection.get("/v2", headers)
 
-    assert as_user(ALICE, lambda: ask({}), (FRIENDS,)).status == 401
-    assert as_user(ALICE, lambda: ask(bearer(PROGRAM)), (FRIENDS,)).status == 200
+    assert as_user(ALICE, lambda: get_metadata({}), (FRIENDS,)).status == 401
+    assert as_user(ALICE, lambda: get_metadata(bearer(PROGRAM)), (FRIENDS,)).status == 200
     with pytest.raises(PermissionError):
-        as_user(ALICE, lambda: ask(bearer(TOKEN)))
+        as_user(ALICE, lambda: get_metadata(bearer(TOKEN)))
 
 
 # --- the start
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "expected_error"),
     [
         (("--http-address=0.0.0.0",), "--http-address: other hosts reach '0.0.0.0'"),
         (("--http-address=::",), "--http-address: other hosts reach '::'"),
@@ -205,12 +205,12 @@ def test_the_unix_socket_admits_the_group_with_a_token(
         (("--shm-overlap=x",), "--shm-overlap: 'x' is not one of error, warn, ignore"),
     ],
 )
-def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], expected_error: str) -> None:
     """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
     ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
     refused = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
     assert refused.returncode == 2
-    assert message in refused.stderr
+    assert expected_error in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
 
 
@@ -218,8 +218,8 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
     """R3, R4: only configured listeners exist; a socket left by a killed server is replaced."""
     repositories.add(tmp_path / "models", "identity")
     path = folder / "other"
-    with socket.socket(socket.AF_UNIX) as stale_socket:
-        stale_socket.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
     flags = ("--allow-http=false", f"--http-unix-socket={path}", "--metrics-address=0.0.0.0")
     server = Server([tmp_path / "models"], (*flags, "--insecure"))
     try:
@@ -236,9 +236,9 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
         assert set(listening) == {server.metrics_port}
         with contextlib.closing(Http(server.metrics_port)) as scraper:
             assert scraper.get("/metrics").status == 200
-        result = run_command("serve", f"--model-repository={tmp_path / 'models'}", *flags[:2])
-        assert result.returncode == 2
-        assert "Address already in use" in result.stderr
+        taken = run_command("serve", f"--model-repository={tmp_path / 'models'}", *flags[:2])
+        assert taken.returncode == 2
+        assert "Address already in use" in taken.stderr
         assert path.exists()
     finally:
         server.stop()
@@ -283,12 +283,8 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
             assert (allowed.status, allowed.body) == (200, b"")
             assert allowed.headers["Access-Control-Allow-Origin"] == PAGE
             assert allowed.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
-        other_reply = http.call(
-            "OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": "https://b.c"}
-        )
-        assert (
-            other_reply.status == 403 and "Access-Control-Allow-Origin" not in other_reply.headers
-        )
+        other = http.call("OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": "https://b.c"})
+        assert other.status == 403 and "Access-Control-Allow-Origin" not in other.headers
         page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
         path = "/v2/models/identity/infer"
         for _ in range(3):  # later ones are repeated requests

@@ -25,7 +25,7 @@ TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
 SCRAPER = "0123456789abcdef-metrics"
 ADMIN, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
 ROW = np.array([1], np.int32)
-INFER_BODY = {"inputs": [json_input("INPUT0", ROW)]}
+ASKED = {"inputs": [json_input("INPUT0", ROW)]}
 
 
 # The headers that this server forwards to its models.
@@ -58,14 +58,14 @@ def call(server: Server) -> Iterator[Any]:
         yield grpc_stub
 
 
-def refusal(ask: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+def refusal(send_call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as refused:
-        ask()
+        send_call()
     return refused.value.code(), refused.value.details()
 
 
 def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
-    """R3: processes communicate over sockets in the run directory, and not over abstract names."""
+    """R3: what processes say to each other they say there, and in no name that has no owner."""
     names = {
         str(connection.laddr)
         for process in server.tree()
@@ -92,7 +92,7 @@ def test_only_configured_listeners_exist(server: Server) -> None:
 
 
 def test_every_process_has_a_title(server: Server) -> None:
-    """`ps` shows a title for each process, and no command line with its flags."""
+    """What `ps` shows; a command line with its flags is nowhere."""
     titles = server.titles()
     assert {
         *("supervisor", "front zygote", "worker zygote", "gateway http 0", "gateway grpc"),
@@ -123,7 +123,7 @@ def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> No
     """
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
-    body = {**INFER_BODY, "parameters": {"mine": 1}}
+    body = {**ASKED, "parameters": {"mine": 1}}
     plain = {"x-other": "y", "headers": "x", "shared_memory_region": "r"}
     reply = http.infer("echo_request", body, plain).ok()
     over_http = json.loads(reply.tensors()["OUTPUT0"][0])
@@ -147,9 +147,8 @@ RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "trit
 
 @pytest.mark.parametrize("key", RESERVED)
 def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
-    """R16: names that start with triton_ are reserved, except for one that gRPC clients may
-    send."""
-    reply = http.infer("echo_request", {**INFER_BODY, "parameters": {key: True}})
+    """R16: what starts with triton_ is the server's; over gRPC one is the client's to say."""
+    reply = http.infer("echo_request", {**ASKED, "parameters": {key: True}})
     assert reply.status == 400
     assert "parameter keys starting with 'triton_' are reserved" in reply.error
     request = request_of("echo_request", ROW, "INT32")
@@ -165,10 +164,10 @@ def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
 
 NAMES = ["..", ".", "../elsewhere/secret", "/etc", "a/b", "a\\b", "\x00", "constant\x00"]
 GOOD = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
-EDGE_NAMES = [*GOOD, "constant\n", "", "x" * 256]
+OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 
 
-@pytest.mark.parametrize("name", NAMES + EDGE_NAMES)
+@pytest.mark.parametrize("name", NAMES + OTHERS)
 def test_a_model_name_cannot_leave_the_repository(
     server: Server, http: Http, call: Any, folder: Path, name: str
 ) -> None:
@@ -183,8 +182,8 @@ def test_a_model_name_cannot_leave_the_repository(
         reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
-    for ask in (f"/v2/models/{spelled}/config", f"/v2/models/{spelled}/versions/1/config"):
-        assert http.get(ask).status in (400, 404)
+    for path in (f"/v2/models/{spelled}/config", f"/v2/models/{spelled}/versions/1/config"):
+        assert http.get(path).status in (400, 404)
     request = pb.RepositoryModelLoadRequest(model_name=name)
     code, text = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
@@ -206,7 +205,7 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
     for path in ("config", "infer", "ready"):
         for shown in (spelled, version if version.isalnum() else spelled):
             method = "POST" if path == "infer" else "GET"
-            body = INFER_BODY if path == "infer" else None
+            body = ASKED if path == "infer" else None
             reply = http.call(method, f"/v2/models/constant/versions/{shown}/{path}", body)
             assert reply.status in (400, 404), (path, reply.body)
     request = request_of("constant", ROW, "INT32")
@@ -227,11 +226,8 @@ def test_files_of_a_load_request_stay_in_their_folder(
     """R17: over both listeners; and what a configuration names must be there too."""
     before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
-    load_parameters = {
-        "config": json.dumps(config),
-        f"file:{path}": base64.b64encode(b"x").decode(),
-    }
-    reply = http.post("/v2/repository/models/constant/load", {"parameters": load_parameters})
+    given = {"config": json.dumps(config), f"file:{path}": base64.b64encode(b"x").decode()}
+    reply = http.post("/v2/repository/models/constant/load", {"parameters": given})
     assert reply.status in (400, 500), reply.body
     request = pb.RepositoryModelLoadRequest(model_name="constant")
     request.parameters["config"].string_param = json.dumps(config)
@@ -243,7 +239,7 @@ def test_files_of_a_load_request_stay_in_their_folder(
     reply = http.post("/v2/repository/models/constant/load", {"parameters": parameters})
     assert reply.status in (400, 500), reply.body
     assert {name for _, _, names in os.walk(folder) for name in names} == before
-    assert http.infer("constant", INFER_BODY).ok().tensors()["OUTPUT0"][0] == 1
+    assert http.infer("constant", ASKED).ok().tensors()["OUTPUT0"][0] == 1
 
 
 def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> None:
@@ -266,7 +262,7 @@ def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
         for path in ("/v2", "/v2/health/ready", "/v2/health/live", "/v2/logging"):
             reply = scraper.get(path)
             assert (reply.status, reply.body) == (200, b"")
-        reply = scraper.post("/v2/models/constant/infer", INFER_BODY)
+        reply = scraper.post("/v2/models/constant/infer", ASKED)
         assert (reply.status, reply.body) == (200, b"")
 
 
@@ -286,10 +282,10 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
     answers: list[str] = []
     with running(folder / "guarded", *flags, grpc=True) as server:
 
-        def ask() -> None:
+        def send_requests() -> None:
             with server.http() as http, stub(server) as call:
-                token_pairs = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
-                for token, admin in token_pairs:
+                credentials = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
+                for token, admin in credentials:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
                     paths = ("/v2", "/v2/logging", "/v2/models/stats", "/nothing")
                     answers.extend(repr(http.get(path, headers)) for path in paths)
@@ -307,7 +303,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
                         except grpc.RpcError as error:
                             answers.append(f"{error.details()} {error.trailing_metadata()}")
 
-        def visible_texts() -> Iterator[str]:
+        def seen() -> Iterator[str]:
             yield server.log()
             yield from answers
             for process in server.tree():
@@ -321,12 +317,12 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
                     if Path(path, file).is_file():
                         yield Path(path, file).read_bytes().decode(errors="replace")
 
-        ask()
+        send_requests()
         for title in ("gateway http 0", "scheduler constant", "worker constant.0"):
             server.find_one(title).kill()
         server.wait_ready()
-        ask()
+        send_requests()
         secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)
-        shown = [text for text in visible_texts() if any(secret in text for secret in secrets)]
+        shown = [text for text in seen() if any(secret in text for secret in secrets)]
         assert shown == []
         assert "log_verbose_level" in "".join(answers)

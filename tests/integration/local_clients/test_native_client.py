@@ -78,8 +78,8 @@ def test_only_the_outputs_that_are_asked_for(client) -> None:
 
 def test_strings_in_and_out(client) -> None:
     words = np.array([[b"one", b"zwei", b""]], dtype=object)
-    output = client.infer("text", INPUT0=words)["OUTPUT0"]
-    assert output.dtype == object and (output == words).all()
+    out = client.infer("text", INPUT0=words)["OUTPUT0"]
+    assert out.dtype == object and (out == words).all()
     many = np.array([[f"{n:05}" for n in range(9000)]])  # more than a message takes
     assert client.infer("text", INPUT0=many)["OUTPUT0"][0, -1] == b"08999"
 
@@ -134,8 +134,8 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
     with client.infer("rows", INPUT0=x) as result:
         y = result["OUTPUT0"]
         assert (y == x).all() and y.sum() == pytest.approx(x.sum(), rel=1e-4)
-        kept_array = y.copy()
-    assert (kept_array == x).all()
+        kept = y.copy()
+    assert (kept == x).all()
     for use in (
         lambda: y[0],
         lambda: y + 1,
@@ -203,18 +203,15 @@ def test_a_region_is_read_and_written_in_place(client) -> None:
 @pytest.mark.parametrize("part", [slice(None), slice(1, 2)], ids=["views", "plain views"])
 def test_results_end_with_their_own_regions(client, part: slice) -> None:
     sizes = {"a": ((2, 16), "INT32"), "b": ((2, 16), "INT32")}
-    passed_region, first, second = (client.allocate(sizes) for _ in range(3))
-    for region in (passed_region, first, second):
+    given, first, second = (client.allocate(sizes) for _ in range(3))
+    for region in (given, first, second):
         region["a"][:], region["b"][:] = A, B
     result = client.infer(
         "simple",
-        {
-            "INPUT0": passed_region["a"][part],
-            "INPUT1": passed_region.view("b", passed_region["a"][part].shape),
-        },
+        {"INPUT0": given["a"][part], "INPUT1": given.view("b", given["a"][part].shape)},
         outputs={"OUTPUT0": first["a"][part], "OUTPUT1": second["b"][part]},
     )
-    passed_region.release()
+    given.release()
     first.release()
     assert (result["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
     with pytest.raises(shmserve.client.Released):
@@ -302,7 +299,7 @@ def test_strided_and_empty_inputs(client) -> None:
 
 def test_a_signal_handler_cannot_use_the_client_while_its_thread_waits(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B)
-    with client._get_waiter().lock:  # a waiting thread holds this lock
+    with client._get_waiter().lock:  # as in a wait
         for use in (lambda: client.infer("simple", INPUT0=A, INPUT1=B), client.close):
             with pytest.raises(shmserve.client.Unavailable, match="a signal handler cannot use"):
                 use()
@@ -350,20 +347,20 @@ def test_finished_calls_keep_no_memory(client) -> None:
         )
         assert 1 <= len(prepared._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
-        lease_ref = weakref.ref(region.lease)
+        held = weakref.ref(region.lease)
         client.infer_async("rows", region).result(20)
         with contextlib.suppress(shmserve.client.InvalidArgument):
             client.infer("rows", region, parameters={"x": None})
         region.release()
-        until("the connection's thread has let go", lambda: lease_ref() is None)
+        until("the connection's thread has let go", lambda: held() is None)
         # The server has a region's memory back as well, though nothing is allocated any more.
         region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
-        kept_array = np.asarray(region["INPUT0"])
+        kept = np.asarray(region["INPUT0"])
         address = region.segment.address
         del region
         memories = client._session.memories
         assert memories.find(address, 1) is not None
-        del kept_array
+        del kept
         until("it is withdrawn", lambda: memories.find(address, 1) is None)
     finally:
         gc.enable()
@@ -372,12 +369,12 @@ def test_finished_calls_keep_no_memory(client) -> None:
 def test_from_many_threads(client) -> None:
     mismatches: list[object] = []
 
-    def ask(seed: int) -> None:
+    def send_requests(seed: int) -> None:
         x = frames(seed=seed)
         answers = (client.infer("rows", INPUT0=x)["OUTPUT0"] for _ in range(10))
         mismatches.extend(seed for y in answers if not (y == x).all())
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    threads = [threading.Thread(target=send_requests, args=(seed,)) for seed in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -391,14 +388,14 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     all_have_asked = threading.Barrier(count)
     answers: list[float] = []
 
-    def ask(number: int) -> None:
+    def send_requests(number: int) -> None:
         x = np.full(4, number, np.float32)
         answers.append(client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"][0])
         more = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
         answers.extend(one["OUTPUT0"][0] for one in more)
         all_have_asked.wait()
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -411,14 +408,14 @@ def test_more_at_once_than_a_frame_may_have(client, rows_server: Server) -> None
     x = np.ones(4000, np.float32)
     count = (64 << 20) // x.nbytes + 100
 
-    async def ask() -> list[shmserve.client.Result | BaseException]:
+    async def send_requests() -> list[shmserve.client.Result | BaseException]:
         async with aio.connect(rows_server.run_dir) as server:
-            pending_calls = (server.infer("identity", INPUT0=x) for _ in range(count))
-            answers = await asyncio.gather(*pending_calls, return_exceptions=True)
+            calls = (server.infer("identity", INPUT0=x) for _ in range(count))
+            answers = await asyncio.gather(*calls, return_exceptions=True)
             assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
             return answers
 
-    refused = [a for a in asyncio.run(ask()) if not isinstance(a, shmserve.client.Result)]
+    refused = [a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)]
     # Most find the queue full.
     assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
     with pytest.raises(shmserve.client.InvalidArgument, match="maximum is 1048576"):
@@ -447,13 +444,13 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
     copied, lost = connection.copy_range, [1]
 
-    def read_lost(memory_range: Range) -> bytes:
+    def gone(memory_range: Range) -> bytes:
         if lost[0]:
             lost[0] -= 1
             raise shmserve.client.Unavailable("the memory of a tensor has been released")
         return bytes(copied(memory_range))
 
-    connection.copy_range = read_lost
+    connection.copy_range = gone
     x = np.arange(20000, dtype=np.float32)
     assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
     lost[0] = 2

@@ -97,7 +97,7 @@ import os, resource, sys, threading
 import numpy as np
 import shmserve.client
 
-def tell(call):
+def report(call):
     try:
         print(call())
     except shmserve.client.ShmserveError as error:
@@ -109,10 +109,10 @@ with shmserve.client.connect(sys.argv[1]) as client:
     used = len(os.listdir("/proc/self/fd")) - 1  # without that of the listing
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
     infer = lambda: client.infer("simple", INPUT0=a, INPUT1=a)["OUTPUT0"][0, 0]
-    thread = threading.Thread(target=tell, args=(infer,))
+    thread = threading.Thread(target=report, args=(infer,))
     thread.start()
     thread.join()
-    tell(lambda: shmserve.client.connect(sys.argv[1]))
+    report(lambda: shmserve.client.connect(sys.argv[1]))
 """
 
 
@@ -184,11 +184,11 @@ def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.clie
 
 async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
     async with aio.connect(gated.run_dir) as server:
-        with shmserve.client.connect(gated.run_dir) as other_client:
-            other_value = _value(other_client, 1)
-        blocker = asyncio.create_task(server.infer("gated", other_value))
+        with shmserve.client.connect(gated.run_dir) as other:
+            given = _value(other, 1)
+        blocker = asyncio.create_task(server.infer("gated", given))
         visit = await asyncio.to_thread(gated.gate.next)
-        waiting = asyncio.create_task(server.infer("gated", other_value))
+        waiting = asyncio.create_task(server.infer("gated", given))
         await asyncio.to_thread(gated.wait_pending, "gated", 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -198,19 +198,20 @@ async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> Non
         assert (await blocker)["OUTPUT0"].flat[0] == 1
 
 
-@pytest.mark.parametrize("made", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
+@pytest.mark.parametrize("as_input", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
 def test_memory_is_kept_for_what_is_in_flight(
-    gated: Server, client: shmserve.client.Server, made: Callable[..., Any]
+    gated: Server, client: shmserve.client.Server, as_input: Callable[..., Any]
 ) -> None:
-    """This includes a request whose program has only a plain view of the memory, and deletes the
-    view."""
+    """Also where the program has only a plain view of it, and forgets that."""
     x = np.arange(ROW, dtype=np.float32)
     blocker = client.infer_async("large", INPUT0=x)
     visit = gated.gate.next()
     region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
     region["INPUT0"][1] = x
     answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
-    waiting = [client.infer_async("large", INPUT0=made(a[1])) for a in (region["INPUT0"], answer)]
+    waiting = [
+        client.infer_async("large", INPUT0=as_input(a[1])) for a in (region["INPUT0"], answer)
+    ]
     region.release()
     del region, answer
     gated.wait_pending("large", 2)
@@ -239,13 +240,13 @@ sys.stdin.read()
 
 def _shared(process: psutil.Process) -> int:
     """Return the number of clients' memories that a process maps or holds."""
-    mappings = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
+    held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
     for name in os.listdir(f"/proc/{process.pid}/fd"):
         try:
-            mappings += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
+            held += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
         except OSError:
             continue
-    return mappings
+    return held
 
 
 def test_a_killed_client_leaks_nothing(gated: Server, client: shmserve.client.Server) -> None:
@@ -374,15 +375,11 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         before = state()
-        kept_output = [
-            shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)
-        ]
-        kept_output.append(
-            shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20)
-        )
-        assert all((result["OUTPUT0"] == x).all() for result in kept_output)
+        kept = [shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)]
+        kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
+        assert all((result["OUTPUT0"] == x).all() for result in kept)
         assert (asyncio.run(talk()) == x).all()
-        del kept_output  # the results keep their memory
+        del kept  # the results keep their memory
         until("nothing is left", lambda: state() == before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated.run_dir)
@@ -473,15 +470,15 @@ def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) 
 
 
 def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Server) -> None:
-    """The callback runs in the thread that reads responses, while other threads allocate memory."""
+    """It runs where the server's answers are read, and others want memory meanwhile."""
     x = np.ones((4, ROW), np.float32)
     second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 
     def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
         try:
             with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
-                pending_call = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
-            pending_call.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
+                chained = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
+            chained.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
         except BaseException as error:
             second.set_exception(error)
 
@@ -492,7 +489,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "send_request",
     [
         lambda client: client.infer("simple", INPUT0=A, INPUT1=A),
         lambda client: next(client.map("simple", [{"INPUT0": A, "INPUT1": A}])),
@@ -504,16 +501,16 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     gated: Server,
     client: shmserve.client.Server,
     monkeypatch: pytest.MonkeyPatch,
-    ask: Callable[[shmserve.client.Server], Any],
+    send_request: Callable[[shmserve.client.Server], Any],
 ) -> None:
     """The call would wait for its own thread, which is the one that reads the responses."""
     monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 1)
-    ask(client)  # takes the only channel
+    send_request(client)  # takes the only channel
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
     def callback(_: object) -> None:
         try:
-            outcome.set_result(ask(client))
+            outcome.set_result(send_request(client))
         except BaseException as error:
             outcome.set_exception(error)
 
@@ -580,25 +577,25 @@ def test_a_request_with_output_over_its_input_is_not_retried(
 def test_a_reload_under_load_fails_no_request(
     gated: Server, client: shmserve.client.Server
 ) -> None:
-    is_over = threading.Event()
-    asked = 0
+    over = threading.Event()
+    answered = 0
 
-    def ask() -> None:
-        nonlocal asked
+    def send_requests() -> None:
+        nonlocal answered
         x = np.ones((1, ROW), np.float32)
-        while not is_over.is_set():
+        while not over.is_set():
             assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
-            asked += 1
+            answered += 1
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool, gated.http() as http:
-        asking = [pool.submit(ask) for _ in range(3)]
+        asking = [pool.submit(send_requests) for _ in range(3)]
         try:
             for _ in range(3):
-                enough = asked + 10
+                enough = answered + 10
                 http.load("rows").ok()
-                until("it is asked on", partial(lambda most: asked > most, enough))
+                until("it is asked on", partial(lambda most: answered > most, enough))
         finally:
-            is_over.set()
+            over.set()
         for thread in asking:
             thread.result()
 
@@ -620,7 +617,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
     with shmserve.client.connect(run_dir) as client:
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
         region["INPUT0"][:] = 3
-        kept_array = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
+        kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
         assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
         late = client._session.pack(
             client._session.connection(), ("rows", region, None, "", PLAIN, {})
@@ -636,15 +633,15 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
         second = Server([repository], run_dir=run_dir).wait_ready()
         try:
             region["INPUT0"][:] = 4
-            tell = client._session.memories.share_again
+            share_again = client._session.memories.share_again
 
             def nobody_else_asks_yet(share: Any) -> None:
                 assert not client._session._connection.alive
-                tell(share)
+                share_again(share)
 
             client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
-            assert (kept_array == 1).all()
+            assert (kept == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
                 client._get_waiter().submit(late)  # it was made for the server before
             future = client.infer_async("rows", region)
@@ -664,6 +661,6 @@ def test_a_program_pays_for_neither_torch_nor_aiohttp(gated: Server) -> None:
         "    client.infer_async('rows', INPUT0=np.ones((1, 8192), np.float32)).result()\n"
         "print(*sys.modules)"
     )
-    result = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
-    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(result.stdout.split())
-    assert not result.stderr
+    done = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
+    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(done.stdout.split())
+    assert not done.stderr

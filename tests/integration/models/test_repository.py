@@ -163,8 +163,8 @@ def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
             path = f"/v2/models/{quote(name, safe='')}"
             assert http.get(path).ok().json()["name"] == name
             assert client.get_model_metadata(name).name == name
-            input_tensor = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
-            reply = http.post(f"{path}/infer", {"inputs": [input_tensor]}).ok().json()
+            one = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
+            reply = http.post(f"{path}/infer", {"inputs": [one]}).ok().json()
             assert (reply["model_name"], reply["outputs"][0]["data"]) == (name, [1])
             server.wait_log(f"successfully loaded '{name}'")
         listed = server.metrics()
@@ -217,8 +217,8 @@ def test_a_named_configuration(tmp_path: Path) -> None:
     with running(tmp_path, "--model-config-name=alt") as server, server.http() as http:
         config = http.get("/v2/models/constant/config").ok().json()
         assert config["parameters"] == {"which": {"string_value": "alt"}}
-        other_reply = http.get("/v2/models/identity/config").ok().json()
-        assert "which" not in other_reply.get("parameters", {})
+        other = http.get("/v2/models/identity/config").ok().json()
+        assert "which" not in other.get("parameters", {})
         assert "no effect" not in server.log()
 
 
@@ -503,7 +503,7 @@ def test_a_model_that_is_only_in_the_request(empty_server: Explicit) -> None:
 
 
 @contextlib.contextmanager
-def running_load(server: Server, http: Http, repository: Path) -> Iterator[Load]:
+def under_load(server: Server, http: Http, repository: Path) -> Iterator[Load]:
     """Run clients of two models during the block; each request must succeed."""
     repositories.add(repository, "simple", "identity")
     for name in ("simple", "identity"):
@@ -516,7 +516,7 @@ def running_load(server: Server, http: Http, repository: Path) -> Iterator[Load]
 def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
     server, repository = empty_server
     counted = [server.metric("nv_inference_request_success")]
-    with server.http() as http, running_load(server, http, repository) as asking:
+    with server.http() as http, under_load(server, http, repository) as asking:
         for _ in range(3):
             http.load("simple").ok()
             http.load("identity").ok()
@@ -561,7 +561,7 @@ def test_requests_of_an_old_generation_are_counted(empty_server: Explicit, betwe
 def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    with server.http() as http, running_load(server, http, repository):
+    with server.http() as http, under_load(server, http, repository):
         http.load("constant").ok()
         rewrite(repository, BROKEN)
         reply = http.load("constant")
@@ -638,9 +638,9 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(empty_server: Ex
         visit = server.gate.next()
         http.load("gated").ok()
         new = pool.number("gated", 2)
-        other_visit = server.gate.next()
-        assert other_visit.pid != visit.pid
-        other_visit.release()
+        other = server.gate.next()
+        assert other.pid != visit.pid
+        other.release()
         assert new.result().status == 200
         assert not old.done()
         http.unload("gated").ok()

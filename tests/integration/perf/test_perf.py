@@ -224,13 +224,13 @@ def test_a_report_is_written_drawn_and_compared(
     assert (tmp_path / "1.svg").read_text().startswith("<svg")
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
     capsys.readouterr()
-    compare_command = ["perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server]
-    assert main(compare_command) == 0
+    again = ["perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server]
+    assert main(again) == 0
     assert "new / old" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("door", "arguments", "status", "message"),
+    ("door", "arguments", "status", "expected_error"),
     [
         ("http", ["nobody"], 1, "unknown model: 'nobody'"),
         ("grpc", ["nobody"], 1, "unknown model: 'nobody'"),
@@ -258,11 +258,11 @@ def test_an_error_is_one_line(
     door: str,
     arguments: list[str],
     status: int,
-    message: str,
+    expected_error: str,
 ) -> None:
     assert main(["perf", *arguments, *at(perf_server, door)]) == status
     error = capsys.readouterr().err
-    assert message in error
+    assert expected_error in error
     assert error.count("\n") == 1
 
 

@@ -330,9 +330,9 @@ def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 def infer(door: str, *arguments: str) -> Any:
     """Return the output of `shmserve client infer`."""
-    result = run_command("client", "infer", *arguments, door)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    done = run_command("client", "infer", *arguments, door)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
@@ -365,12 +365,12 @@ def test_client_infer_that_is_refused(connection_flags: dict[str, str], door: st
         (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
         (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
     ):
-        result = run_command("client", "infer", *arguments, connection_flags[door])
-        assert (result.returncode, result.stdout) == (1, "")
-        assert expected in result.stderr and result.stderr.count("\n") == 1
+        done = run_command("client", "infer", *arguments, connection_flags[door])
+        assert (done.returncode, done.stdout) == (1, "")
+        assert expected in done.stderr and done.stderr.count("\n") == 1
 
 
-def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
+def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
     """Run `shmserve client`; return its status and its output on stdout and stderr."""
     status = client.run(arguments)
     captured = capsys.readouterr()
@@ -378,28 +378,27 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[
 
 
 def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The verbs act and print the same over every protocol, with flags before or after the
-    command."""
+    """They act and print the same over every protocol, with flags before or after the command."""
     printed = []
     for there in connection_flags.values():
-        assert ask(capsys, there, "unload", "halves") == (0, [], "")
-        status, _, text = ask(capsys, "ready", "halves", there)
+        assert run_client(capsys, there, "unload", "halves") == (0, [], "")
+        status, _, text = run_client(capsys, "ready", "halves", there)
         assert status == 1 and "not ready" in text and text.count("\n") == 1
-        assert ask(capsys, "load", there, "halves") == (0, [], "")
+        assert run_client(capsys, "load", there, "halves") == (0, [], "")
         for arguments in (("ready",), ("ready", "halves")):
-            assert ask(capsys, *arguments, there) == (0, [{"ready": True}], "")
-        _, output, _ = ask(capsys, "models", there)
+            assert run_client(capsys, *arguments, there) == (0, [{"ready": True}], "")
+        _, output, _ = run_client(capsys, "models", there)
         assert [row["name"] for row in output] == ["completed", "halves", "text"]
-        _, (config,), _ = ask(capsys, "config", "halves", there)
-        _, every, _ = ask(capsys, there, "stats")
-        _, (stats,), _ = ask(capsys, there, "stats", "halves", "--model-version=1")
+        _, (config,), _ = run_client(capsys, "config", "halves", there)
+        _, every, _ = run_client(capsys, there, "stats")
+        _, (stats,), _ = run_client(capsys, there, "stats", "halves", "--model-version=1")
         assert [row["name"] for row in every] == ["completed", "halves", "text"]
         assert stats["inference_count"] == 0 and every[1].keys() == stats.keys()
         with SharedObject(4096) as shared_object:
             url = connection_flags["http"].removeprefix("--url=http://127.0.0.1:")
             with contextlib.closing(Http(int(url))) as http:
                 http.register("r", shared_object.key, 4096).ok()
-                _, regions, _ = ask(capsys, "regions", there)
+                _, regions, _ = run_client(capsys, "regions", there)
                 http.unregister("r").ok()
         (region,) = [row for row in regions if row["name"] == "r"]
         assert region.pop("key").startswith("/")
@@ -415,7 +414,7 @@ def test_client_without_a_server(
     """No command connects to another server at the default port."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for verb in (("infer", "m", "--input=X=1"), ("models",)):
-        assert ask(capsys, *verb) == (
+        assert run_client(capsys, *verb) == (
             1,
             [],
             f"shmserve client {verb[0]}: no server of this user is running: there is no run "
@@ -428,17 +427,17 @@ def test_client_without_a_server(
 def test_client_infer_finds_this_users_server(server: Server) -> None:
     environment = {**os.environ, "SHMSERVE_RUN_DIR": str(server.run_dir)}
     arguments = ("client", "infer", "completed", "--input=INPUT0=[1, 2, 3, 4]")
-    result = run_command(*arguments, env=environment)
-    assert json.loads(result.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], result.stderr
-    result = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
-    assert result.returncode == 1
-    assert result.stderr == (
+    done = run_command(*arguments, env=environment)
+    assert json.loads(done.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], done.stderr
+    done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
+    assert done.returncode == 1
+    assert done.stderr == (
         "shmserve client infer: no server is running: there is no run directory /nowhere\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("arguments", "status", "expected_error"),
     [
         (("nothing", "--input", "INPUT0=1"), 1, "'nothing' is not found"),
         (("completed", "--input", "X=1"), 2, "no input 'X'"),
@@ -449,21 +448,21 @@ def test_client_infer_finds_this_users_server(server: Server) -> None:
     ],
 )
 def test_client_infer_that_fails(
-    server: Server, arguments: tuple[str, ...], status: int, message: str
+    server: Server, arguments: tuple[str, ...], status: int, expected_error: str
 ) -> None:
     url = f"http://127.0.0.1:{server.http_port}"
-    result = run_command("client", "infer", *arguments, "--url", url)
-    assert result.returncode == status
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    done = run_command("client", "infer", *arguments, "--url", url)
+    assert done.returncode == status
+    assert expected_error in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_client_infer_without_a_server(scheme: str) -> None:
-    (port_socket,) = hold_ports(1)  # a port at which no server listens
-    with port_socket:
-        url = f"{scheme}://127.0.0.1:{port_of(port_socket)}"
-        result = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
-    assert result.returncode == 1
-    assert f": {url}: no response: " in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    (held,) = hold_ports(1)  # a port at which no server listens
+    with held:
+        url = f"{scheme}://127.0.0.1:{port_of(held)}"
+        done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
+    assert done.returncode == 1
+    assert f": {url}: no response: " in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

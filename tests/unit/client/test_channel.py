@@ -148,24 +148,24 @@ def test_a_submission_during_close_fails_with_disconnected(
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    cancelled_call, live_call = waiter.submit(built(connection)), waiter.submit(built(connection))
-    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled_call],), daemon=True)
+    left, other = waiter.submit(built(connection)), waiter.submit(built(connection))
+    cancelling = threading.Thread(target=waiter.cancel, args=([left],), daemon=True)
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
-        assert not cancelling.is_alive() and not cancelled_call.abandoned
+        assert not cancelling.is_alive() and not left.abandoned
 
     def end() -> None:
         with contextlib.suppress(AssertionError):
-            until("it is cancelled", lambda: cancelled_call.abandoned)
+            until("it is cancelled", lambda: left.abandoned)
         connection.close()
 
     ending = threading.Thread(target=end)
     ending.start()
     with pytest.raises(Disconnected):
-        waiter.wait(live_call)
+        waiter.wait(other)
     ending.join()
-    assert cancelled_call.abandoned
+    assert left.abandoned
     waiter.close()
 
 
@@ -210,17 +210,17 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
     assert at_work.wait(10)
     errors: list[Exception] = []
 
-    def ask() -> None:
+    def open_connection() -> None:
         try:
             session.connection()
         except Disconnected as error:
             errors.append(error)
 
-    asking = threading.Thread(target=ask, daemon=True)
+    opening = threading.Thread(target=open_connection, daemon=True)
     with listener(tmp_path):
-        asking.start()
-        asking.join(10)
-        assert not asking.is_alive() and not errors and session._connection is not lost
+        opening.start()
+        opening.join(10)
+        assert not opening.is_alive() and not errors and session._connection is not lost
     go_on.set()
     lost._thread.join(10)
     session.close()
@@ -239,9 +239,9 @@ def test_answers_are_copied_by_several_at_a_time(
     def meanwhile(mappings: Mappings, memory: Memory) -> Any:
         monkeypatch.setattr(Mappings, "_open", mapped)
         opened = mappings._open(memory)
-        other_thread = threading.Thread(target=copy, daemon=True)
-        other_thread.start()
-        other_thread.join(10)
+        other = threading.Thread(target=copy, daemon=True)
+        other.start()
+        other.join(10)
         return opened
 
     monkeypatch.setattr(Mappings, "_open", meanwhile)

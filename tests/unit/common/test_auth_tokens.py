@@ -20,13 +20,13 @@ from shmserve.common.auth_tokens import (
 )
 from shmserve.errors import InvalidArgument
 
-ALL, INFERENCE_TOKEN = "all-scopes-token", "inference-token!"
+ALL, SOME = "all-scopes-token", "inference-token!"
 
 
 @pytest.fixture
 def tokens_file(tmp_path: Path) -> Path:
     path = tmp_path / "tokens"
-    path.write_text(f"# ours\n\n{ALL}\n  {INFERENCE_TOKEN} inference,metadata # a program\n")
+    path.write_text(f"# ours\n\n{ALL}\n  {SOME} inference,metadata # a program\n")
     path.chmod(0o600)
     return path
 
@@ -37,10 +37,10 @@ def bearer(token: str) -> dict[str, str]:
 
 def test_a_token_opens_its_scopes(tokens_file: Path) -> None:
     rules = Authorisation(read_tokens(tokens_file), {})
-    assert rules.authorise(SIGNATURE, bearer(INFERENCE_TOKEN)) is None
+    assert rules.authorise(SIGNATURE, bearer(SOME)) is None
     for scope in SCOPES:
         assert rules.authorise(scope, bearer(ALL)) is None
-        refused = rules.authorise(scope, bearer(INFERENCE_TOKEN))
+        refused = rules.authorise(scope, bearer(SOME))
         if scope in ("inference", "metadata", *OPEN):
             assert refused is None
         else:
@@ -54,21 +54,21 @@ def test_a_token_opens_its_scopes(tokens_file: Path) -> None:
 )
 def test_the_inference_scope_may_read_signatures(tmp_path: Path, scopes: str, status: int) -> None:
     path = tmp_path / "some"
-    path.write_text(f"{INFERENCE_TOKEN} {scopes}\n")
+    path.write_text(f"{SOME} {scopes}\n")
     rules = Authorisation(read_tokens(path), {"metadata": Restriction("key", "secret")})
-    refused = rules.authorise(SIGNATURE, {**bearer(INFERENCE_TOKEN), "key": "secret"})
+    refused = rules.authorise(SIGNATURE, {**bearer(SOME), "key": "secret"})
     assert (refused.status if refused else 0) == status
     # The scope "metadata of models" is restricted like the metadata API.
-    assert rules.authorise(SIGNATURE, bearer(INFERENCE_TOKEN)) is not None
+    assert rules.authorise(SIGNATURE, bearer(SOME)) is not None
     if scopes == "inference":
-        assert rules.authorise("metadata", {**bearer(INFERENCE_TOKEN), "key": "secret"}) is not None
+        assert rules.authorise("metadata", {**bearer(SOME), "key": "secret"}) is not None
 
 
 @pytest.mark.parametrize(
     "header",
     [
         *("", "Bearer", "Bearer ", f"Basic {ALL}", ALL, f"Bearer {ALL}x", f"Bearer {ALL[:-1]}"),
-        *(f"Bearer {ALL.upper()}", "Bearer \udcff\udcfe", f"Bearer {ALL},{INFERENCE_TOKEN}"),
+        *(f"Bearer {ALL.upper()}", "Bearer \udcff\udcfe", f"Bearer {ALL},{SOME}"),
     ],
 )
 def test_a_header_without_a_token_opens_only_health(tokens_file: Path, header: str) -> None:
@@ -96,12 +96,12 @@ def test_without_tokens_everything_is_open() -> None:
 def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
     """R22: no token is stored by the server, passed to its processes, or printable."""
     parsed = read_tokens(tokens_file)
-    assert set(parsed) == {hashlib.sha256(t.encode()).hexdigest() for t in (ALL, INFERENCE_TOKEN)}
+    assert set(parsed) == {hashlib.sha256(t.encode()).hexdigest() for t in (ALL, SOME)}
     assert ALL not in repr(parsed)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "expected_error"),
     [
         ("", "has no token"),
         ("# nothing\n", "has no token"),
@@ -111,11 +111,11 @@ def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
         (f"{ALL}\n{ALL} inference\n", "line 2: duplicate token"),
     ],
 )
-def test_wrong_files(tokens_file: Path, text: str, message: str) -> None:
+def test_wrong_files(tokens_file: Path, text: str, expected_error: str) -> None:
     tokens_file.write_text(text)
     with pytest.raises(InvalidArgument) as caught:
         read_tokens(tokens_file)
-    assert message in caught.value.message
+    assert expected_error in caught.value.message
     assert ALL not in caught.value.message
 
 
@@ -150,7 +150,7 @@ def test_restrictions_are_parsed_as_in_triton() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "expected_error"),
     [
         ("health", "option format is '<config name>:<setting>=<value>'. Got health"),
         ("health:k", "option format is"),
@@ -165,10 +165,10 @@ def test_restrictions_are_parsed_as_in_triton() -> None:
         ),
     ],
 )
-def test_wrong_restrictions(text: str, message: str) -> None:
+def test_wrong_restrictions(text: str, expected_error: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_restrictions("--http-restricted-api", [text])
-    assert message in caught.value.message
+    assert expected_error in caught.value.message
     with pytest.raises(InvalidArgument, match="can not be specified in multiple"):
         parse_restrictions("--http-restricted-api", ["trace:k=v", "trace:k=w"])
 

@@ -43,7 +43,7 @@ def tcp_pair(
             yield ours, theirs
 
 
-def find_peer(ours: socket.socket) -> Peer | None:
+def found(ours: socket.socket) -> Peer | None:
     return loopback_peer(ours.getsockname()[:2], ours.getpeername()[:2])
 
 
@@ -64,14 +64,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_the_user_of_a_loopback_connection(listen: str, connect: str) -> None:
     with tcp_pair(listen, connect) as (ours, _):
-        assert find_peer(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
 
 
 @needs_users
 @pytest.mark.usefixtures("way")
 def test_another_user_of_a_loopback_connection() -> None:
     with tcp_pair(uid=ALICE) as (ours, _):
-        assert find_peer(ours) == Peer(ALICE)
+        assert found(ours) == Peer(ALICE)
 
 
 @needs_users
@@ -83,15 +83,15 @@ def test_a_closed_socket_belongs_to_no_user() -> None:
     """
     with tcp_pair(uid=ALICE) as (ours, theirs):
         theirs.close()
-        assert find_peer(ours) is None
+        assert found(ours) is None
 
 
 @pytest.mark.usefixtures("way")
 def test_a_connection_that_is_not_there() -> None:
     """Holds also if a server listens at the client's port."""
-    with tcp_pair() as (ours, _), socket.create_server(("127.0.0.1", 0)) as other_listener:
+    with tcp_pair() as (ours, _), socket.create_server(("127.0.0.1", 0)) as other:
         here = ours.getsockname()
-        for port in (1, other_listener.getsockname()[1]):
+        for port in (1, other.getsockname()[1]):
             assert loopback_peer(here, ("127.0.0.1", port)) is None
 
 
@@ -103,7 +103,7 @@ def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
         except OSError:
             pytest.skip("needs a kernel with sock_diag for TCP")
         monkeypatch.setattr(peers, "_tables", None)
-        assert find_peer(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
         address = ours.getpeername()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()  # a linger time of 0 makes the kernel remove the connection at once
@@ -139,7 +139,7 @@ class Unix:
         return b"".join(word.to_bytes(4, "little") for word in words)
 
 
-def peer_of(kind: ListenerKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
+def peer_or_error(kind: ListenerKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
     try:
         return ClientIdentity(ListenerRules(kind, OPEN, allow), sock).peer()
     except ShmserveError as error:
@@ -168,7 +168,7 @@ def test_which_listeners_have_shared_memory(
 ) -> None:
     """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
     with tcp_pair() as (ours, _):
-        assert peer_of(kind, allow, Unix(1001) if kind is ListenerKind.UNIX else ours) == peer
+        assert peer_or_error(kind, allow, Unix(1001) if kind is ListenerKind.UNIX else ours) == peer
 
 
 def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
@@ -179,8 +179,8 @@ def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
     with tcp_pair() as (ours, theirs):
         theirs.close()
         for allow in (None, True):
-            assert peer_of(ListenerKind.LOOPBACK, allow, ours) is PermissionDenied
-            assert peer_of(ListenerKind.UNIX, allow, ours) is PermissionDenied
+            assert peer_or_error(ListenerKind.LOOPBACK, allow, ours) is PermissionDenied
+            assert peer_or_error(ListenerKind.UNIX, allow, ours) is PermissionDenied
 
 
 def test_the_text_is_tritons() -> None:

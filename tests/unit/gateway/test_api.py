@@ -447,14 +447,14 @@ def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) 
     gateway.publish({**SIMPLE, "name": "silent"}, silent)
     answers: list[int] = []
 
-    def ask(path: str) -> None:
+    def send_request(path: str) -> None:
         connection = Http(gateway.port)
         answers.append(connection.get(path).status)
         connection.close()
 
     # Two at once: each waits its own time.
     askers = [
-        threading.Thread(target=ask, args=(path,))
+        threading.Thread(target=send_request, args=(path,))
         for path in ("/v2/models/silent/stats", "/v2/models/stats")
     ]
     for asker in askers:

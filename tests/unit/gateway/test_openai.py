@@ -206,7 +206,7 @@ def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "most"),
+    ("given", "most"),
     [
         ({}, 1 << 24),
         ({"max_tokens": None}, 1 << 24),
@@ -219,9 +219,9 @@ def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
     ],
 )
 def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
-    fields: dict[str, Any], most: int
+    given: dict[str, Any], most: int
 ) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
     parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
     assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [most]

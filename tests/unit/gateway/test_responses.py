@@ -21,8 +21,10 @@ def chat(**body: Any) -> dict[str, Any]:
     return {name: value for name, value in chat_body.items() if value not in (None, [])}
 
 
-def events(made: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
-    frames = made.frames([[made.add(0, delta)] for delta in deltas]) + made.ending(usage=False)
+def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
+    frames = response.frames([[response.add(0, delta)] for delta in deltas]) + response.ending(
+        usage=False
+    )
     events = []
     for frame in frames:
         name, data = frame.decode().rstrip("\n").split("\n")

@@ -105,26 +105,26 @@ SIZES = st.tuples(st.integers(0, 40), st.integers(0, 40))
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=3),
 )
 def test_waste_is_bounded(
-    requests: list[tuple[tuple[int, int], int]], most: float, buckets: list[tuple[int, int]]
+    shapes_and_units: list[tuple[tuple[int, int], int]], most: float, buckets: list[tuple[int, int]]
 ) -> None:
     """At most `max_waste` of a batch is padding, unless its requests would need as much padding
     alone. Every request fits into the batch, and the counts are exact.
     """
-    bucket_lists = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
-    pad = padding({"max_waste": most, "buckets": bucket_lists}, (-1, -1))
+    listed = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
+    pad = padding({"max_waste": most, "buckets": listed}, (-1, -1))
     batch = pad.batch()
-    taken_requests: list[tuple[tuple[int, int], int]] = []
-    for each, units in requests:
+    taken: list[tuple[tuple[int, int], int]] = []
+    for each, units in shapes_and_units:
         if batch.may_join(pad.key(b"", {"IMAGE": each}), units):
-            taken_requests.append((each, units))
-    assert taken_requests[0] == requests[0]
-    target = shape(pad, *(each for each, _ in taken_requests))
+            taken.append((each, units))
+    assert taken[0] == shapes_and_units[0]
+    target = shape(pad, *(each for each, _ in taken))
     assert target is not None
-    total = prod(target) * sum(units for _, units in taken_requests)
-    true = sum(prod(each) * units for each, units in taken_requests)
+    total = prod(target) * sum(units for _, units in taken)
+    true = sum(prod(each) * units for each, units in taken)
     assert batch.elements() == {"IMAGE": (total, total - true)}
     apart = 0
-    for each, units in taken_requests:
+    for each, units in taken:
         alone = shape(pad, each)
         assert alone is not None and all(a <= b for a, b in zip(each, target, strict=True))
         apart += prod(alone) * units

@@ -73,17 +73,15 @@ def test_requests_with_other_optional_inputs_are_separated() -> None:
     assert len(keys) == 3
 
 
-@pytest.mark.parametrize(
-    ("names", "message"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")]
-)
-def test_the_count_must_be_between_required_and_total(names: str, message: str) -> None:
+@pytest.mark.parametrize(("names", "got"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")])
+def test_the_count_must_be_between_required_and_total(names: str, got: str) -> None:
     """3.6: the number of inputs is between required and total, with Triton's text."""
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
     with pytest.raises(InvalidArgument) as caught:
         signature().check("7", tensors, [])
-    text = caught.value.message
-    assert text.startswith("[request id: 7] expected number of inputs between 2 and 3 " + message)
-    assert "missing required input(s) ['FIXED','FREE']" in text
+    message = caught.value.message
+    assert message.startswith("[request id: 7] expected number of inputs between 2 and 3 " + got)
+    assert "missing required input(s) ['FIXED','FREE']" in message
 
 
 def test_more_inputs_than_the_model_has_are_rejected() -> None:

@@ -20,7 +20,7 @@ GOOD = {
 }
 
 
-def problem_text(padding: Any, most: int = 8, complete: bool = True) -> str:
+def padding_error(padding: Any, most: int = 8, complete: bool = True) -> str:
     text = padding if isinstance(padding, str) else json.dumps(padding)
     config = parse_pbtxt(
         f"""
@@ -43,8 +43,8 @@ def problem_text(padding: Any, most: int = 8, complete: bool = True) -> str:
 
 
 def test_a_whole_one_is_in_order() -> None:
-    assert problem_text(GOOD) == ""
-    assert problem_text({}) == ""
+    assert padding_error(GOOD) == ""
+    assert padding_error({}) == ""
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_a_whole_one_is_in_order() -> None:
     ],
 )
 def test_a_mistake_in_padding_is_reported(padding: Any, text: str) -> None:
-    message = problem_text(padding)
+    message = padding_error(padding)
     assert text in message and message.endswith("for m")
     assert "parameters[\"padding\"]: parameter 'padding' " in message
 
 
 def test_it_takes_a_batch() -> None:
-    assert "requires a max_batch_size of at least 1" in problem_text(GOOD, most=0)
+    assert "requires a max_batch_size of at least 1" in padding_error(GOOD, most=0)
 
 
 def test_before_a_model_has_completed_itself_only_the_form_counts() -> None:
-    assert problem_text({"NONE": {}}, complete=False) == ""
-    assert problem_text([1], complete=False)
+    assert padding_error({"NONE": {}}, complete=False) == ""
+    assert padding_error([1], complete=False)

@@ -81,10 +81,10 @@ def test_a_shape_is_numbers_by_name(text: str) -> None:
         data.read_requests(PLAIN, DataOptions(shapes=[text]))
 
 
-@pytest.mark.parametrize("options", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
-def test_an_input_that_is_not_there_is_named(options: DataOptions) -> None:
+@pytest.mark.parametrize("given", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
+def test_an_input_that_is_not_there_is_named(given: DataOptions) -> None:
     with pytest.raises(InvalidArgument, match="no input 'Z'; it has X"):
-        data.read_requests(BATCHED, options)
+        data.read_requests(BATCHED, given)
 
 
 def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "expected_error"),
     [
         ("{", "is not JSON"),
         ('{"data": []}', "has no request"),
@@ -114,10 +114,10 @@ def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
         ('[{"Z": [1, 2]}]', "no input 'Z'"),
     ],
 )
-def test_the_error_explains_an_invalid_file(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_explains_an_invalid_file(tmp_path: Path, text: str, expected_error: str) -> None:
     path = tmp_path / "d.json"
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match=f"--data: .*{message}"):
+    with pytest.raises(InvalidArgument, match=f"--data: .*{expected_error}"):
         data.read_requests(BATCHED, DataOptions(source=str(path)))
 
 
@@ -136,7 +136,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "expected_error"),
     [
         ("", "no function `requests`"),
         ("def requests(i): yield 3", "request 0 of .* is not a mapping"),
@@ -145,10 +145,12 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         ("x = ", "failed: SyntaxError"),
     ],
 )
-def test_the_error_explains_a_failing_program(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_explains_a_failing_program(
+    tmp_path: Path, text: str, expected_error: str
+) -> None:
     path = tmp_path / "d.py"
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match=f"--data: .*{message}"):
+    with pytest.raises(InvalidArgument, match=f"--data: .*{expected_error}"):
         data.read_requests(BATCHED, DataOptions(source=str(path)))
 
 

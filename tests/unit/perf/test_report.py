@@ -31,11 +31,11 @@ def test_the_table_attributes_the_time() -> None:
 def test_the_report_warns_of_unreliable_figures() -> None:
     assert report.notes(POINT) == []
     bad = replace(POINT, kind="rate", value=4000.0, settled=False, errors=3, error="no")
-    notes = "; ".join(report.notes(replace(bad, client_busy=0.95)))
-    assert "differ" in notes
-    assert "3 requests failed; mostly: no" in notes
-    assert "load generator was CPU-bound" in notes
-    assert "did not keep up" in notes
+    text = "; ".join(report.notes(replace(bad, client_busy=0.95)))
+    assert "differ" in text
+    assert "3 requests failed; mostly: no" in text
+    assert "load generator was CPU-bound" in text
+    assert "did not keep up" in text
 
 
 def test_chance_alone_is_no_server_that_does_not_keep_up() -> None:
@@ -85,7 +85,7 @@ def test_server_counts_are_differences() -> None:
         times = {"count": count, "ns": ns}
         return {
             "inference_count": 2 * count,
-            "execution_count": str(runs),  # gRPC's JSON has strings for int64
+            "execution_count": str(runs),  # as gRPC has it in JSON
             "inference_stats": {"success": times, "queue": times, "compute_infer": times},
         }
 

@@ -28,8 +28,8 @@ class FakeControlLink(list[Any]):
 def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, FakeControlLink]:
     control_link = FakeControlLink()
     local_traces = LocalTraces("m", "1", control_link)
-    settings_by_model = {"": asdict(TraceSettings(**settings))}
-    local_traces.use(SetTracing(settings_by_model, slow_ms))
+    given = {"": asdict(TraceSettings(**settings))}
+    local_traces.use(SetTracing(given, slow_ms))
     return local_traces, control_link
 
 
@@ -41,8 +41,8 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
 def test_no_records_without_a_trace_or_limit() -> None:
     local_traces, control_link = traces()
     assert not local_traces.active
-    request = submit(1, CALLER.message)
-    assert local_traces.start_trace(PEER, request) is request
+    submitted = submit(1, CALLER.message)
+    assert local_traces.start_trace(PEER, submitted) is submitted
     local_traces.end_trace(PEER, Finished(1, b"", []))
     assert not control_link and not local_traces.measured
 
@@ -78,13 +78,8 @@ def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
 
 def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces, control_link = traces(slow_ms=100)
-    quick, slow, failing, cancelled = (
-        submit(1),
-        submit(2, age_ms=150),
-        submit(3, age_ms=150),
-        submit(4),
-    )
-    for request in (quick, slow, failing, cancelled):
+    quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
+    for request in (quick, slow, failing, gone):
         assert local_traces.start_trace(PEER, request).trace
     local_traces.end_trace(PEER, Finished(1, b"", []))
     local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))

@@ -152,9 +152,9 @@ def test_gauges_show_what_is_here_now() -> None:
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4), st.integers(0, 50))
-def test_timing_never_exceeds_what_can_be_true(timestamps: list[int], ran: int) -> None:
+def test_timing_never_exceeds_what_can_be_true(reported: list[int], ran: int) -> None:
     started, now = 1000, 1000 + ran
-    start, input_end, output_start, end = timestamps
+    start, input_end, output_start, end = reported
     message = m.BatchFinished(1, start, input_end, output_start, end, [])
     timing = Timing.clamped(message, started, now)
     assert started <= timing.compute_start_ns <= now

@@ -48,18 +48,18 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
     manager.status("e")
     manager.close()
     manager.status("f")
-    messages = [sock.recv(1000) for _ in range(7)]
-    reloading = messages.pop(4).decode().split()
+    notifications = [sock.recv(1000) for _ in range(7)]
+    reloading = notifications.pop(4).decode().split()
     assert before_us <= int(reloading.pop(1).removeprefix("MONOTONIC_USEC="))
     assert reloading == ["RELOADING=1", "STATUS=reloading"]
     with pytest.raises(BlockingIOError):
         sock.recv(1000)
     ready, stopping = b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"
-    assert messages == [b"STATUS=a", b"STATUS=b", ready, b"WATCHDOG=1", ready, stopping]
+    assert notifications == [b"STATUS=a", b"STATUS=b", ready, b"WATCHDOG=1", ready, stopping]
 
 
 @pytest.mark.parametrize(
-    ("expected", "watchdog_s"),
+    ("expected_environment", "watchdog_s"),
     [
         ({}, 0.0),
         ({"WATCHDOG_USEC": "1500000"}, 1.5),
@@ -70,10 +70,10 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
 )
 def test_it_may_ask_for_signs_of_life(
     address_and_socket: tuple[str, socket.socket],
-    expected: dict[str, str],
+    expected_environment: dict[str, str],
     watchdog_s: float,
 ) -> None:
-    environment = {"NOTIFY_SOCKET": address_and_socket[0], **expected}
+    environment = {"NOTIFY_SOCKET": address_and_socket[0], **expected_environment}
     manager = ServiceManager.from_environment(environment)
     assert (manager.watchdog_s, environment) == (watchdog_s, {})
     manager.close()
@@ -98,24 +98,24 @@ def test_notifications_queue_up_without_watchdog_messages(
 
     async def fill(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
         manager = ServiceManager(address)
-        stored_fds: list[tuple[str, tuple[int, int]]] = []
+        got: list[tuple[str, tuple[int, int]]] = []
         for number, fd in enumerate(files):
             manager.keep(str(number), [fd])
             os.close(fd)  # the waiting descriptor is a duplicate
             manager.alive()
-        while not stored_fds or stored_fds[-1][0] != names[-1]:
+        while not got or got[-1][0] != names[-1]:
             await asyncio.sleep(0)
             try:
-                message, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
+                data, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
             except BlockingIOError:
                 continue
             except ValueError:  # a watchdog message sent while the queue had space
                 continue
-            stored_fds.append((message.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
+            got.append((data.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
             os.close(fd)
         manager.alive()
         manager.close()
-        return stored_fds
+        return got
 
     files = [os.memfd_create(f"kept-{number}") for number in range(count)]
     same = [(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in files]
@@ -127,7 +127,7 @@ def test_a_flush_returns_when_no_notification_waits(
     address_and_socket: tuple[str, socket.socket],
 ) -> None:
     address, sock = address_and_socket
-    count = 40  # more than the kernel queues
+    count = 40  # as above
 
     async def keep() -> int:
         manager = ServiceManager(address)
@@ -188,7 +188,7 @@ print([name for name in os.environ if name.startswith("LISTEN_")])
 """
 
 
-def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
+def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
     """Return what a process finds that received these sockets as its first descriptors."""
 
     def memory_range() -> None:
@@ -199,7 +199,7 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
             os.dup2(copy, 3 + number)
 
     environment = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
-    result = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", _ASK],
         env={**os.environ, **environment},
         pass_fds=range(3, 3 + len(sockets)),
@@ -208,7 +208,7 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
         text=True,
         check=True,
     )
-    return result.stdout.splitlines()
+    return done.stdout.splitlines()
 
 
 def test_sockets_are_taken_by_their_names() -> None:
@@ -218,19 +218,19 @@ def test_sockets_are_taken_by_their_names() -> None:
     ):
         ports = [listener.getsockname()[1] for listener in (http, grpc)]
         addresses = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
-        assert ask([http, grpc], "http:grpc") == [str(addresses), "[]"]
-        assert ask([http], "http", pid="1") == ["{}", "[]"]
-        (wrong, remaining) = ask([http, grpc], "http:other")
+        assert inherited_sockets([http, grpc], "http:grpc") == [str(addresses), "[]"]
+        assert inherited_sockets([http], "http", pid="1") == ["{}", "[]"]
+        (wrong, left) = inherited_sockets([http, grpc], "http:other")
         assert wrong == (
             "LISTEN_FDNAMES: unknown socket name 'other' (allowed for FileDescriptorName=: http, "
             "grpc, "
             "metrics, local)"
         )
-        assert remaining == "[]"
+        assert left == "[]"
 
 
 def test_a_socket_that_does_not_listen_is_refused() -> None:
     with socket.socket() as sock:
-        assert ask([sock], "http")[0] == (
+        assert inherited_sockets([sock], "http")[0] == (
             "LISTEN_FDS: descriptor 3 ('http') is not a listening socket"
         )

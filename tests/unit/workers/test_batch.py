@@ -123,8 +123,8 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     for shuffled in (requests[::-1], [requests[0], requests[2]]):
         raw, shape, view = gather.gather("X", shuffled)
         assert not view
-        want = np.concatenate([rows[request.work.key] for request in shuffled])
-        assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), want)
+        expected = np.concatenate([rows[request.work.key] for request in shuffled])
+        assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), expected)
     assert len(buffers) == 1, "one buffer, kept"
 
 
@@ -165,10 +165,10 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     """
     data = np.random.rand(4 * MIB).astype(F32)
     source = region.write(0, data)
-    batches: list[Any] = []
+    seen: list[Any] = []
 
     def look(requests: list[Request]) -> list[Response]:
-        batches.append(requests[0].inputs["X"].raw)
+        seen.append(requests[0].inputs["X"].raw)
         return echo(requests)
 
     worker.serve(FunctionBackend(worker.context, look), one_tensor())
@@ -180,7 +180,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     tracemalloc.stop()
     assert reply.code == "", reply.message
     assert peak < 1 * MIB
-    assert address(batches[0]) == address(worker.context.mappings.view(source))
+    assert address(seen[0]) == address(worker.context.mappings.view(source))
     assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
     assert reply.answer is not None
     assert reply.answer.outputs[0].data == requested_output.memory_range
@@ -267,13 +267,11 @@ def test_an_input_that_is_returned_stays_where_it_is(
         return [Response([Output("Y", "FP32", y)])]
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())
-    memory_range = region.write(0, data)
+    given = region.write(0, data)
     requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), allowed)
     for expected in (data, data[: MIB // 2], data, data + 1):
         returned = allowed and expected is data
-        (reply,) = worker.batch(
-            inference(tensor("X", data, memory_range), outputs=[requested_output])
-        )
+        (reply,) = worker.batch(inference(tensor("X", data, given), outputs=[requested_output]))
         assert reply.answer is not None
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
@@ -420,11 +418,11 @@ def test_any_layout_is_written_row_major(
         inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested_outputs)
     )
     assert reply.code == "", reply.message
-    want = np.ascontiguousarray(
+    expected = np.ascontiguousarray(
         data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
     )
-    output = region.read(64, 48) if placed else reply.array("Y").tobytes()
-    assert output == want.tobytes()
+    got = region.read(64, 48) if placed else reply.array("Y").tobytes()
+    assert got == expected.tobytes()
 
 
 def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:
@@ -463,16 +461,16 @@ def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
 
 
 def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
-    shapes: list[tuple[int, ...]] = []
+    seen: list[tuple[int, ...]] = []
 
     def look(requests: list[Request]) -> list[Response]:
-        shapes.extend(request.inputs["X"].shape for request in requests)
+        seen.extend(request.inputs["X"].shape for request in requests)
         return echo(requests)
 
     config = one_tensor(dims=(4, -1), most=8, reshape={"shape": [2, 2, -1]})
     worker.serve(FunctionBackend(worker.context, look), config)
     replies = worker.batch(*(inference(tensor("X", np.zeros((n, 4, 5), F32))) for n in (1, 3)))
-    assert shapes == [(1, 2, 2, 5), (3, 2, 2, 5)]
+    assert seen == [(1, 2, 2, 5), (3, 2, 2, 5)]
     assert [reply.array("Y").shape for reply in replies] == [(1, 4, 5), (3, 4, 5)]
 
 
@@ -481,10 +479,10 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
     variable = [data.draw(st.booleans()) for _ in sizes]
     dims = tuple(-1 if free else size for size, free in zip(sizes, variable, strict=True))
     target = (1, *(dim for dim in dims if dim == -1), 1)
-    shape = reshape(tuple(sizes), dims, target)
+    got = reshape(tuple(sizes), dims, target)
     free = [size for size, is_free in zip(sizes, variable, strict=True) if is_free]
-    assert shape == (1, *free, 1)
-    assert reshape(shape, target, dims) == tuple(
+    assert got == (1, *free, 1)
+    assert reshape(got, target, dims) == tuple(
         size if dim == -1 else dim for size, dim in zip(sizes, dims, strict=True)
     )
 
@@ -843,13 +841,13 @@ def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit(
 def test_blocks_of_unsent_responses_are_freed() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)
-    kept_region = memory.allocate(CLIENT_PID, 1000)[0]
+    kept = memory.allocate(CLIENT_PID, 1000)[0]
     memory.mark_sent()
     memory.allocate(CLIENT_PID, 1000)
     memory.free_unsent()
     memory.free_unsent()
     assert len(memory) == 1
-    memory.release(CLIENT_PID, [kept_region.offset])
+    memory.release(CLIENT_PID, [kept.offset])
     assert len(memory) == 0 == arena.used
     arena.close()
 

@@ -56,15 +56,15 @@ RESPONSES = st.lists(
 )
 @given(responses=RESPONSES)
 def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> None:
-    made: list[Response] = []
-    worker.serve(FunctionBackend(worker.context, lambda requests: [made[-1]]), CONFIG)
+    model_responses: list[Response] = []
+    worker.serve(FunctionBackend(worker.context, lambda requests: [model_responses[-1]]), CONFIG)
     for count, (outputs, expected, parameters) in enumerate(responses * 3):
         arrays = {
             name: (np.arange(np.prod(shape)) + count).astype(kind).reshape(shape)
             for name, kind, shape in outputs
         }
         kinds = {"A": "FP32", "B": "INT32", "C": "INT32"}
-        made.append(
+        model_responses.append(
             Response(
                 [Output(name, kinds[name], array) for name, array in arrays.items()],
                 {"n": 1} if parameters else {},

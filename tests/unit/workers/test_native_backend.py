@@ -162,7 +162,7 @@ class Model:
     ]
     serve(worker)
 
-    def text_inputs(*texts: bytes) -> list[Any]:
+    def inputs_of(*texts: bytes) -> list[Any]:
         n = len(texts)
         return [
             tensor("t", np.zeros((n, 1), np.uint16), datatype="BF16"),
@@ -170,12 +170,12 @@ class Model:
             tensor("s", np.array([[text] for text in texts], dtype=object)),
         ]
 
-    first, second = worker.batch(inference(*text_inputs(b"a")), inference(*text_inputs(b"b", b"c")))
+    first, second = worker.batch(inference(*inputs_of(b"a")), inference(*inputs_of(b"b", b"c")))
     assert [output.data for reply in (first, second) for output in reply.answer.outputs] == [  # type: ignore[union-attr]
         b"\3\0\0\0<a>",
         b"\3\0\0\0<b>\3\0\0\0<c>",
     ]
-    (reply,) = worker.batch(inference(*text_inputs(b"a"), tensor("o", np.array([[7]], np.int64))))
+    (reply,) = worker.batch(inference(*inputs_of(b"a"), tensor("o", np.array([[7]], np.int64))))
     assert reply.answer is not None, reply.message
     assert reply.answer.outputs[0].data == b"\1\0\0\x007"
 
@@ -194,11 +194,11 @@ class Model:
     assert complete(worker)["input"][1] == tensor_config("factor", "FP32", [1], optional=True)
     serve(worker)
     x = tensor("x", np.ones((1, 2), F32))
-    for sent_request, factor in (
+    for given, factor in (
         (inference(x), 0.5),
         (inference(x, tensor("factor", np.array([[3]], F32))), 3),
     ):
-        (reply,) = worker.batch(sent_request)
+        (reply,) = worker.batch(given)
         assert reply.answer is not None, reply.message
         assert reply.answer.outputs[0].data == np.full((1, 2), factor, F32).tobytes()
 
@@ -256,13 +256,13 @@ class Model:
     written = {"target_p99_ms": {"string_value": "3"}}
     parameters = complete(worker, blank(parameters=written))["parameters"]
     assert parameters == {**written, "batching_strategy": strategy}
-    for values, message in (
+    for values, what in (
         (("7", "None"), "'Model.batching_strategy' must be a string, got 7"),
         (("None", "'5'"), "'Model.target_p99_ms' must be a number of milliseconds, got '5'"),
         (("None", "True"), "'Model.target_p99_ms' must be a number of milliseconds, got True"),
     ):
         write(worker, text % values)
-        with pytest.raises(InvalidArgument, match=re.escape(message)):
+        with pytest.raises(InvalidArgument, match=re.escape(what)):
             complete(worker)
 
 

@@ -85,7 +85,7 @@ class Answering(App):
         return response
 
 
-def respond_text(request: HttpRequest, body: bytes) -> HttpResponse:
+def echo(request: HttpRequest, body: bytes) -> HttpResponse:
     long = request.headers.get("X-Long", "")
     return json_response([request.method, request.target, len(long), body.decode("latin-1")])
 
@@ -94,7 +94,7 @@ async def repeat(request: HttpRequest) -> HttpResponse:
     body = await Body(request, _SETTINGS, BodyBudget(1 << 20, MallocTrim())).read(
         1 << 20, "{size} {limit}"
     )
-    return respond_text(request, body)
+    return echo(request, body)
 
 
 AT_ONCE = -2
@@ -111,7 +111,7 @@ class Underway:
     ) -> None:
         self.request = request
         self.cancelled = False
-        self._response = respond_text(request, body)
+        self._response = echo(request, body)
         self._answer = answer
         self._whole = whole
         if turns >= 0:
@@ -159,9 +159,9 @@ class Repeats:
         return await repeat(request)
 
 
-def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str) -> bytes:
-    """Return a request; `how` is the framing of its body."""
-    if how == "chunked":
+def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str) -> bytes:
+    """Return a request whose body has this framing."""
+    if body_framing == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
     else:
@@ -170,7 +170,7 @@ def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str
     return "\r\n".join(lines).encode() + framed
 
 
-Asked = tuple[tuple[str, str, tuple[str, ...]], bytes, str]
+SentRequest = tuple[tuple[str, str, tuple[str, ...]], bytes, str]
 
 requests = st.lists(
     st.tuples(
@@ -223,14 +223,14 @@ def app_of(connection: HttpConnection) -> Any:
     return connection._app
 
 
-def replies(written_bytes: bytes) -> list[Any]:
+def replies(written: bytes) -> list[Any]:
     responses: list[Any] = []
-    while written_bytes:
-        head, _, rest = written_bytes.partition(b"\r\n\r\n")
+    while written:
+        head, _, rest = written.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: "), head
         size = int(head.split(b"\r\n")[1].partition(b": ")[2])
         responses.append(json.loads(rest[:size]))
-        written_bytes = rest[size:]
+        written = rest[size:]
     return responses
 
 
@@ -246,7 +246,7 @@ def replies(written_bytes: bytes) -> list[Any]:
     ),
 )
 def test_every_request_receives_its_own_response(
-    asked: list[Asked],
+    sent_requests: list[SentRequest],
     cuts: list[tuple[int, int]],
     behind: list[bool],
     turns: int,
@@ -256,8 +256,8 @@ def test_every_request_receives_its_own_response(
     connection's task or without it."""
     marks: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, how), apart in zip(asked, behind, strict=False):
-        raw = packed(*head, body, how)
+    for (head, body, body_framing), apart in zip(sent_requests, behind, strict=False):
+        raw = packed(*head, body, body_framing)
         if apart:
             marks[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
@@ -270,9 +270,9 @@ def test_every_request_receives_its_own_response(
         start = mark
     expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
-        for (method, path, lines), body, _ in asked
+        for (method, path, lines), body, _ in sent_requests
     ]
-    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == expected
+    assert asyncio.run(answers(pieces, len(sent_requests), Repeats(*ways))) == expected
 
 
 _OFFERS = (
@@ -288,14 +288,14 @@ _OFFERS = (
     st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 12)), max_size=8),
 )
 def test_upgrade_offers_lose_no_request(
-    asked: list[tuple[tuple[str, str, tuple[str, ...]], bytes]], cuts: list[tuple[int, int]]
+    sent_requests: list[tuple[tuple[str, str, tuple[str, ...]], bytes]], cuts: list[tuple[int, int]]
 ) -> None:
     """Every request has its own answer until an answer closes the connection."""
-    stream = b"".join(packed(*head, body, "length") for head, body in asked)
+    stream = b"".join(packed(*head, body, "length") for head, body in sent_requests)
     marks = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
     bounds = [0, *marks, len(stream)]
 
-    async def written_bytes() -> bytes:
+    async def written() -> bytes:
         connection, transport = connected()
         for begin, end in itertools.pairwise(bounds):
             connection.data_received(stream[begin:end])
@@ -306,9 +306,11 @@ def test_upgrade_offers_lose_no_request(
         connection.connection_lost(None)
         return transport.written
 
-    before, closes, behind = uvloop.run(written_bytes()).partition(b"Connection: close\r\n")
+    before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
     answers = replies(before + behind)
-    expected = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
+    expected = [
+        [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
+    ]
     assert answers == expected[: len(answers)]
     assert closes or len(answers) == len(expected)
 
@@ -347,8 +349,8 @@ async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
 
     connection, transport = connected(first)
     await settle()
-    for asked in range(5):
-        if asked == 3:
+    for number in range(5):
+        if number == 3:
             listener = connection.client.listener
             listener.authorisation = listener.authorisation.with_tokens({})
         connection.data_received(packed("POST", "/a", (), b"{}", "length"))
@@ -386,7 +388,7 @@ async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -
 
 
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
-    """The request is handled once."""
+    """It is begun, and not handled a second time."""
     repeats = Repeats((AT_ONCE, False))
     connection, transport = connected(repeats)
     await settle()
@@ -434,29 +436,29 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_known_head_inside_another_request_is_ignored(apart: bool, meanwhile: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
-    known_request = packed("POST", "/a", (), b"{}", "length")
+    known = packed("POST", "/a", (), b"{}", "length")
     half = b"POST /b HTTP/1.1\r\nX-Long: "
-    pieces = [(known_request, 20), (known_request, 20)]
-    pieces += [(known_request, meanwhile), (half, 20)] if apart else [(known_request + half, 20)]
-    pieces.append((known_request, 20))
+    pieces = [(known, 20), (known, 20)]
+    pieces += [(known, meanwhile), (half, 20)] if apart else [(known + half, 20)]
+    pieces.append((known, 20))
     first = ["POST", "/a", 0, "{}"]
     assert asyncio.run(answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-    greedy, other_connection = connected(), connected()
+    greedy, other = connected(), connected()
     await asyncio.sleep(0)
     greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
-    other_connection[0].data_received(packed("GET", "/b", (), b"", "length"))
+    other[0].data_received(packed("GET", "/b", (), b"", "length"))
     for _ in range(1000):
-        if other_connection[1].written:
+        if other[1].written:
             break
         await asyncio.sleep(0)
     before = len(replies(greedy[1].written))
     await settle(1000)
     after = len(replies(greedy[1].written))
-    for connection, _ in (greedy, other_connection):
+    for connection, _ in (greedy, other):
         connection.connection_lost(None)
     await asyncio.sleep(0)
     assert before < 5
@@ -467,8 +469,8 @@ async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> 
     """A connection that is closing and waits for its client to read counts as idle."""
     connection, transport = connected()
     await asyncio.sleep(0)
-    last_request = packed("GET", "/a", ("Connection: close",), b"", "length")
-    connection.data_received(packed("GET", "/a", (), b"", "length") + last_request)
+    last = packed("GET", "/a", ("Connection: close",), b"", "length")
+    connection.data_received(packed("GET", "/a", (), b"", "length") + last)
     connection.data_received(packed("GET", "/b", (), b"", "length"))
     assert connection.idle_since is None
     await settle()
@@ -486,19 +488,19 @@ async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     """A connection has one coarse timer, which ends it only if the state lasted for the whole
     limit.
     """
-    known_request = packed("POST", "/a", (), b"{}", "length")
+    known = packed("POST", "/a", (), b"{}", "length")
     connection, transport = connected()
     await settle()
     for _ in range(2):
-        connection.data_received(known_request)
+        connection.data_received(known)
         await settle()
-    connection.data_received(known_request[:-2])  # starts the clock
-    connection.data_received(known_request[-2:])
+    connection.data_received(known[:-2])  # starts the clock
+    connection.data_received(known[-2:])
     await settle()
-    connection.data_received(known_request[:-2])
+    connection.data_received(known[:-2])
     connection._check_timeout()  # as if its time limit had just expired
     await settle()
-    connection.data_received(known_request[-2:])
+    connection.data_received(known[-2:])
     await settle()
     connection.connection_lost(None)
     await settle()
@@ -528,15 +530,15 @@ async def test_each_request_has_its_own_time_limit() -> None:
     answered = len(replies(transport.written))
     connection.data_received(second[:10])
     await clock.advance(4.5)
-    is_closed = not connection.open
+    ended = not connection.open
     connection.connection_lost(None)
     await settle()
-    assert (answered, is_closed) == (2, True)
+    assert (answered, ended) == (2, True)
 
 
 @pytest.mark.parametrize("sent", [0, 1])
 async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> None:
-    known_request = packed("POST", "/a", (), b"{}", "length")
+    known = packed("POST", "/a", (), b"{}", "length")
 
     async def answer(request: HttpRequest) -> HttpResponse:
         try:
@@ -548,9 +550,9 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
     connection, transport = connected(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
     await settle()
     for _ in range(2):
-        connection.data_received(known_request)
+        connection.data_received(known)
         await settle()
-    connection.data_received(known_request[: len(known_request) - 2 + sent])
+    connection.data_received(known[: len(known) - 2 + sent])
     requests = []
     for seconds in (1.9, 0.2):
         await clock.advance(seconds)
@@ -563,12 +565,12 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
 def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any], None]) -> None:
     """Otherwise the connection could stay open beyond every limit."""
-    end_event = asyncio.Event()
+    ended = asyncio.Event()
 
     class Kept(Acceptor):
         def connection_lost(self, connection: LimitedConnection) -> None:
             super().connection_lost(connection)
-            end_event.set()
+            ended.set()
 
     async def flood(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, (bytes(1 << 10),))
@@ -591,7 +593,7 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
                         client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     await asyncio.sleep(0.001)
                 end(server.connections[0])
-                await asyncio.wait_for(end_event.wait(), 20)
+                await asyncio.wait_for(ended.wait(), 20)
             accepting.close()
 
     uvloop.run(run())

@@ -146,7 +146,7 @@ def test_failures_have_the_status_of_their_code(
 def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> None:
     """From the third request on, templates replace parsing and encoding, with the same result."""
 
-    def ask(first: list[Any], second: list[Any], **members: Any) -> Reply:
+    def infer_sums(first: list[Any], second: list[Any], **members: Any) -> Reply:
         text = simple_body(**members).decode()
         for values in (first, second):
             text = text.replace(json.dumps([1] * 16), json.dumps(values), 1)
@@ -158,12 +158,12 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> No
     for members in ({}, {"outputs": some}, {"outputs": binary, "id": "7"}):
         for _ in range(5):
             a, b = rng.integers(2, 2**30, (2, 16))
-            reply = ask(a.tolist(), b.tolist(), **members)
+            reply = infer_sums(a.tolist(), b.tolist(), **members)
             sent = reply.tensors()
             assert sent.pop("OUTPUT1").ravel().tolist() == (a - b).tolist()
             assert all(received.ravel().tolist() == (a + b).tolist() for received in sent.values())
             assert len(sent) == (members.get("outputs") is not some)
-        wrong = ask([2] * 15 + [2.5], [3] * 16, **members)
+        wrong = infer_sums([2] * 15 + [2.5], [3] * 16, **members)
         assert "attempt to access JSON non-signed-integer as signed-integer" in wrong.error
 
 

@@ -133,31 +133,31 @@ def test_the_progress_of_a_load_is_a_view_of_its_statuses(facts: ModelEntry, tex
 
 def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    states: dict[str, str] = {}
+    seen: dict[str, str] = {}
     observers: list[Callable[[], None]] = []
-    report = StartupReport(lambda: dict(states), observers)
+    report = StartupReport(lambda: dict(seen), observers)
 
-    def logged_changes(**now: str) -> list[tuple[str, str]]:
+    def messages_after(**now: str) -> list[tuple[str, str]]:
         caplog.clear()
-        states.update(now)
+        seen.update(now)
         for notify in observers:
             notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
-    assert logged_changes(a="loading") == []
+    assert messages_after(a="loading") == []
     with report:
-        assert logged_changes(b="loading") == [
+        assert messages_after(b="loading") == [
             ("INFO", "model a: loading"),
             ("INFO", "model b: loading"),
         ]
-        assert logged_changes(b="ready") == [("INFO", "model b: ready")]
-        assert logged_changes(a="failed: no") == [("ERROR", "model a: failed: no")]
-        assert logged_changes() == []
-    assert logged_changes(b="loading") == []
+        assert messages_after(b="ready") == [("INFO", "model b: ready")]
+        assert messages_after(a="failed: no") == [("ERROR", "model a: failed: no")]
+        assert messages_after() == []
+    assert messages_after(b="loading") == []
 
 
 @pytest.mark.parametrize(
-    ("says", "ready"),
+    ("answers", "ready"),
     [
         ({}, False),
         ({1: True}, True),
@@ -170,7 +170,7 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
     ],
 )
 async def test_the_combined_readiness_of_workers(
-    says: dict[int, bool | None], ready: bool, monkeypatch: pytest.MonkeyPatch
+    answers: dict[int, bool | None], ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: it does not answer in time, as while it executes."""
     monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
@@ -178,12 +178,12 @@ async def test_the_combined_readiness_of_workers(
 
     def send(pid: int, message: Any) -> None:
         assert isinstance(message, CheckReady)
-        answer = says[pid]
+        answer = answers[pid]
         if answer is not None:
             loop.call_soon(check.checked, pid, ReadyChecked(message.id, answer))
 
     check = ReadinessCheck(send)
-    assert (await check.check(list(says))) is ready
+    assert (await check.check(list(answers))) is ready
 
 
 async def test_answers_of_others_and_to_nothing_do_not_count(
@@ -214,18 +214,18 @@ async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyP
     assert len(sent) == 1
 
 
-@pytest.mark.parametrize("others", [[], [2]])
-async def test_a_worker_that_ends_is_not_waited_for(others: list[int]) -> None:
+@pytest.mark.parametrize("other_pids", [[], [2]])
+async def test_a_worker_that_ends_is_not_waited_for(other_pids: list[int]) -> None:
     def send(pid: int, message: Any) -> None:
         if pid == 2:
             check.checked(pid, ReadyChecked(message.id, True))
 
     check = ReadinessCheck(send)
-    pending_check = asyncio.ensure_future(check.check([1, *others]))
+    check_task = asyncio.ensure_future(check.check([1, *other_pids]))
     await asyncio.sleep(0)
     check.exited(1)
     check.exited(1)
-    assert (await pending_check) is bool(others)
+    assert (await check_task) is bool(other_pids)
 
 
 def spec_of(name: str, *inputs: dict[str, Any], **more: Any) -> ModelSpec:

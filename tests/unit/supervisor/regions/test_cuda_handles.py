@@ -47,7 +47,7 @@ from tests.support.messages import inference_of
 from tests.support.wire.raw_http import in_region, json_input, shm_input
 
 HANDLE = bytes(range(64))
-OTHER_HANDLE = bytes(reversed(HANDLE))
+OTHER = bytes(reversed(HANDLE))
 UUID = bytes(range(16))
 POLICY = policy(
     max_regions=8, max_regions_per_uid=4, max_byte_size=1 << 20, max_byte_size_per_uid=1 << 20
@@ -123,7 +123,7 @@ async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
         await office.registry.register_cuda("r", handle, 0, 64, ME)
     assert len(office.published) == 1
     for other, offset, size in (
-        (CudaHandle(OTHER_HANDLE, 0), 0, 64),
+        (CudaHandle(OTHER, 0), 0, 64),
         (CudaHandle(HANDLE, 1), 0, 64),
         (handle, 0, 63),
         (handle, 1, 64),
@@ -139,12 +139,12 @@ def test_one_name_space_for_both_kinds() -> None:
     async def steps() -> None:
         office = Office()
         registry = office.registry
-        already_exists = pytest.raises(AlreadyExists, match="already in manager")
+        taken = pytest.raises(AlreadyExists, match="already in manager")
         await registry.register_cuda("device", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.register("host", key, 0, 4096, ME)
-        with already_exists:
+        with taken:
             await registry.register("device", key, 0, 4096, ME)
-        with already_exists:
+        with taken:
             await registry.register_cuda("host", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.unregister("host", ME, cuda=True)
         await registry.unregister("device", ME, cuda=False)
@@ -204,22 +204,20 @@ async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
 
 async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
     office = Office()
-    registry, check_received, answered = office.registry, asyncio.Event(), asyncio.Event()
+    registry, check_sent, answered = office.registry, asyncio.Event(), asyncio.Event()
 
     async def slow(memory: Memory) -> None:
-        check_received.set()
+        check_sent.set()
         await answered.wait()
 
     await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
     assert registry._opener.handles is not None
     registry._opener.handles.check = slow  # type: ignore[method-assign]
     waiting = [
-        asyncio.create_task(
-            registry.register_cuda("theirs", CudaHandle(OTHER_HANDLE, 0), 0, 64, BOB)
-        )
+        asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
         for _ in range(2)
     ]
-    await check_received.wait()
+    await check_sent.wait()
     async with asyncio.timeout(10):
         await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.unregister("mine", ME, cuda=True)
@@ -256,7 +254,7 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     for number, exporter in enumerate(exporters):
         handle = CudaHandle(HANDLE, number)
         await registry.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
-    await registry.register_cuda("of nobody known", CudaHandle(OTHER_HANDLE, 0), 0, 64, ME)
+    await registry.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
     await registry.unregister("r1", ME, cuda=True)
     exporters[0].kill()
     assert [await asyncio.wait_for(office.withdrawn.get(), 10) for _ in range(2)] == [*("r1", "r0")]
@@ -267,12 +265,12 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     assert len(os.listdir("/proc/self/fd")) == before + 1
     exporters[0].wait()
     with pytest.raises(InvalidArgument, match="the process that exported it has exited"):
-        await registry.register_cuda("r", CudaHandle(OTHER_HANDLE, 0), 0, 64, ME, exporters[0].pid)
+        await registry.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
     registry.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- the workers' checks of a handle
+# --- what workers say of a handle
 
 
 class Workers:
@@ -281,11 +279,11 @@ class Workers:
     def __init__(self, devices: dict[int, list[int]], answers: dict[int, str | None]) -> None:
         self._devices = devices
         self._answers = answers
-        self.asked: list[tuple[int, CheckMemory]] = []
+        self.sent: list[tuple[int, CheckMemory]] = []
         self.handles = HandleCheck(2, lambda device: self._devices.get(device, []), self._send)
 
     def _send(self, pid: int, message: CheckMemory) -> None:
-        self.asked.append((pid, message))
+        self.sent.append((pid, message))
         code = self._answers[pid]
         if code is not None:
             loop = asyncio.get_running_loop()
@@ -299,21 +297,21 @@ class Workers:
 def test_the_workers_on_the_device_are_asked() -> None:
     workers = Workers({0: [10, 11], 1: [12]}, {10: None, 11: "", 12: ""})
     workers.check(0, UUID)
-    assert [pid for pid, _ in workers.asked] == [10, 11]
-    assert workers.asked[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
+    assert [pid for pid, _ in workers.sent] == [10, 11]
+    assert workers.sent[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
     workers.check(1)
-    assert workers.asked[-1][0] == 12
+    assert workers.sent[-1][0] == 12
     workers.handles.checked(10, MemoryChecked(1, "", ""))  # a late answer that no request waits for
 
 
 def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
     """R24: an answer of a worker about a handle that other workers were asked about."""
     workers = Workers({0: [10]}, {10: ""})
-    ask = workers.handles._send
+    send = workers.handles._send
 
     def lie(pid: int, message: CheckMemory) -> None:
         workers.handles.checked(12, MemoryChecked(message.id, "INVALID_ARG", "a lie"))
-        ask(pid, message)
+        send(pid, message)
 
     workers.handles._send = lie
     workers.check(0)
@@ -524,7 +522,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
 
 def test_outputs_overlap_in_one_allocation_only() -> None:
     table = RegionTable(lambda memory_id: None, "error")
-    for number, handle in enumerate((HANDLE, HANDLE, OTHER_HANDLE)):
+    for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
         table.publish(published(f"r{number}", number + 1, handle=handle))
     uses = RegionReferences(table)
     uses.reference_range(RegionRange("r0", 0, 16), write=True)
@@ -594,13 +592,13 @@ class Stub:
         self.regions = RegionTable(lambda memory_id: None)
         self.regions.publish(published("device", 5))
         self.regions.publish(host(6, 0))
-        self.asked: list[Any] = []
+        self.sent: list[Any] = []
         self.supervisor = self
         self.listener = self
         self.shm = True
 
     async def send_request(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
-        self.asked.append(kind(1, *fields))
+        self.sent.append(kind(1, *fields))
         return {}
 
     def peer(self) -> Peer:
@@ -618,8 +616,8 @@ async def test_grpc() -> None:
         assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
         unregister_request = pb.CudaSharedMemoryUnregisterRequest(name=name)
         await call.cuda_unregister(unregister_request)
-        received_call = stub.asked.pop()
-        assert received_call == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+        message = stub.sent.pop()
+        assert message == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
     everything = pb.SystemSharedMemoryStatusRequest()
     system = await call.system_status(everything)
     assert list(system.regions) == ["host"]
@@ -630,7 +628,7 @@ async def test_grpc() -> None:
     )
     await call.cuda_register(request)
     whose = (ME.uid, list(ME.groups))
-    assert stub.asked == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
+    assert stub.sent == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
     for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
         bad = pb.CudaSharedMemoryRegisterRequest()
         bad.CopyFrom(request)

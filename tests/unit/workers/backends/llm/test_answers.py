@@ -58,13 +58,13 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
 
 
 @pytest.mark.parametrize(
-    ("fields", "echoed"),
+    ("given", "echoed"),
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
 def test_a_text_begins_with_its_prompt_as_triton_has_it(
-    scheduler: Scheduler, fields: dict[str, Any], echoed: bool
+    scheduler: Scheduler, given: dict[str, Any], echoed: bool
 ) -> None:
-    settings = {"exclude_input_in_output": None, "temperature": 0, "max_tokens": 3, **fields}
+    settings = {"exclude_input_in_output": None, "temperature": 0, "max_tokens": 3, **given}
     scheduler.add(1, text_input="the quick", outputs=["text_output"], **settings)
     scheduler.run()
     assert scheduler.responses[1][0].keys() == {"text_output"}
@@ -213,10 +213,8 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
     assert scheduler.stepped is not None and scheduler.stepped.skipped == list(running)
 
 
-@pytest.mark.parametrize("sent_count", [0, 5, 10])
-def test_a_successor_continues_the_text_of_a_lost_worker(
-    scheduler: Scheduler, sent_count: int
-) -> None:
+@pytest.mark.parametrize("sent", [0, 5, 10])
+def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, sent: int) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
@@ -232,13 +230,13 @@ def test_a_successor_continues_the_text_of_a_lost_worker(
         for n in range(2)
     ]
     resumed = [
-        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent_count),
-        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent_count, "length"),
+        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent),
+        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent, "length"),
     ]
     scheduler.add(2, resumed, **settings)
     assert len(scheduler.running) == 1
     scheduler.run()
-    assert [scheduler.text(2, index) for index in range(2)] == [text[sent_count:] for text in whole]
+    assert [scheduler.text(2, index) for index in range(2)] == [text[sent:] for text in whole]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
@@ -415,7 +413,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("given", "message"),
     [
         ({"text_input": "a", "temperature": -1}, "temperature: -1 is not a number from 0.0"),
         ({}, "exactly one of text_input, input_ids, messages is required, got none"),
@@ -444,9 +442,9 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
     ],
 )
 def test_an_error_ends_only_its_own_request(
-    scheduler: Scheduler, fields: dict[str, Any], message: str
+    scheduler: Scheduler, given: dict[str, Any], message: str
 ) -> None:
-    scheduler.add(1, **fields)
+    scheduler.add(1, **given)
     code, text = scheduler.errors[1]
     assert code == "INVALID_ARG" and message in text
     scheduler.add(2, max_tokens=1, **GREEDY)
@@ -567,7 +565,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(tokenizer_text())
 
 
-def streamed_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+def detokenized(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     detokenizer = Detokenizer(TokenTexts(tokenizer), True)
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
@@ -576,7 +574,7 @@ def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = tokenizer.encode(text).ids
         for end in range(len(tokens) + 1):
-            pieces = streamed_texts(tokenizer, tokens[:end])
+            pieces = detokenized(tokenizer, tokens[:end])
             assert "".join(pieces) == tokenizer.decode(tokens[:end])
             assert not any("\ufffd" in piece for piece in pieces[:-1])
 
@@ -586,13 +584,13 @@ def test_any_tokens_are_streamed_as_they_are_decoded(tokenizer: Tokenizer) -> No
     differ = 0
     for _ in range(300):
         tokens = [chance.randrange(320) for _ in range(chance.randrange(1, 40))]
-        differ += "".join(streamed_texts(tokenizer, tokens)) != tokenizer.decode(tokens)
+        differ += "".join(detokenized(tokenizer, tokens)) != tokenizer.decode(tokens)
     assert differ == 0
 
 
 def test_bytes_without_a_character_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
     broken = tokenizer.encode("é").ids[:1] * 40
-    assert sum(map(bool, streamed_texts(tokenizer, broken)[:-1])) >= 2
+    assert sum(map(bool, detokenized(tokenizer, broken)[:-1])) >= 2
 
 
 def test_no_part_of_a_stop_string_is_sent() -> None:
@@ -603,14 +601,14 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         included = chance.random() < 0.5
-        filtered, fed_text, emitted, memory_range = StopStrings(stops, included), "", "", 0
+        filtered, given, emitted, memory_range = StopStrings(stops, included), "", "", 0
         while memory_range < len(text) and not emitted:
             size = chance.randrange(1, 4)
             piece, emitted = filtered.add(text[memory_range : memory_range + size])
-            fed_text += piece
+            given += piece
             memory_range += size
-        fed_text += filtered.flush()
-        assert (fed_text, emitted) == expected(text, stops, included), (text, stops)
+        given += filtered.flush()
+        assert (given, emitted) == expected(text, stops, included), (text, stops)
 
 
 def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:

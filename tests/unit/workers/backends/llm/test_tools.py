@@ -46,7 +46,7 @@ def function(name: str, schema: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
-TOOLS = [function("weather", SCHEMA), function("now", NOW)]
+GIVEN = [function("weather", SCHEMA), function("now", NOW)]
 
 
 def tokenizer(*special: str) -> Tokenizer:
@@ -59,27 +59,31 @@ def tokenizer(*special: str) -> Tokenizer:
 
 def grammar(
     family: str,
-    made: Tokenizer,
-    offered_tools: list[dict[str, Any]] = TOOLS,
+    model_tokenizer: Tokenizer,
+    given: list[dict[str, Any]] = GIVEN,
     reasoning: str = "none",
     prompt: str = "",
     **choice: Any,
 ) -> tuple[Any, Any]:
     """Return the matcher of a request's grammar, and the format of its messages."""
-    request = tools.take_tools({"tools": offered_tools, **choice})
-    formats = tools.MessageFormats(family, reasoning, made)
+    request = tools.take_tools({"tools": given, **choice})
+    formats = tools.MessageFormats(family, reasoning, model_tokenizer)
     formatted = formats.make_format(request, prompt)
     assert formatted is not None
     text = formats.grammar(request, formatted, body=False)
-    ends = [made.token_to_id(END)]
+    ends = [model_tokenizer.token_to_id(END)]
     wrapped: Any = llguidance.LLTokenizer
-    library = wrapped(made.to_str(), n_vocab=made.get_vocab_size(), eos_token=ends)
+    library = wrapped(
+        model_tokenizer.to_str(), n_vocab=model_tokenizer.get_vocab_size(), eos_token=ends
+    )
     matcher: Any = llguidance.LLMatcher(library, text)
     assert not matcher.get_error(), (matcher.get_error(), text)
     return matcher, formatted
 
 
-def generated_text(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) -> str:
+def random_text(
+    matcher: Any, model_tokenizer: Tokenizer, draw: random.Random, most: int = 400
+) -> str:
     """Return a random text of a grammar, or "" if it is longer than `most` tokens."""
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < most:
@@ -87,36 +91,36 @@ def generated_text(matcher: Any, made: Tokenizer, draw: random.Random, most: int
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
         token = draw.choice(allowed)
         matcher.consume_token(token)
-        if token == made.token_to_id(END):
+        if token == model_tokenizer.token_to_id(END):
             break
         tokens.append(token)
-    text: str = made.decode(tokens, skip_special_tokens=False)
+    text: str = model_tokenizer.decode(tokens, skip_special_tokens=False)
     return text if matcher.is_stopped() else ""
 
 
 def calls_of(text: str, found: Any) -> tuple[str, list[tuple[str, Any]]]:
     parser = MessageParser(found, stream=True)
     parser.feed(text, ended=True)
-    delta = parser.take()
-    calls = [(call["name"], json.loads(call["arguments"])) for call in delta.get("tool_calls", ())]
-    return delta.get("content", ""), calls
+    taken = parser.take()
+    calls = [(call["name"], json.loads(call["arguments"])) for call in taken.get("tool_calls", ())]
+    return taken.get("content", ""), calls
 
 
 @pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_required_calls_always_parse_and_validate(family: str, special: tuple[str, ...]) -> None:
-    test_tokenizer, draw, valid_count = tokenizer(*special), random.Random(5), 0
+    test_tokenizer, draw, seen = tokenizer(*special), random.Random(5), 0
     matcher, tools = grammar(family, test_tokenizer, tool_choice="required")
     for _ in range(60):
-        text = generated_text(matcher.deep_copy(), test_tokenizer, draw)
+        text = random_text(matcher.deep_copy(), test_tokenizer, draw)
         if not text:
             continue
         content, calls = calls_of(text, tools)
         assert calls and not content, text
         for name, arguments in calls:
             jsonschema_rs.validate({"weather": SCHEMA, "now": NOW}[name], arguments)
-            valid_count += name == "weather"
-    assert valid_count
+            seen += name == "weather"
+    assert seen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -125,7 +129,7 @@ def test_one_named_call(family: str) -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
     assert not tools.parallel
-    assert calls_of(generated_text(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
+    assert calls_of(random_text(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
 
 
 EXAMPLES = {
@@ -171,7 +175,7 @@ def test_calls_follow_the_reasoning(special: tuple[str, ...]) -> None:
         thought = f"{begin}a < b\n</think>\n\n" if begin or prompt else ""
         tokens = test_tokenizer.encode(thought, add_special_tokens=False).ids
         assert matcher.try_consume_tokens(tokens) == len(tokens)
-        texts = (generated_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(40))
+        texts = (random_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(40))
         _, calls = calls_of(thought + next(filter(None, texts)), tools)
         assert calls and {name for name, _ in calls} == {"now"}
 
@@ -181,15 +185,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, r"tools\[0\].function.name"),
     "a list": ({"tools": [function("f", [1])]}, r"tools\[0\].function.parameters"),
-    "an unknown choice": ({"tools": TOOLS, "tool_choice": "often"}, "tool_choice: 'often' is not"),
+    "an unknown choice": ({"tools": GIVEN, "tool_choice": "often"}, "tool_choice: 'often' is not"),
     "an unknown tool": (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        {"tools": GIVEN, "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice: 'g' is not a name of `tools`",
     ),
     "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' requires tools"),
     "no list": ({"tools": 3}, "tools: 3 is not a list"),
-    "an object of tools": ({"tools": {"f": TOOLS[0]}}, "tools: .* is not a list"),
-    "no flag": ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls: 'no' is not"),
+    "an object of tools": ({"tools": {"f": GIVEN[0]}}, "tools: .* is not a list"),
+    "no flag": ({"tools": GIVEN, "parallel_tool_calls": "no"}, "parallel_tool_calls: 'no' is not"),
     "a strict text": (
         {"tools": [function("f", NOW, strict="yes")]},
         r"tools\[0\].function.strict: 'yes' is not true or false",
@@ -211,7 +215,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_malformed_allowed_tools(allowed: Any) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     with pytest.raises(InvalidArgument, match="tool_choice: "):
-        tools.take_tools({"tools": TOOLS, "tool_choice": choice})
+        tools.take_tools({"tools": GIVEN, "tool_choice": choice})
 
 
 NO_SCHEMAS: dict[str, tuple[Any, str]] = {
@@ -247,9 +251,9 @@ NO_SCHEMAS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", NO_SCHEMAS)
 def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
     schema, message = NO_SCHEMAS[case]
-    functions = [TOOLS[1], function("f", schema)]
+    given = [GIVEN[1], function("f", schema)]
     with pytest.raises(InvalidArgument, match=rf"tools\[1\].function.parameters: .*{message}"):
-        tools.take_tools({"tools": functions, "tool_choice": choice})
+        tools.take_tools({"tools": given, "tool_choice": choice})
 
 
 @pytest.mark.parametrize(
@@ -273,36 +277,36 @@ def test_parameters_that_are_schemas(schema: Any) -> None:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_errors_name_the_field(case: str) -> None:
-    wrong_tools, message = WRONG[case]
+    given, message = WRONG[case]
     with pytest.raises(InvalidArgument, match=message):
-        tools.take_tools(wrong_tools)
+        tools.take_tools(given)
 
 
 def test_choices() -> None:
-    assert tools.take_tools({"tools": TOOLS, "tool_choice": "none"}) is None
+    assert tools.take_tools({"tools": GIVEN, "tool_choice": "none"}) is None
     assert tools.take_tools({"tools": [], "tool_choice": "auto"}) is None
-    conversation = {"tools": TOOLS, "parallel_tool_calls": False}
+    conversation = {"tools": GIVEN, "parallel_tool_calls": False}
     free = tools.take_tools(conversation)
     assert free is not None and not free.constrained and not free.parallel
-    assert conversation == {"tools": TOOLS}
+    assert conversation == {"tools": GIVEN}
     some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
     for choice in (
         {"type": "allowed_tools", "allowed_tools": some},
         {"type": "allowed_tools", **some},
     ):
-        conversation = {"tools": TOOLS, "tool_choice": choice}
-        request_tools = tools.take_tools(conversation)
-        assert request_tools is not None and request_tools.required
-        assert [tool.name for tool in request_tools.tools] == ["now"]
-        assert conversation == {"tools": TOOLS[1:]}
+        conversation = {"tools": GIVEN, "tool_choice": choice}
+        taken = tools.take_tools(conversation)
+        assert taken is not None and taken.required
+        assert [tool.name for tool in taken.tools] == ["now"]
+        assert conversation == {"tools": GIVEN[1:]}
 
 
 def test_calls_in_no_known_format() -> None:
     formats = tools.MessageFormats("none", "none", tokenizer())
     assert formats.make_format(None, "") is None
     with pytest.raises(InvalidArgument, match=r"tools: .* set tool_parser"):
-        formats.make_format(tools.take_tools({"tools": TOOLS}), "")
+        formats.make_format(tools.take_tools({"tools": GIVEN}), "")
     assert (
-        formats.make_format(tools.take_tools({"tools": TOOLS, "tool_choice": "required"}), "")
+        formats.make_format(tools.take_tools({"tools": GIVEN, "tool_choice": "required"}), "")
         is not None
     )
