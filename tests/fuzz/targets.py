@@ -1,8 +1,8 @@
-"""What is fuzzed: functions of bytes, which raise when bytes do what they must not.
+"""The fuzz targets: functions of bytes, which raise if the tested code breaks a rule.
 
-Each takes the first bytes for its choices and the rest for what a client sends. What is wrong with
-that must be said by a ShmserveError (or a MalformedMessage, in what processes say to each other)
-that is written for clients.
+A target draws its choices from the first bytes, and uses the rest as a client's message. Invalid
+messages must raise a ShmserveError with a text for clients. Invalid messages between processes must
+raise a MalformedMessage.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Bytes:
         return int.from_bytes(taken, "little")
 
 
-# --- what comes over HTTP
+# --- HTTP requests
 
 
 def http(data: bytes) -> None:
@@ -340,7 +340,7 @@ def _check_place(data: bytes | Range) -> None:
         assert 0 <= data.byte_size <= data.memory.byte_size - data.offset
 
 
-# --- what programs outside the server say to a scheduler
+# --- messages of local clients to a scheduler
 
 _SEALS = Capabilities(b"k" * KEY_SIZE)
 _GUEST = FIRST_LOCAL_CLIENT + 7

@@ -1,8 +1,9 @@
-"""Random schedules on real weights: whatever runs beside a request, wherever its blocks are, and
-however often it is swapped, each of its logits has the bits that it has alone.
+"""Random schedules on real weights. Each logit of a request has the same bits as when the request
+runs alone, for any other requests, any blocks and any number of swaps.
 
-The engine plans, and a worker's engine computes, as in a server. Nothing is computed twice here (no
-recompute, no drafts): what is, has other rows beside it in its own sequence, and is close only.
+The engine plans, and a worker's engine computes, as in a server. No token is computed twice (no
+recomputation, no drafts): a second computation has other rows of its sequence in the same pass, so
+its logits are only close.
 """
 
 import functools

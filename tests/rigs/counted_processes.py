@@ -123,7 +123,7 @@ class Case:
     works: Callable[[int, int], Packed]
     http: Callable[[int, int], dict[str, Any]]
     response: Callable[[Inference], Inferred]
-    path: str = ""  # of HTTP; empty: that of inference
+    path: str = ""  # the HTTP path; empty: that of inference
 
     @property
     def model(self) -> str:
@@ -248,7 +248,7 @@ def text() -> Case:
 
 def worker(folder: Path, case: Case) -> Calls:
     """Count the calls of the worker from the scheduler's batch to its end."""
-    import torch  # as every worker does
+    import torch  # every worker imports it
 
     calls = Calls()
     with worker_rig.rig(folder) as rig:

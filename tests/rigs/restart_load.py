@@ -1,10 +1,10 @@
-"""Clients of every door that ask while servers come and go: a program of its own, which runs until
-its input ends, and prints what each door's clients have got, as JSON.
+"""A program with clients of every protocol that send requests while servers are restarted. The
+program runs until its input ends, and prints the responses of each protocol's clients as JSON.
 
     python -m tests.rigs.restart_load CLIENTS HTTP_PORT GRPC_PORT LOCAL [registering] [killed]
 
-One is `registering` regions all the time, where that is said. Servers that are `killed` take what
-they were asked with them: who uses HTTP or gRPC asks again until it is answered.
+With `registering`, one client registers regions all the time. With `killed`, the servers are killed
+and their requests are lost: clients of HTTP and gRPC repeat a request until it succeeds.
 """
 
 import contextlib

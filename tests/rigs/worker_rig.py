@@ -222,7 +222,7 @@ class Rig:
         return [message for _, message in arrived(self.scheduler, timeout_s)]
 
     def cancel(self, key: int) -> None:
-        """Send the scheduler's cancellation, and wait until the worker can know it."""
+        """Send the scheduler's cancellation, and wait until the worker has received it."""
         self._send(CancelExecution(key))
 
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:

@@ -1,6 +1,6 @@
 """Properties of an ensemble's request across all of its processes (section 3.7).
 
-These are its timeout, its cancellation, its limits, and the sequence parameters of its steps.
+The properties are its timeout, cancellation and limits, and the sequence parameters of its steps.
 """
 
 import ast

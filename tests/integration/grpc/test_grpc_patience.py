@@ -46,7 +46,7 @@ _PATIENCE_S = 1.0
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Where a gateway listens that has a second's patience."""
+    """Yield the port of a gateway whose timeout for headers is one second."""
     folder = tmp_path_factory.mktemp("gateway")
     with listening(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
         yield number
@@ -115,7 +115,7 @@ def read_all(sock: socket.socket) -> None:
     [
         b"",
         PREFACE[:10],
-        OPENED,  # it never acknowledges the server's settings
+        OPENED,  # the client never acknowledges the SETTINGS
         OPENED + frame(1, 4, 1, post(f"{SERVICE}ModelInfer")),
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],

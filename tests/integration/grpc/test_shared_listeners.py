@@ -153,7 +153,7 @@ def test_calls_of_a_client_go_on(server: Server) -> None:
                     break
 
 
-# --- who is known at the unix socket
+# --- identities at the unix socket
 
 
 @contextlib.contextmanager

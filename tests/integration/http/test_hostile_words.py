@@ -1,5 +1,5 @@
-"""What clients say, in every place where they can say something, with control characters and too
-long: it writes no line of its own into the log, and nothing ends by it.
+"""Texts of clients with control characters, or longer than allowed, in every field that they can
+set. Such a text forges no log line and ends no process.
 """
 
 import base64
@@ -136,7 +136,7 @@ def test_in_paths(http: Http) -> None:
     ):
         refused = http.call(method, path, {})
         assert refused.status in (400, 404, 500), (path, refused.status, refused.body[:200])
-    http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # as for each unknown model
+    http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # also succeeds for unknown models
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])

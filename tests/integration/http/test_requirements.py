@@ -65,7 +65,7 @@ def refusal(send_call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
 
 
 def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
-    """R3: what processes say to each other they say there, and in no name that has no owner."""
+    """R3: processes communicate over sockets in the run directory, and not over abstract names."""
     names = {
         str(connection.laddr)
         for process in server.tree()
@@ -92,7 +92,7 @@ def test_only_configured_listeners_exist(server: Server) -> None:
 
 
 def test_every_process_has_a_title(server: Server) -> None:
-    """What `ps` shows; a command line with its flags is nowhere."""
+    """`ps` shows a title for each process, and no command line with its flags."""
     titles = server.titles()
     assert {
         *("supervisor", "front zygote", "worker zygote", "gateway http 0", "gateway grpc"),
@@ -147,7 +147,8 @@ RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "trit
 
 @pytest.mark.parametrize("key", RESERVED)
 def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
-    """R16: what starts with triton_ is the server's; over gRPC one is the client's to say."""
+    """R16: names that start with triton_ are reserved, except for one that gRPC clients may
+    send."""
     reply = http.infer("echo_request", {**ASKED, "parameters": {key: True}})
     assert reply.status == 400
     assert "parameter keys starting with 'triton_' are reserved" in reply.error

@@ -202,7 +202,8 @@ async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> Non
 def test_memory_is_kept_for_what_is_in_flight(
     gated: Server, client: shmserve.client.Server, as_input: Callable[..., Any]
 ) -> None:
-    """Also where the program has only a plain view of it, and forgets that."""
+    """This includes a request whose program has only a plain view of the memory, and deletes the
+    view."""
     x = np.arange(ROW, dtype=np.float32)
     blocker = client.infer_async("large", INPUT0=x)
     visit = gated.gate.next()
@@ -470,7 +471,7 @@ def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) 
 
 
 def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Server) -> None:
-    """It runs where the server's answers are read, and others want memory meanwhile."""
+    """The callback runs in the thread that reads responses, while other threads allocate memory."""
     x = np.ones((4, ROW), np.float32)
     second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 

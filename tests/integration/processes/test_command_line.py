@@ -378,7 +378,8 @@ def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
 
 
 def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """They act and print the same over every protocol, with flags before or after the command."""
+    """The verbs act and print the same over every protocol, with flags before or after the
+    command."""
     printed = []
     for there in connection_flags.values():
         assert run_client(capsys, there, "unload", "halves") == (0, [], "")

@@ -85,7 +85,7 @@ def test_server_counts_are_differences() -> None:
         times = {"count": count, "ns": ns}
         return {
             "inference_count": 2 * count,
-            "execution_count": str(runs),  # as gRPC has it in JSON
+            "execution_count": str(runs),  # gRPC's JSON has strings for int64
             "inference_stats": {"success": times, "queue": times, "compute_infer": times},
         }
 

@@ -127,7 +127,7 @@ def test_a_flush_returns_when_no_notification_waits(
     address_and_socket: tuple[str, socket.socket],
 ) -> None:
     address, sock = address_and_socket
-    count = 40  # as above
+    count = 40  # more than the kernel queues
 
     async def keep() -> int:
         manager = ServiceManager(address)

@@ -197,7 +197,8 @@ def test_many_calls_at_once_are_begun_in_turns() -> None:
 
 
 def test_a_protocol_violation_ends_the_connection() -> None:
-    """It is reports at once, and what it has asked for is given up; the socket lingers."""
+    """The client receives GOAWAY at once, and its call is cancelled. The socket closes after a
+    linger."""
 
     async def scenario(scene: Scene) -> None:
         reports: list[str] = []
@@ -514,7 +515,7 @@ def test_a_client_that_reads_again_receives_all_responses() -> None:
 
 
 def test_a_disconnect_during_compression_cancels_nothing() -> None:
-    """What it asked for is done, and its memory may be another's by now."""
+    """The inference has ended, so its memory may already belong to another request."""
 
     async def scenario(scene: Scene) -> None:
         reports: list[str] = []

@@ -43,7 +43,7 @@ def scheduler(gateway: Rig) -> Scheduler:
 
 
 class Stream:
-    """A call with requests as the test wants them."""
+    """A call whose requests the test chooses."""
 
     def __init__(self, gateway: Rig, metadata: Any = ()) -> None:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -96,7 +96,7 @@ def test_narrow_integers_wrap() -> None:
     ("datatype", "tag", "value"),
     [
         ("BOOL", b"\x0a", b"\1"),
-        ("FP32", b"\x32", b"\1\0\x80\x7f"),  # a signalling NaN: to look at it makes it another
+        ("FP32", b"\x32", b"\1\0\x80\x7f"),  # a signalling NaN: a read as a float alters it
         ("FP64", b"\x3a", b"\1\0\0\0\0\0\xf0\x7f"),
     ],
     ids=["BOOL", "FP32", "FP64"],

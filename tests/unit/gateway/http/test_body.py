@@ -139,7 +139,7 @@ def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> N
         client.content.feed_data(bytes(100))
         with client.body.arrival.registered_block(holds.release):
             await client.body.next()
-            await clock.advance(0.1)  # as during decompression
+            await clock.advance(0.1)  # decompression takes this long
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
@@ -168,7 +168,7 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
                 outcomes.append(error)
             holds.release()
 
-        # Both in one turn of the loop.
+        # Both timers expire in one turn of the loop.
         asyncio.get_running_loop().call_later(0.06, allocate_all)
         await clock.advance(0.1)
         assert outcomes == [None]

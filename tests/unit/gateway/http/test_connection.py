@@ -388,7 +388,7 @@ async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -
 
 
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
-    """It is begun, and not handled a second time."""
+    """The request is handled once."""
     repeats = Repeats((AT_ONCE, False))
     connection, transport = connected(repeats)
     await settle()

@@ -560,7 +560,7 @@ def test_huge_numbers_of_strings_are_refused(gateway: Rig) -> None:
     assert memory_of(gateway.process.pid) < 400 * MIB
 
 
-# --- others
+# --- other behaviour
 
 
 def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> None:
@@ -633,7 +633,7 @@ def test_idle_connections_are_evicted(patient: Rig, known: bool) -> None:
 
 
 def test_connections_have_a_limit(patient: Rig) -> None:
-    """Of more than 60 some are ended."""
+    """Some of more than 60 connections are closed."""
 
     def lives(connection: socket.socket) -> bool:
         try:

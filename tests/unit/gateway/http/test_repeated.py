@@ -111,7 +111,7 @@ def test_a_malformed_response_is_an_internal_error(repeated: RepeatedConnection)
 
 
 def test_a_response_with_another_schema_is_sent(repeated: RepeatedConnection) -> None:
-    """Of other outputs, in the memory of a worker, which is released."""
+    """The response has other outputs, in memory of a worker that is released afterwards."""
     values = np.arange(16, dtype=np.int32)
     arena = Arena(ARENA)
     memory_range = arena.allocate(values.nbytes)

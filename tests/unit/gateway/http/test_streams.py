@@ -453,7 +453,8 @@ def test_credit_is_returned_for_responses_that_are_read(send: Any) -> None:
 
 
 def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(send: Any) -> None:
-    """After the time that a client may stall; memory for what it does not read is bounded."""
+    """The client is disconnected after the stall timeout; its unread responses use bounded
+    memory."""
     call = send("infer", accept=LINES)
     sent = 0
     while not call.cancelled and sent < 10_000:

@@ -267,14 +267,14 @@ def test_no_scaling_while_the_queue_drains_soon() -> None:
 
 
 def test_not_where_an_instance_is_free_or_none_is_there() -> None:
-    """What waits then waits for its batch to fill, or for a worker that starts again."""
+    """Such requests wait for their batch to fill, or for a worker that restarts."""
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
     assert not looks(policy, 1, 2, pending=10, busy=1)
     assert not looks(served(ScalingPolicy(1, 4, target_s=0.2)), 1, 2, pending=10, ready=0)
 
 
 def test_an_instance_is_added_when_served_requests_waited() -> None:
-    """On average: 33 ms are 150 ms at p99."""
+    """A mean wait of 33 ms corresponds to 150 ms at p99."""
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
     decisions = [looks_once(policy, number) for number in range(1, 7)]
     assert decisions[:5] == [None] * 5

@@ -270,7 +270,7 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- what workers say of a handle
+# --- the workers' checks of a handle
 
 
 class Workers:
