@@ -474,7 +474,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
     x = np.ones((4, ROW), np.float32)
     second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 
-    def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
+    def chain(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
         try:
             with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
                 chained = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
@@ -482,7 +482,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
         except BaseException as error:
             second.set_exception(error)
 
-    client.infer_async("rows", INPUT0=x).add_done_callback(more)
+    client.infer_async("rows", INPUT0=x).add_done_callback(chain)
     for _ in range(20):
         client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
     assert (second.result(20) == x[:2]).all()

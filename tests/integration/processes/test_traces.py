@@ -520,9 +520,7 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     assert "COMPUTE_START" in traces["boom", False][1]
 
 
-def test_one_of_so_many_is_traced_and_no_more_than_so_many(
-    tracing_server: Server, tmp_path: Path
-) -> None:
+def test_trace_rate_and_trace_count(tracing_server: Server, tmp_path: Path) -> None:
     settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "trace_count": "3"}
     with tracing_server.http() as http:
         http.post("/v2/models/one/trace/setting", settings | {"log_frequency": "2"}).ok()

@@ -89,12 +89,12 @@ async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(fol
     registry = LocalMemory(capabilities, RegionOpener(POLICY), RecordedProcesses(), print)
     nobody: Any = None
 
-    def gone(number: int) -> None:
+    def release_place(number: int) -> None:
         registry.release(number)
         left.set()
 
     local_clients = LocalClientServer(
-        folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone, nobody
+        folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), release_place, nobody
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
         program.connect(str(endpoints.listener(folder)))

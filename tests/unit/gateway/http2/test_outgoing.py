@@ -48,9 +48,9 @@ class Client:
         self.window, self.initial, self.frame = 65535, 65535, 16384
         self.windows = dict.fromkeys(_STREAMS, 65535)
         self.queued = dict.fromkeys(_STREAMS, b"")
-        self.came = dict.fromkeys(_STREAMS, b"")
+        self.received = dict.fromkeys(_STREAMS, b"")
         self.trailers: set[int] = set()
-        self.over: set[int] = set()
+        self.ended: set[int] = set()
         self.given_up: set[int] = set()
         self.seen = len(self.engine.sent)
 
@@ -60,25 +60,25 @@ class Client:
         fresh, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
         for it in fresh:
             if it.kind == DATA:
-                assert it.stream not in self.over
+                assert it.stream not in self.ended
                 self.window -= len(it.payload)
                 self.windows[it.stream] -= len(it.payload)
                 assert len(it.payload) <= self.frame
                 assert not it.payload or min(self.window, self.windows[it.stream]) >= 0
-                self.came[it.stream] += it.payload
+                self.received[it.stream] += it.payload
             elif it.kind == HEADERS and it.flags & END_STREAM:
-                assert it.stream not in self.over
-                assert self.came[it.stream] == self.queued[it.stream]
-                self.over.add(it.stream)
+                assert it.stream not in self.ended
+                assert self.received[it.stream] == self.queued[it.stream]
+                self.ended.add(it.stream)
         for stream in _STREAMS:
-            waits = self.queued[stream][len(self.came[stream]) :]
-            assert self.queued[stream].startswith(self.came[stream])
+            waits = self.queued[stream][len(self.received[stream]) :]
+            assert self.queued[stream].startswith(self.received[stream])
             if stream in self.given_up or self.sending.paused:
                 continue
             if waits:  # only because of a window
                 assert self.window <= 0 or self.windows[stream] <= 0
             elif stream in self.trailers:
-                assert stream in self.over
+                assert stream in self.ended
 
     def do(self, what: str, stream: int, size: int) -> None:
         target = self.engine.stream(stream)
@@ -95,7 +95,7 @@ class Client:
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
             self.sending.send_response(target, FORM, pieces)
-        elif what == "grant" and stream not in self.over | self.given_up:
+        elif what == "grant" and stream not in self.ended | self.given_up:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
         elif what == "grant all":
@@ -144,7 +144,7 @@ def test_data_is_sent_within_any_windows(done: list[tuple[str, int, int]]) -> No
         client.do("trailers", stream, 0)
     client.do("initial", 1, 2**24)
     client.do("grant all", 1, 2**25)
-    assert client.over | client.given_up == set(_STREAMS)
+    assert client.ended | client.given_up == set(_STREAMS)
     assert not client.engine.http2.streams
     assert not client.sending.waiting_streams
     assert client.engine.gone is None
