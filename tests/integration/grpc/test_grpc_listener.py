@@ -66,9 +66,9 @@ def tls_server(keys: Path, models: Path, start: Start) -> Server:
     return start(models, *flags, grpc=True)
 
 
-def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:
+def credentials(keys: Path, name: str = "") -> grpc.ChannelCredentials:
     key, chain = (
-        ((keys / f"{who}.{end}").read_bytes() for end in ("key", "pem")) if who else [None] * 2
+        ((keys / f"{name}.{end}").read_bytes() for end in ("key", "pem")) if name else [None] * 2
     )
     return grpc.ssl_channel_credentials((keys / "ca.pem").read_bytes(), key, chain)
 

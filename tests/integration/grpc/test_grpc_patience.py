@@ -257,11 +257,11 @@ def throttled(port: int, rate: int) -> Iterator[str]:
             listener.accept()[0] as client,
             socket.create_connection(("127.0.0.1", port)) as server,
         ):
-            back = threading.Thread(target=carry, args=(server, client, 65536, 0))
-            back.start()
+            carrier = threading.Thread(target=carry, args=(server, client, 65536, 0))
+            carrier.start()
             carry(client, server, rate // 10, 0.1)
             server.shutdown(socket.SHUT_RDWR)
-            back.join()
+            carrier.join()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=join, args=(listener,))

@@ -34,8 +34,8 @@ def server(models: Path, start: Start) -> Server:
 @pytest.fixture
 def pool(server: Server) -> Iterator[RequestPool]:
     """Yield a pool for concurrent requests."""
-    with request_pool(server) as them:
-        yield them
+    with request_pool(server) as requests:
+        yield requests
         server.gate.release_all()
 
 

@@ -90,9 +90,9 @@ def test_a_closed_socket_belongs_to_no_user() -> None:
 def test_a_connection_that_is_not_there() -> None:
     """Holds also if a server listens at the client's port."""
     with tcp_pair() as (ours, _), socket.create_server(("127.0.0.1", 0)) as other:
-        here = ours.getsockname()
+        address = ours.getsockname()
         for port in (1, other.getsockname()[1]):
-            assert loopback_peer(here, ("127.0.0.1", port)) is None
+            assert loopback_peer(address, ("127.0.0.1", port)) is None
 
 
 def test_connections_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,13 +180,13 @@ async def test_a_model_with_many_inputs_ends_no_connection(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(local_clients.connections.close)
-        there = stack.enter_context(come(folder))
-        assert _names(await _receive(there, 3)) == {"plain"}
+        link = stack.enter_context(come(folder))
+        assert _names(await _receive(link, 3)) == {"plain"}
         number = known.begin(local_clients.numbers())
         local_clients.announce(replace(wide, acknowledge=number))
-        (message,) = await _receive(there, 1, hello=False)
+        (message,) = await _receive(link, 1, hello=False)
         assert isinstance(message, m.ModelPublished if fits else m.ModelWithdrawn)
-        there.send(frames.pack([Acknowledged(message.acknowledge)]))
+        link.send(frames.pack([Acknowledged(message.acknowledge)]))
         while not known.is_acknowledged(number):
             await known.next_complete()
         models.insert(0, wide)

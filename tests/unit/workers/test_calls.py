@@ -64,13 +64,13 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
     )
 
 
-def call(calls: CallRouter, what: CallRequest) -> CallResponse:
-    return calls.submit_now(UnaryBlsCall(calls, what)).wait()
+def call(calls: CallRouter, call_request: CallRequest) -> CallResponse:
+    return calls.submit_now(UnaryBlsCall(calls, call_request)).wait()
 
 
-def call_soon(calls: CallRouter, what: CallRequest) -> asyncio.Future[CallResponse]:
+def call_soon(calls: CallRouter, call_request: CallRequest) -> asyncio.Future[CallResponse]:
     future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
-    calls.submit_soon(UnaryBlsCall(calls, what, future), future)
+    calls.submit_soon(UnaryBlsCall(calls, call_request, future), future)
     return future
 
 
@@ -88,7 +88,7 @@ def doubled(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
 
 def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    what = request(
+    call_request = request(
         outputs=["Y"],
         request_id="me",
         parameters={"a": 1, "deadline_us": 20},
@@ -96,7 +96,7 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
         flags=1,
         timeout_us=10,
     )
-    running = callees.run(call, router, what)
+    running = callees.run(call, router, call_request)
     question = callees.answer_find("s1")
     assert (question.name, question.version) == ("other", "")
     submit = scheduler.next(m.Submit)
@@ -104,7 +104,11 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
     assert submit.deadline_ns == submit.arrived_ns + 20_000
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
-    assert (inference.parameters, submit.correlation_id, submit.flags) == (what.parameters, 7, 1)
+    assert (inference.parameters, submit.correlation_id, submit.flags) == (
+        call_request.parameters,
+        7,
+        1,
+    )
     scheduler.send(doubled(submit))
     reply = running.result(10)
     assert values(reply) == [2.0, 4.0]
@@ -205,8 +209,8 @@ def test_inputs_in_memory_of_the_request_stay_there(
 ) -> None:
     scheduler, region = callees.scheduler("s1"), Region(4096)
     memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
-    what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
-    running = callees.run(call, router, what)
+    call_request = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
+    running = callees.run(call, router, call_request)
     callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
     assert work(submit).inputs[0].data == memory_range

@@ -57,10 +57,12 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
 ) -> None:
     names = select_unloads(models, bound, 10)
     gone: set[str] = set()
-    here = {resident.name: resident for resident in models}
+    resident_models = {resident.name: resident for resident in models}
 
     def is_over_bound() -> bool:
-        return bool(bound) and sum(resident.byte_size for resident in here.values()) > bound
+        return (
+            bool(bound) and sum(resident.byte_size for resident in resident_models.values()) > bound
+        )
 
     def idle(each: Resident) -> bool:
         return 0 < each.idle_limit_ns <= 10 - each.used_ns
@@ -68,15 +70,15 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
     def free() -> list[Resident]:
         return [
             resident
-            for resident in here.values()
+            for resident in resident_models.values()
             if not resident.must_stay and resident.users <= gone
         ]
 
     for name in names:
-        assert is_over_bound() or idle(here[name])
+        assert is_over_bound() or idle(resident_models[name])
         if is_over_bound():
-            assert here[name].used_ns == min(resident.used_ns for resident in free())
-        del here[name]
+            assert resident_models[name].used_ns == min(resident.used_ns for resident in free())
+        del resident_models[name]
         gone.add(name)
     assert not (is_over_bound() and free())
     assert not any(map(idle, free()))
