@@ -98,7 +98,7 @@ class Simulation:
         self._events: list[tuple[int, int, Callable[..., None], Any]] = []
         self._order = itertools.count()
         self._now = 1
-        self._here = 0
+        self._waiting_count = 0
         self._to_come = 0
         self._think: Callable[[], float] | None = None
         self._run = Run()
@@ -119,16 +119,16 @@ class Simulation:
             self._at(at, self._arrive)
         return self._run_events()
 
-    def _at(self, ns: float, handler: Callable[..., None], argument: Any = None) -> None:
-        heapq.heappush(self._events, (int(ns), next(self._order), handler, argument))
+    def _at(self, ns: float, what: Callable[..., None], about: Any = None) -> None:
+        heapq.heappush(self._events, (int(ns), next(self._order), what, about))
 
     def _run_events(self) -> Run:
         while self._events:
-            self._now, _, handler, argument = heapq.heappop(self._events)
-            handler(argument)
+            self._now, _, what, about = heapq.heappop(self._events)
+            what(about)
             while self._events and self._events[0][0] == self._now:
-                _, _, handler, argument = heapq.heappop(self._events)
-                handler(argument)
+                _, _, what, about = heapq.heappop(self._events)
+                what(about)
             self._plan()
         assert not self._queue
         self._run.ended_ns = self._now
@@ -136,8 +136,8 @@ class Simulation:
 
     def _arrive(self, _: None) -> None:
         self._queue.append(Item(self._now))
-        self._here += 1
-        self._batcher.record_arrival(self._now, self._here)
+        self._waiting_count += 1
+        self._batcher.record_arrival(self._now, self._waiting_count)
 
     def _wake(self, _: None) -> None:
         pass
@@ -146,14 +146,14 @@ class Simulation:
         while self._free and self._queue:
             match self._batcher.decide(self._now, self._queue, 0):
                 case Batch(count=count, reason=reason):
-                    batch = [self._queue.popleft() for _ in range(count)]
+                    taken = [self._queue.popleft() for _ in range(count)]
                     self._free -= 1
                     self._run.sizes.append(count)
                     self._run.reasons.append(reason)
                     self._at(
                         self._now + self._time_ns(count, self._now),
                         self._finish,
-                        (self._now, batch),
+                        (self._now, taken),
                     )
                 case WaitUntil(ns=ns):
                     assert ns > self._now
@@ -163,17 +163,17 @@ class Simulation:
                     raise AssertionError("there are requests")
 
     def _finish(self, about: tuple[int, list[Item]]) -> None:
-        start, requests = about
+        began, taken = about
         self._free += 1
-        self._here -= len(requests)
-        latencies = [self._now - item.enqueued_ns for item in requests]
+        self._waiting_count -= len(taken)
+        latencies = [self._now - item.enqueued_ns for item in taken]
         self._run.latencies += latencies
-        took = self._now - start
-        self._batcher.record_batch(self._now, self._here, len(requests), took, latencies)
+        took = self._now - began
+        self._batcher.record_batch(self._now, self._waiting_count, len(taken), took, latencies)
         if self._think is not None:
-            for _ in requests[: self._to_come]:
+            for _ in taken[: self._to_come]:
                 self._at(self._now + self._think(), self._arrive)
-            self._to_come -= len(requests[: self._to_come])
+            self._to_come -= len(taken[: self._to_come])
 
 
 def fixed_run(

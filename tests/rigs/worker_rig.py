@@ -188,7 +188,7 @@ class Rig:
         return self
 
     def batch(self, *requests: Inference, pid: int = CLIENT_PID, **fields: Any) -> list[Reply]:
-        """Run a batch that contains the request `sent`; return the replies in order."""
+        """Run a batch that contains `requests`; return the replies in order."""
         return self.raw_batch([pack_inference(request) for request in requests], pid, **fields)
 
     def raw_batch(

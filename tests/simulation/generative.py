@@ -285,11 +285,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def engine_settings(**fields: Any) -> EngineSettings:
+def engine_settings(**given: Any) -> EngineSettings:
     """Return the settings of a small engine."""
     small = {"block_size": 4, "kv_cache_blocks": 64, "swap_blocks": 32, "max_batch_size": 8}
     budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
-    return EngineSettings.of({**small, **budgets, **fields})
+    return EngineSettings.of({**small, **budgets, **given})
 
 
 class Schedule:
@@ -373,26 +373,26 @@ class Schedule:
         for key, sample in self._stopped & self.rig.ended.keys():
             generation = self.rig.generations[key]
             tokens, why = self.rig.ended[key, sample]
-            expected, over = alone(generation.prompt, sample, generation.max_tokens)
+            expected, reason = alone(generation.prompt, sample, generation.max_tokens)
             assert tokens == expected[: len(tokens)]
-            assert why == "stop" or (tokens, why) == (expected, over)
+            assert why == "stop" or (tokens, why) == (expected, reason)
 
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
-        tokens = {
-            each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences
-        }
-        over = sum((generation.key, each) in self.rig.ended for each in range(generation.samples))
-        if generation.beams is not None or len(tokens) + over < generation.samples:
+        had = {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
+        ended_count = sum(
+            (generation.key, each) in self.rig.ended for each in range(generation.samples)
+        )
+        if generation.beams is not None or len(had) + ended_count < generation.samples:
             return
         self.rig.engine.cancel(generation)
         moved = self.rig.submit(
-            generation.prompt, generation.max_tokens, tokens, samples=generation.samples
+            generation.prompt, generation.max_tokens, had, samples=generation.samples
         )
         assert moved is not None
-        self._samples[generation.key] -= tokens.keys()
-        self._samples[moved.key] = set(tokens)
+        self._samples[generation.key] -= had.keys()
+        self._samples[moved.key] = set(had)
 
 
 def main() -> int:

@@ -1,7 +1,6 @@
 """The native client's memory on a real device, and host memory that is pinned for one.
 
-The allocating program is this process or a child of it. CUDA requires another process than the
-worker.
+The program that allocates is this process, or a child of it; workers are others, as CUDA wants it.
 """
 
 import asyncio
@@ -72,8 +71,8 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, input_name in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
-        repositories.write(models, name, CONFIG % input_name, text)
+    for name, text, given in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
+        repositories.write(models, name, CONFIG % given, text)
     return start(models, gpu=True)
 
 
@@ -84,8 +83,8 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
     gc.collect()
 
 
-def forms(input_name: str = "x") -> dict[str, tuple[tuple[int, int], str]]:
-    return {input_name: ((SIDE, SIDE), "FP32"), "y": ((SIDE, SIDE), "FP32")}
+def forms(given: str = "x") -> dict[str, tuple[tuple[int, int], str]]:
+    return {given: ((SIDE, SIDE), "FP32"), "y": ((SIDE, SIDE), "FP32")}
 
 
 def copied(server: Server) -> float:
@@ -197,10 +196,10 @@ def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) 
     assert not mismatches
 
     async def talk() -> None:
-        async with aio.connect(server.run_dir) as other_client:
-            with await other_client.allocate(forms(), device="cuda:0") as region:
+        async with aio.connect(server.run_dir) as other:
+            with await other.allocate(forms(), device="cuda:0") as region:
                 region["x"].fill(4)
-                await other_client.infer("twice", region)
+                await other.infer("twice", region)
                 assert (region["y"].numpy() == 8).all()
 
     asyncio.run(talk())
@@ -211,17 +210,17 @@ def test_a_thousand_regions_take_no_memory(server: Server, client: shmserve.clie
         with client.allocate(forms(), device="cuda:0") as region:
             client.infer("twice", region)
 
-    def copy_counts() -> tuple[int, int, int]:
+    def resource_use() -> tuple[int, int, int]:
         process = next(p for p in server.tree() if servers.title(p).startswith("worker twice"))
         return used(), _rss(process), len(os.listdir(f"/proc/{process.pid}/fd"))
 
     for _ in range(20):
         cycle()
-    device, host, descriptors = copy_counts()
+    device, host, descriptors = resource_use()
     for _ in range(1000):
         cycle()
     until("the device's memory is back", lambda: used() - device < 32 * 2**20)
-    after = copy_counts()
+    after = resource_use()
     assert after[1] - host < 32 * 2**20
     assert after[2] <= descriptors + 2
 

@@ -189,8 +189,8 @@ def test_an_unknown_datatype_of_a_region_names_what_is_allowed(
 
 
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
-    segment, ended_ids = Segment(4096), []
-    lease = MemoryLease(lambda: ended_ids.append(True))
+    segment, ended = Segment(4096), []
+    lease = MemoryLease(lambda: ended.append(True))
     view = View.over(segment.bytes, 64, (4,), np.dtype(np.int32), lease)
     view[:] = [1, 2, 3, 4]
     plain = view[1:]
@@ -235,9 +235,9 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     segment.close()
     del view, chosen, lease, segment
     gc.collect()
-    assert not ended_ids and plain.tolist() == [3, 4, 5]
+    assert not ended and plain.tolist() == [3, 4, 5]
     del plain
-    assert ended_ids
+    assert ended
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -428,18 +428,18 @@ def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
 
 
 def test_lists_keep_their_numbers() -> None:
-    def as_list(value: object, datatype: str) -> list[object]:
+    def converted(value: object, datatype: str) -> list[object]:
         array, called = as_array(value, TensorSpec("x", datatype, (-1,)), "x")
         assert called == datatype
         return list(array.tolist())
 
-    assert as_list([1, 2.0, True], "INT32") == [1, 2, 1]
-    assert as_list([], "INT8") == []
-    assert as_list([1, 0], "BOOL") == [True, False]
-    assert as_list([2**63], "UINT64") == [2**63]
-    assert as_list([0.1], "FP32") == [np.float32(0.1)]
+    assert converted([1, 2.0, True], "INT32") == [1, 2, 1]
+    assert converted([], "INT8") == []
+    assert converted([1, 0], "BOOL") == [True, False]
+    assert converted([2**63], "UINT64") == [2**63]
+    assert converted([0.1], "FP32") == [np.float32(0.1)]
     # BF16 as bit patterns: 1.0 is 0x3f80.
-    assert as_list([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+    assert converted([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_models_follow_the_news() -> None:
         models.resolve("other", "")
 
 
-def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
+def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
     prepared = ClientTemplate(
         ClientModel(published()).signature, [TensorTemplate("x", "FP32", (1, 0), 0)], (), memories
     )

@@ -40,11 +40,11 @@ def low_descriptors_taken() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH), max(most, 2 * _HIGH)))
     except (OSError, ValueError):
         pytest.skip("the limit of descriptors cannot be raised")
-    opened_fds = [os.open(os.devnull, os.O_RDONLY)]
-    while opened_fds[-1] < _HIGH:
-        opened_fds.append(os.dup(opened_fds[0]))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < _HIGH:
+        taken.append(os.dup(taken[0]))
     yield
-    for fd in opened_fds:
+    for fd in taken:
         os.close(fd)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
@@ -70,7 +70,7 @@ def test_a_wait_without_messages_times_out(pipes: list[tuple[int, int]], wait_ns
     assert waiter.wait(time.monotonic_ns() + wait_ns, 0) == []
 
 
-def test_one_that_is_watched_no_longer(pipes: list[tuple[int, int]]) -> None:
+def test_a_pipe_that_is_no_longer_watched(pipes: list[tuple[int, int]]) -> None:
     waiter = DescriptorWaiter()
     (first, writes), (second, _) = pipes
     waiter.watch(first, lambda: None)

@@ -362,11 +362,11 @@ def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) ->
 def test_many_at_once_from_a_coroutine(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
 
-    async def many() -> list[list[float]]:
+    async def call_many() -> list[list[float]]:
         replies = [call_soon(router, request([n])) for n in range(20)]
         return [values(reply) for reply in await asyncio.gather(*replies)]
 
-    running = callees.run(asyncio.run, many())
+    running = callees.run(asyncio.run, call_many())
     callees.answer_find("s1")
     submits = [scheduler.next(m.Submit) for _ in range(20)]
     for submit in reversed(submits):
@@ -400,14 +400,14 @@ def test_a_coroutine_is_notified_of_losses_and_errors(
 ) -> None:
     first, second = callees.scheduler("s1"), callees.scheduler("s2")
 
-    async def both() -> tuple[list[float], str]:
+    async def call_both() -> tuple[list[float], str]:
         one, two = call_soon(router, request()), call_soon(router, request())
         reply = await one
         with pytest.raises(InvalidArgument) as caught:
             await two
         return values(reply), str(caught.value)
 
-    running = callees.run(asyncio.run, both())
+    running = callees.run(asyncio.run, call_both())
     callees.answer_find("s1")
     first.next(m.Submit)
     first.next(m.Submit)
@@ -448,10 +448,10 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     callees.answer_find("s1")
     first = scheduler.next(m.Submit)
 
-    async def one() -> list[float]:
+    async def call_once() -> list[float]:
         return values(await call_soon(router, request([2])))
 
-    other = callees.run(asyncio.run, one())
+    other = callees.run(asyncio.run, call_once())
     second = scheduler.next(m.Submit)
     scheduler.send(doubled(second), doubled(first))
     assert other.result() == [4.0]

@@ -1,4 +1,4 @@
-"""Frames that a connection sends: within the client's windows, complete in the end, in turns."""
+"""What a connection sends: never more than its client's windows, all of it in the end, in turns."""
 
 import struct
 
@@ -48,9 +48,9 @@ class Client:
         self.window, self.initial, self.frame = 65535, 65535, 16384
         self.windows = dict.fromkeys(_STREAMS, 65535)
         self.queued = dict.fromkeys(_STREAMS, b"")
-        self.came = dict.fromkeys(_STREAMS, b"")
+        self.received = dict.fromkeys(_STREAMS, b"")
         self.trailers: set[int] = set()
-        self.over: set[int] = set()
+        self.ended: set[int] = set()
         self.given_up: set[int] = set()
         self.seen = len(self.engine.sent)
 
@@ -58,27 +58,27 @@ class Client:
         """Check the frames sent since the last call."""
         self.engine.flush()
         fresh, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
-        for it in fresh:
-            if it.kind == DATA:
-                assert it.stream not in self.over
-                self.window -= len(it.payload)
-                self.windows[it.stream] -= len(it.payload)
-                assert len(it.payload) <= self.frame
-                assert not it.payload or min(self.window, self.windows[it.stream]) >= 0
-                self.came[it.stream] += it.payload
-            elif it.kind == HEADERS and it.flags & END_STREAM:
-                assert it.stream not in self.over
-                assert self.came[it.stream] == self.queued[it.stream]
-                self.over.add(it.stream)
+        for item in fresh:
+            if item.kind == DATA:
+                assert item.stream not in self.ended
+                self.window -= len(item.payload)
+                self.windows[item.stream] -= len(item.payload)
+                assert len(item.payload) <= self.frame
+                assert not item.payload or min(self.window, self.windows[item.stream]) >= 0
+                self.received[item.stream] += item.payload
+            elif item.kind == HEADERS and item.flags & END_STREAM:
+                assert item.stream not in self.ended
+                assert self.received[item.stream] == self.queued[item.stream]
+                self.ended.add(item.stream)
         for stream in _STREAMS:
-            waits = self.queued[stream][len(self.came[stream]) :]
-            assert self.queued[stream].startswith(self.came[stream])
+            waits = self.queued[stream][len(self.received[stream]) :]
+            assert self.queued[stream].startswith(self.received[stream])
             if stream in self.given_up or self.sending.paused:
                 continue
             if waits:  # only because of a window
                 assert self.window <= 0 or self.windows[stream] <= 0
             elif stream in self.trailers:
-                assert stream in self.over
+                assert stream in self.ended
 
     def do(self, action: str, stream: int, size: int) -> None:
         target = self.engine.stream(stream)
@@ -95,7 +95,7 @@ class Client:
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
             self.sending.send_response(target, FORM, pieces)
-        elif action == "grant" and stream not in self.over | self.given_up:
+        elif action == "grant" and stream not in self.ended | self.given_up:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
         elif action == "grant all":
@@ -144,7 +144,7 @@ def test_data_is_sent_within_any_windows(done: list[tuple[str, int, int]]) -> No
         client.do("trailers", stream, 0)
     client.do("initial", 1, 2**24)
     client.do("grant all", 1, 2**25)
-    assert client.over | client.given_up == set(_STREAMS)
+    assert client.ended | client.given_up == set(_STREAMS)
     assert not client.engine.http2.streams
     assert not client.sending.waiting_streams
     assert client.engine.gone is None
@@ -171,14 +171,14 @@ def test_a_response_is_three_frames() -> None:
 
 
 def test_a_response_before_the_end_of_the_request() -> None:
-    """RFC 9113, 8.1: the stream is reset with NO_ERROR, so that the client stops its request."""
+    """8.1: the rest of the request is not wanted."""
     engine = Engine().take(OPENED + begin(1, end=False))
     engine.http2.sending.send_response(engine.stream(1), FORM, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
 def test_streams_share_the_window_of_the_connection_in_turns() -> None:
-    """Small window updates are shared equally."""
+    """None of them has all of a window that is given in small pieces."""
     engine = Engine().take(OPENED + begin(1, 3, 5, 7) + setting(INITIAL_WINDOW, 2**20))
     sending = engine.http2.sending
     for number in (1, 3, 5, 7):
@@ -191,7 +191,7 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
 
 
 def test_a_long_response_does_not_block_other_streams() -> None:
-    """A large window update serves each stream in turn, so the short response is sent whole."""
+    """Of a window for all of them each has a turn, not the first all of it."""
     engine = Engine().take(OPENED + begin(1, 3) + setting(INITIAL_WINDOW, 2**30))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(2**23))
@@ -222,13 +222,13 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
     sending.send_head(engine.stream(1), HEAD + TRAILERS, end=True)
     sending.send_head(engine.stream(3), HEAD)
     sending.send_trailers(engine.stream(3), TRAILERS)
-    assert [it.stream for it in engine.flush()] == [3]
+    assert [item.stream for item in engine.flush()] == [3]
     assert list(engine.http2.streams) == [1, 3]
     engine.take(window(0, 1))
     assert list(engine.http2.streams) == [1, 3]
     sending.paused = False
     sending.resume()
-    assert [it.payload for it in engine.flush()] == [HEAD + TRAILERS, TRAILERS]
+    assert [item.payload for item in engine.flush()] == [HEAD + TRAILERS, TRAILERS]
     assert not engine.http2.streams
 
 
@@ -249,11 +249,11 @@ def test_progress_is_reported() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
     engine.http2.sending.send_data(stream, bytes(25))
-    remaining: list[int] = []
-    stream.on_progress = lambda: remaining.append(stream.queued_bytes)
+    left: list[int] = []
+    stream.on_progress = lambda: left.append(stream.queued_bytes)
     engine.take(window(1, 5) + window(1, 100))
-    assert remaining[0] == 10
-    assert remaining[-1] == 0
+    assert left[0] == 10
+    assert left[-1] == 0
 
 
 def test_a_long_header_block_is_split() -> None:
@@ -265,7 +265,7 @@ def test_a_long_header_block_is_split() -> None:
     sending.send_data(stream, b"x")
     sending.send_trailers(stream, block)
     sent = engine.flush()
-    assert [(it.kind, it.flags, len(it.payload)) for it in sent] == [
+    assert [(item.kind, item.flags, len(item.payload)) for item in sent] == [
         (HEADERS, END_HEADERS, 1),
         (DATA, 0, 1),
         (HEADERS, END_STREAM, 16384),
@@ -281,4 +281,4 @@ def test_a_dropped_stream_is_released() -> None:
     assert not engine.http2.sending.waiting_streams
     before = len(engine.sent)
     engine.take(window(1, 100) + setting(INITIAL_WINDOW, 1000))
-    assert {it.kind for it in engine.sent[before:]} == {SETTINGS}
+    assert {item.kind for item in engine.sent[before:]} == {SETTINGS}

@@ -36,11 +36,11 @@ def config(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**CONFIG, "instance_group": list(groups), **more}
 
 
-def spec(fields: dict[str, Any], files: str = "") -> VersionSpec:
-    return replace(plan(), config=ModelSpec.of(fields), fingerprint=files)
+def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
+    return replace(plan(), config=ModelSpec.of(given), fingerprint=files)
 
 
-# --- changes in place -------------------------------------------------------------------------
+# --- what is in place -------------------------------------------------------------------------
 
 
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
@@ -113,15 +113,17 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
     changes.
     """
 
-    def kinds_of(instances: list[Instance]) -> list[tuple[str, int]]:
+    def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
 
     present = expand_instances(ModelSpec.of(config(*old)))
     added, leaving = find_changes(present, ModelSpec.of(config(*new)))
     after = [i for i in present if i not in leaving] + added
-    assert kinds_of(after) == kinds_of(expand_instances(ModelSpec.of(config(*new))))
+    assert kinds_and_devices(after) == kinds_and_devices(
+        expand_instances(ModelSpec.of(config(*new)))
+    )
     assert len({i.index for i in present + added}) == len(present + added)
-    assert not set(kinds_of(added)) & set(kinds_of(leaving))
+    assert not set(kinds_and_devices(added)) & set(kinds_and_devices(leaving))
 
 
 # --- processes --------------------------------------------------------------------------------
@@ -144,11 +146,11 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     ready, retiring = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
     model = await serving(processes, 2)
-    states = []
+    seen = []
     down = update(model, 1)
     await model.instances.add(down)
     model.commit(down)
-    states.append(model.instances.states())
+    seen.append(model.instances.states())
     worker = model.instances.children()[1]
     model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
     await turns()
@@ -156,14 +158,14 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     model._on_scheduler_message(m.InstanceRetired(worker.pid))
     await turns()
     assert not worker.alive and model.ready
-    states.append(model.instances.states())
+    seen.append(model.instances.states())
     same = model.update_to(spec(config(group("m_0", 1))))
     assert same is not None and not same.config_differs
     await processes.end()
-    assert states == [[ready, retiring], [ready]]
+    assert seen == [[ready, retiring], [ready]]
 
 
-async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
+async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
     processes = Processes()
     model = await serving(processes, 2)
     down = update(model, 1)
@@ -177,8 +179,7 @@ async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
 
 
 async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
-    """The addition is cancelled during its load, as by an unload. Readiness and configuration
-    stay."""
+    """Given up while it loads, as an unload does: readiness and configuration stay."""
     processes = Processes()
     model = await serving(processes, 1)
     before = model.config
