@@ -61,11 +61,9 @@ class TraceContext(NamedTuple):
         return cls(match[1], match[2], "", bool(int(match[3], 16) & _SAMPLED_FLAG))
 
     @classmethod
-    def of(cls, trace: str) -> TraceContext:
-        """Return the span in a message's `trace`."""
-        return cls(
-            trace[3:35], trace[36:52], trace[56:72], trace[54:55] == "1", trace[53:54] == "1"
-        )
+    def of(cls, text: str) -> TraceContext:
+        """Return the span in `text`, the `trace` field of a message."""
+        return cls(text[3:35], text[36:52], text[56:72], text[54:55] == "1", text[53:54] == "1")
 
     def child(self, sampled: bool | None = None) -> TraceContext:
         """Return a new child span."""

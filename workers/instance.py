@@ -118,10 +118,8 @@ class WorkerInstance:
                     errors = [error]
                 if errors:
                     logger.debug("%s failed to run warmup sample '%s'", instance_text, name)
-                    failure_text = f"failed to run warmup sample '{name}'"
-                    raise Internal(
-                        "".join(f"{failure_text}: {error.message}; " for error in errors)
-                    )
+                    failure = f"failed to run warmup sample '{name}'"
+                    raise Internal("".join(f"{failure}: {error.message}; " for error in errors))
 
     def run(self, endpoint: str) -> None:
         """Connect the instance to the scheduler at `endpoint`, and serve until `Stop`."""
@@ -166,10 +164,8 @@ class WorkerInstance:
                     context.control.send(context.device_memory.check(message))
             case CheckReady(id=number):
                 # In a thread, because the check may take long and batches continue.
-                check_thread = threading.Thread(
-                    target=self._check_ready, args=(number,), daemon=True
-                )
-                check_thread.start()
+                thread = threading.Thread(target=self._check_ready, args=(number,), daemon=True)
+                thread.start()
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.unmap(memory_id)

@@ -221,9 +221,7 @@ def release_messages(
         memory = memory_range.memory
         if memory.sealed and memory.pid and memory.id not in own_memory_ids:
             offsets.setdefault((memory.pid, memory.id), []).append(memory_range.offset)
-    return [
-        Release(pid, offset_list, memory_id) for (pid, memory_id), offset_list in offsets.items()
-    ]
+    return [Release(pid, offset_list, memory) for (pid, memory), offset_list in offsets.items()]
 
 
 def unread_releases(data: Iterable[Any], own_memory_ids: Container[int] = ()) -> list[Release]:

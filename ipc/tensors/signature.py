@@ -62,10 +62,7 @@ class Signature:
         self.padding = config.padding
 
     def check(
-        self,
-        request_id: str,
-        inputs: Sequence[TensorRef],
-        outputs: Iterable[RequestedOutput],
+        self, request_id: str, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]
     ) -> BatchFit:
         """Check a request against the model.
 

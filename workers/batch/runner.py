@@ -474,16 +474,14 @@ class Runner:
 
     def _split(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
         """Return the parts of an output for the requests."""
-        batch_shape = tuple(output.shape)
-        shapes = self._ragged and self._ragged.part_shapes(output.name, requests, batch_shape)
+        shape = tuple(output.shape)
+        shapes = self._ragged and self._ragged.part_shapes(output.name, requests, shape)
         if shapes:
             elements = _adjacent_slices(map(element_count, shapes))
             return list(map(output.part, requests, elements, shapes))
         if len(requests) == 1:
             return [output.part(requests[0])]
-        return list(
-            map(output.part, requests, self._row_slices(output.name, batch_shape, requests))
-        )
+        return list(map(output.part, requests, self._row_slices(output.name, shape, requests)))
 
     def _row_slices(
         self, name: str, shape: Sequence[int], requests: Sequence[Request]

@@ -24,10 +24,7 @@ _TOTALS = (
 _COUNTS = {"failures": "failures", "closed": "batches_closed", "instances": "instances"}
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 _GENERATION_RATES = {"tokens_rate": "generated", "prefill_rate": "prefilled"}
-_GENERATION_TIMES = {
-    "first_token_ms": "first_token_seconds",
-    "inter_token_ms": "inter_token_seconds",
-}
+_TOKEN_TIMES = {"first_token_ms": "first_token_seconds", "inter_token_ms": "inter_token_seconds"}
 # Ranks of models with exited workers; failing requests rank from 2000.
 _NEW_EXIT_RANK, _EARLIER_EXIT_RANK = 3000, 1500
 _LONG_QUEUE_MS = 1.0  # a model with a shorter mean queueing time has no problem
@@ -193,17 +190,15 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
         }
         figures |= {
             name: _quantiles_ms(report[key], earlier_report[key])
-            for name, key in _GENERATION_TIMES.items()
+            for name, key in _TOKEN_TIMES.items()
         }
     return figures
 
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed_count = increases["success"] - increases["cache_hit"]
-    counts = {
-        phase: increases["success"] if phase == "queue" else executed_count for phase in _PHASES
-    }
+    executed = increases["success"] - increases["cache_hit"]
+    counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
         phase.removeprefix("compute_"): _round_to_four_digits(
             increases[f"{phase}_ns"] / count / 1e6

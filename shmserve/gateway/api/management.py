@@ -88,11 +88,7 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
 
 def server_metadata(gateway: Gateway) -> dict[str, Any]:
     """Return the server's metadata: its name, version and extensions."""
-    return {
-        "name": gateway.settings.id,
-        "version": shmserve.__version__,
-        "extensions": EXTENSIONS,
-    }
+    return {"name": gateway.settings.id, "version": shmserve.__version__, "extensions": EXTENSIONS}
 
 
 async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str, Any]:

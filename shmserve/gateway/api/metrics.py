@@ -442,7 +442,7 @@ class MetricsExporter:
 
     def _region_families(self) -> Iterator[ExpositionFamily]:
         table = self._gateway.regions
-        for kind, regions, help_text in (
+        for kind, regions, text in (
             ("", table.named_regions(), "registered regions of shared memory"),
             (
                 *("unnamed_", table.unnamed_regions()),
@@ -450,10 +450,8 @@ class MetricsExporter:
             ),
         ):
             sizes = [region.byte_size for region in regions]
-            yield _create_gauge(f"shmserve_shm_{kind}regions", f"Number of {help_text}", len(sizes))
-            yield _create_gauge(
-                f"shmserve_shm_{kind}region_bytes", f"Bytes of {help_text}", sum(sizes)
-            )
+            yield _create_gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
+            yield _create_gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
 
     def _host_families(self) -> Iterator[ExpositionFamily]:
         total, used = memory_bytes()
@@ -483,15 +481,13 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
         model_metrics.parse(report["shmserve"].get("families", [])) for report in reports
     ]
     families = model_metrics.added(report_families)
-    unique_families = {
-        name: family for name, family in families.items() if name not in server_names
-    }
-    if len(unique_families) < len(families):
+    unique = {name: family for name, family in families.items() if name not in server_names}
+    if len(unique) < len(families):
         logger.warning(
             "metrics of models that have the names of the server's metrics are not shown: %s",
-            ", ".join(sorted(families.keys() - unique_families.keys())),
+            ", ".join(sorted(families.keys() - unique.keys())),
         )
-    return model_metrics.exposition(unique_families)
+    return model_metrics.exposition(unique)
 
 
 _PROCESS_FAMILIES = (

@@ -373,13 +373,11 @@ class Engine(Generic[T]):
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // block_size) - len(sequence.table), 0)
         max_blocks = -(-generation.max_computed // block_size)
-        shared_blocks = generation.shared // block_size
+        shared = generation.shared // block_size
         # Beams share blocks (copy-on-write).
-        own_blocks = sum(
-            self.pool.references[block] == 1 for block in sequence.table[shared_blocks:]
-        )
-        held_blocks = min(len(sequence.table), shared_blocks) + own_blocks
-        return max(shared_blocks + sequence.seats * (max_blocks - shared_blocks) - held_blocks, 0)
+        own_blocks = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
+        held_blocks = min(len(sequence.table), shared) + own_blocks
+        return max(shared + sequence.seats * (max_blocks - shared) - held_blocks, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free_blocks: int) -> bool:
         """Assign the cached blocks of its prompt's beginning to a sequence.
@@ -507,8 +505,7 @@ class Engine(Generic[T]):
             child.table = parent.table[:]
             self.pool.share(child.table)
         self._enter(
-            child,
-            NewSequence(child.number, parent.generation.key, sample, parent.number, token),
+            child, NewSequence(child.number, parent.generation.key, sample, parent.number, token)
         )
         return child
 

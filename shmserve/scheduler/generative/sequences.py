@@ -434,14 +434,12 @@ class Beams(Generic[T]):
             self.is_finished = not continuing or self._is_settled(continuing[0].score, generated)
         return [] if self.is_finished else continuing
 
-    def _add_hypothesis(
-        self, candidate: BeamCandidate[T], generated: int, finish_reason: str
-    ) -> None:
+    def _add_hypothesis(self, candidate: BeamCandidate[T], generated: int, reason: str) -> None:
         search = self.generation.beams
         assert search is not None
         tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
         score = candidate.score / generated**search.length_penalty
-        self.hypotheses.append(FinishedBeam(tokens, finish_reason, score))
+        self.hypotheses.append(FinishedBeam(tokens, reason, score))
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[search.width :]
 

@@ -10,12 +10,7 @@ import torch
 
 from shmserve.ipc.messages.generation import Row
 from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.sampler import (
-    PROPOSAL,
-    Proposal,
-    process,
-    sample,
-)
+from shmserve.workers.backends.llm.sampler import PROPOSAL, Proposal, process, sample
 from shmserve.workers.backends.llm.sequences import TokenSequence
 
 _MAX_NGRAM, _MIN_NGRAM = 4, 2  # number of tokens
@@ -67,15 +62,13 @@ class DraftModel(Proposer):
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
-        ready_rows = self._catch_up(rows)
-        max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
+        ready = self._catch_up(rows)
+        max_drafts = max((row.draft_count for _, row in ready), default=0)
         for round_ in range(max_drafts):
-            draft_rows = [
-                (sequence, row) for sequence, row in ready_rows if row.draft_count > round_
-            ]
+            draft_rows = [(sequence, row) for sequence, row in ready if row.draft_count > round_]
             logits = self._next_logits(draft_rows, proposals)
             self._append_drafts(logits, draft_rows, proposals)
-        for sequence, row in ready_rows:
+        for sequence, row in ready:
             sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
         return proposals
 

@@ -56,7 +56,7 @@ from shmserve.gateway.settings import GrpcSettings
 
 logger = logging.getLogger(__name__)
 
-_READ_BUFFER_BYTES = 64 * 1024  # initial size of the read buffer in bytes
+_READ_BYTES = 64 * 1024  # initial size of the read buffer in bytes
 # The header blocks of responses, which have the same bytes for every client.
 _RESPONSE_FIELDS = (
     (b"content-type", b"application/grpc"),
@@ -101,9 +101,7 @@ class GrpcFront:
     tls: ssl.SSLContext | None
     deflater: Deflater | None
     limits: Limits = field(default_factory=Limits)
-    read_buffer: memoryview = field(
-        default_factory=lambda: memoryview(bytearray(_READ_BUFFER_BYTES))
-    )
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ_BYTES)))
 
 
 class Carrier(Protocol):
@@ -609,13 +607,11 @@ class StreamingCall(GrpcCall):
         sending = self._connection.http2.sending
         sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
 
-    async def write_all(
-        self, responses: Sequence[bytes], stall_timeout_s: float | None = None
-    ) -> None:
+    async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
         """Write responses, and wait until the windows permit the last one, or for a disconnect.
 
         Raises:
-            TimeoutError: The client has not read the responses within `stall_timeout_s` seconds.
+            TimeoutError: The client has not read the responses within `stall_s` seconds.
         """
         if self.done or not responses:
             return
@@ -641,7 +637,7 @@ class StreamingCall(GrpcCall):
             return
         self._stream.on_progress = self._on_progress
         self._write_waiter = self._connection.loop.create_future()
-        async with asyncio.timeout(stall_timeout_s):
+        async with asyncio.timeout(stall_s):
             await self._write_waiter
 
     def _on_progress(self) -> None:

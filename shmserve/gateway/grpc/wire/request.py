@@ -34,11 +34,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.signature import shape_text
-from shmserve.proto.grpc_service_pb2 import (
-    InferParameter,
-    InferTensorContents,
-    ModelInferRequest,
-)
+from shmserve.proto.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest
 
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _RESERVED_KEYS = (

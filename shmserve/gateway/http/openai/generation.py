@@ -125,9 +125,7 @@ def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[st
         if token is None:
             rows.append(None)
             continue
-        top = [
-            {**candidate, "rank": rank} for rank, candidate in enumerate(token["top_logprobs"], 1)
-        ]
+        top = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
         ranked = {
             str(candidate["token_id"]): {
                 "logprob": candidate["logprob"],
