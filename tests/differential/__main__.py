@@ -10,7 +10,7 @@ from dataclasses import replace
 from tests.differential.compare import differences, judge
 from tests.differential.script import Group
 from tests.differential.scripts import GROUPS
-from tests.differential.servers import Missing, play, products
+from tests.differential.servers import Missing, products, run_group
 
 
 def chosen(names: list[str]) -> list[Group]:
@@ -34,7 +34,7 @@ def main(names: list[str]) -> int:
         return 0
     mismatch_count = total = 0
     for group in chosen(names):
-        records = [play(product, group) for product in (ours, theirs)]
+        records = [run_group(product, group) for product in (ours, theirs)]
         for script in group.scripts:
             total += 1
             mine, other = (recorded[script.name] for recorded in records)

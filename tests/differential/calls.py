@@ -8,7 +8,7 @@ import numpy as np
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from tests.differential.script import Ask
+from tests.differential.script import Send
 
 _TIMES = {"ns", "last_inference", "memory_usage"}
 
@@ -16,27 +16,29 @@ _TIMES = {"ns", "last_inference", "memory_usage"}
 class Call:
     """A request under way."""
 
-    def __init__(self, address: str, ask: Ask) -> None:
+    def __init__(self, address: str, request: Send) -> None:
         self._client = grpc.InferenceServerClient(address)
         self._messages: list[Any] = []
-        self._ask = ask
+        self._request = request
         self.done = False
-        outputs = [grpc.InferRequestedOutput(name) for name in ask.outputs] or None
+        outputs = [grpc.InferRequestedOutput(name) for name in request.outputs] or None
         options: dict[str, Any] = {
-            "request_id": ask.label,
+            "request_id": request.label,
             "outputs": outputs,
-            "sequence_id": ask.sequence,
-            "sequence_start": ask.start,
-            "sequence_end": ask.end,
-            "priority": ask.priority,
-            "timeout": ask.timeout_us or None,
+            "sequence_id": request.sequence,
+            "sequence_start": request.start,
+            "sequence_end": request.end,
+            "priority": request.priority,
+            "timeout": request.timeout_us or None,
         }
-        if ask.stream:
+        if request.stream:
             self._client.start_stream(self._came)
             options["enable_empty_final_response"] = True
-            self._client.async_stream_infer(ask.model, _inputs(ask), **options)
+            self._client.async_stream_infer(request.model, _inputs(request), **options)
         else:
-            self._context = self._client.async_infer(ask.model, _inputs(ask), self._came, **options)
+            self._context = self._client.async_infer(
+                request.model, _inputs(request), self._came, **options
+            )
 
     def _came(
         self, result: grpc.InferResult | None, error: InferenceServerException | None
@@ -48,21 +50,23 @@ class Call:
         response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
         description: dict[str, Any] = {"id": response.id, "version": response.model_version}
-        description["outputs"] = {output.name: _told(result, output) for output in response.outputs}
+        description["outputs"] = {
+            output.name: _read_output(result, output) for output in response.outputs
+        }
         description["parameters"] = sorted(set(response.parameters) - {"triton_final_response"})
-        self._messages.append(description | ({"final": final} if self._ask.stream else {}))
-        self.done = final or not self._ask.stream
+        self._messages.append(description | ({"final": final} if self._request.stream else {}))
+        self.done = final or not self._request.stream
 
     def cancel(self) -> None:
-        if self._ask.stream:
+        if self._request.stream:
             self._client.stop_stream(cancel_requests=True)
             self.done = True
         else:
             self._context.cancel()
 
-    def told(self) -> Any:
+    def outcome(self) -> Any:
         """Return the outcome of a call: one response or error, or a list for a stream."""
-        return self._messages if self._ask.stream else self._messages[0]
+        return self._messages if self._request.stream else self._messages[0]
 
     def close(self) -> None:
         self._client.close()
@@ -74,9 +78,9 @@ class Caller:
     def __init__(self, address: str) -> None:
         self._address = address
 
-    def ask(self, ask: Ask) -> Call:
+    def send_request(self, request: Send) -> Call:
         """Send the request over a connection of its own."""
-        return Call(self._address, ask)
+        return Call(self._address, request)
 
     def statistics(self, model: str) -> Any:
         """Return the statistics without times once they no longer change, since they are
@@ -92,11 +96,11 @@ class Caller:
                 time.sleep(0.15)
 
 
-def _inputs(ask: Ask) -> list[grpc.InferInput]:
-    fields: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(ask.inputs)
-    if ask.value is not None:
-        full = [ask.value] * (ask.rows * ask.columns)
-        fields["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
+def _inputs(request: Send) -> list[grpc.InferInput]:
+    fields: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(request.inputs)
+    if request.value is not None:
+        full = [request.value] * (request.rows * request.columns)
+        fields["INPUT0"] = ("INT32", (request.rows, request.columns), full)
     calls = []
     for name, (datatype, shape, values) in fields.items():
         one = grpc.InferInput(name, list(shape), datatype)
@@ -110,7 +114,7 @@ def _error(error: InferenceServerException | None) -> list[str]:
     return [str(error.status()), str(error.message())] if error else []
 
 
-def _told(result: grpc.InferResult, output: Any) -> list[Any]:
+def _read_output(result: grpc.InferResult, output: Any) -> list[Any]:
     values = result.as_numpy(output.name).reshape(-1).tolist()
     values = [value.decode() if isinstance(value, bytes) else value for value in values]
     return [output.datatype, list(output.shape), values]

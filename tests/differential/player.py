@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.differential.calls import Call, Caller
-from tests.differential.script import Ask, Cancel, Drain, Elapse, Release, Responded, Script, Step
+from tests.differential.script import Cancel, Drain, Elapse, Release, Responded, Script, Send, Step
 from tests.support.gates import Gate, Visit
 
 _PATIENCE_S = 20.0
@@ -49,7 +49,7 @@ class Player:
         self._held: list[Visit] = []
         self._record = Record()
 
-    def play(self) -> Record:
+    def run(self) -> Record:
         """Play all steps; raise TimeoutError if a step does not complete."""
         try:
             for step in self._script.steps:
@@ -59,7 +59,7 @@ class Player:
                 visit.release()
             for call in self._calls.values():
                 call.close()
-        self._record.responses = self._told()
+        self._record.responses = self._outcomes()
         self._record.statistics = {
             name: self._caller.statistics(name) for name in sorted(self._names)
         }
@@ -67,17 +67,17 @@ class Player:
             self._record.batches.sort(key=str)
         return self._record
 
-    def _told(self) -> dict[str, Any]:
-        return {label: call.told() for label, call in self._calls.items() if call.done}
+    def _outcomes(self) -> dict[str, Any]:
+        return {label: call.outcome() for label, call in self._calls.items() if call.done}
 
     def _take(self, step: Step) -> None:
         match step:
-            case Ask():
-                self._calls[step.label] = self._caller.ask(step)
+            case Send():
+                self._calls[step.label] = self._caller.send_request(step)
                 self._settle(str(step))
             case Release():
                 held = [visit for visit in self._held if step.label in _labels(visit)]
-                assert held, f"{step} of {list(map(_labels, self._held))}, {self._told()}"
+                assert held, f"{step} of {list(map(_labels, self._held))}, {self._outcomes()}"
                 self._let_go(held[0])
                 self._settle(str(step))
             case Drain():

@@ -25,20 +25,20 @@ class TritonPythonModel:
         batching = config.get("sequence_batching", {})
         self.inputs = [each["name"] for each in config["input"]]
         self.inputs += [each["name"] for each in batching.get("control_input", [])]
-        made = config.get("batch_input", [])
-        self.inputs += [name for each in made for name in each["target_name"]]
+        batch_inputs = config.get("batch_input", [])
+        self.inputs += [name for each in batch_inputs for name in each["target_name"]]
 
     def execute(self, requests):
-        told = [self.told(request) for request in requests]
-        if any(each["id"] for each in told):
-            batch = {"model": self.name, "batch": told, "rows": [], "pid": os.getpid()}
+        described = [self.describe(request) for request in requests]
+        if any(each["id"] for each in described):
+            batch = {"model": self.name, "batch": described, "rows": [], "pid": os.getpid()}
             self.wait(batch | ({"warmed": self.warmed} if self.warmed else {}))
         else:
-            self.warmed.append(told)
+            self.warmed.append(described)
         responses = [self.one(request) for request in requests]
         return None if self.decoupled else responses
 
-    def told(self, request):
+    def describe(self, request):
         found = {"id": request.request_id(), "tensors": {}}
         for name in self.inputs:
             tensor = self.input(request, name)
@@ -61,13 +61,13 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([], pb_utils.TritonError(text))
 
     @staticmethod
-    def wait(told):
+    def wait(message):
         with socket.socket(socket.AF_UNIX) as gate:
             try:
                 gate.connect(os.environ["GATE"])
             except OSError:
                 return
-            gate.sendall(json.dumps(told).encode() + b"\\n")
+            gate.sendall(json.dumps(message).encode() + b"\\n")
             gate.recv(1)
 
     def one(self, request):

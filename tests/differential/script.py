@@ -21,7 +21,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Send:
     """An arrival; the next step comes when it waits, executes or has been responded to.
 
     label: its request id. value: what its INT32 INPUT0, of shape [rows, columns], is full of; None
@@ -78,7 +78,7 @@ class Elapse:
     seconds: float
 
 
-Step = Ask | Release | Drain | Cancel | Responded | Elapse
+Step = Send | Release | Drain | Cancel | Responded | Elapse
 
 
 @dataclass(frozen=True)

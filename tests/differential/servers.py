@@ -48,7 +48,7 @@ def products() -> list[servers.Product]:
     return [servers.Shmserve(), servers.Triton(triton())]
 
 
-def play(product: servers.Product, group: Group) -> dict[str, Record | str]:
+def run_group(product: servers.Product, group: Group) -> dict[str, Record | str]:
     """Return each script's record, or the reason why it did not complete, by its name."""
     with tempfile.TemporaryDirectory(prefix="sd-") as folder:
         path = Path(folder)
@@ -63,7 +63,7 @@ def play(product: servers.Product, group: Group) -> dict[str, Record | str]:
                 for script in group.scripts:
                     player = Player(caller, server.ports.metrics, gate, script)
                     try:
-                        records[script.name] = player.play()
+                        records[script.name] = player.run()
                     except (OSError, AssertionError) as error:
                         died = server.process.poll()
                         ended = "" if died is None else f" (it has ended, with {died})"
@@ -100,4 +100,4 @@ def _gate(path: Path) -> Iterator[Gate]:
         gate.close()
 
 
-__all__ = ["Missing", "play", "products", "triton", "write"]
+__all__ = ["Missing", "products", "run_group", "triton", "write"]

@@ -81,7 +81,9 @@ class Asking:
         self._over = threading.Event()
         self.right: list[list[float]] = [[] for _ in range(CLIENTS)]
         self.wrong: list[str] = []
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(CLIENTS)]
+        self._threads = [
+            threading.Thread(target=self._send_requests, args=(i,)) for i in range(CLIENTS)
+        ]
 
     def __enter__(self) -> Asking:
         for thread in self._threads:
@@ -94,7 +96,7 @@ class Asking:
         for thread in self._threads:
             thread.join()
 
-    def _ask(self, which: int) -> None:
+    def _send_requests(self, which: int) -> None:
         values = np.arange(ELEMENTS, dtype=np.float32) * (which + 1)
         tensors = [("IN", "FP32", [ELEMENTS], values.tobytes())]
         requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
@@ -161,7 +163,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
 
     requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
 
-    def asked(factor: int) -> tuple[bytes, dict[str, str]]:
+    def slow_request(factor: int) -> tuple[bytes, dict[str, str]]:
         tensor = ("IN", "FP32", [SLOWLY_READ], (values * factor).tobytes())
         return binary_request([tensor], outputs=requested_outputs)
 
@@ -169,7 +171,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         contextlib.closing(http.client.HTTPConnection(server.url)) as slow,
         server.http() as other_http,
     ):
-        slow.request("POST", "/v2/models/last/infer", *asked(1))
+        slow.request("POST", "/v2/models/last/infer", *slow_request(1))
         # The body is too large for the socket and waits for its reader.
         response = slow.getresponse()
         old = server.find_one("ensemble last")
@@ -178,7 +180,7 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         until("it is ready", lambda: server.answers("/v2/models/last/ready"), RECOVERY_S)
         for factor in range(2, 6):
             right = values * factor + 1
-            assert (other_http.infer("last", *asked(factor)).tensors()["OUT"] == right).all()
+            assert (other_http.infer("last", *slow_request(factor)).tensors()["OUT"] == right).all()
         output = Reply(response.status, response.headers, response.read()).tensors()["OUT"]
         assert (output == values + 1).all()
 

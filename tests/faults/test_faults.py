@@ -110,9 +110,9 @@ def stop_briefly(title: str) -> Callable[[Scene], None]:
 
     def commit(stage: Scene) -> None:
         victim = stage.process(title)
-        said = len(stage.server.log())
+        log_length = len(stage.server.log())
         victim.suspend()
-        until("it is seen", lambda: "is stopped;" in stage.server.log()[said:])
+        until("it is seen", lambda: "is stopped;" in stage.server.log()[log_length:])
         victim.resume()
         assert not wait_exited(victim, STOP_GRACE_S)
 

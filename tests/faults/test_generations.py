@@ -88,45 +88,28 @@ def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
         yield wait
 
 
+@pytest.mark.parametrize("process", ["worker", "scheduler"])
 @pytest.mark.parametrize("verb", ["load", "unload"])
-def test_a_worker_that_dies_while_its_generation_drains(
-    server: Server, pool: RequestPool, verb: str
+def test_a_process_that_dies_while_its_generation_drains(
+    server: Server, pool: RequestPool, verb: str, process: str
 ) -> None:
-    """Its requests are retried by another worker, and then the generation ends."""
+    """Requests are retried by another worker, but are rejected if no scheduler is left."""
     change(pool, "gated").result().ok()
     pending = pool.number("gated", 7)
     visit = server.gate.next()
+    scheduler = server.find_one("scheduler gated")
     change(pool, "gated", verb).result().ok()
-    os.kill(visit.pid, signal.SIGKILL)
-    again = server.gate.next()
-    assert again.pid != visit.pid
-    again.release()
-    assert values(pending.result()) == [7]
-    change(pool, "gated", "unload").result().ok()
-    until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
-    assert not server.find("scheduler gated")
-
-
-@pytest.mark.parametrize("verb", ["load", "unload"])
-def test_a_scheduler_that_dies_while_its_generation_drains(
-    server: Server, pool: RequestPool, verb: str
-) -> None:
-    """Its requests move to the new generation, or are rejected if there is none."""
-    change(pool, "gated").result().ok()
-    pending = pool.number("gated", 7)
-    visit = server.gate.next()
-    dying = server.find_one("scheduler gated")
-    change(pool, "gated", verb).result().ok()
-    dying.kill()
-    if verb == "load":
+    os.kill(visit.pid if process == "worker" else scheduler.pid, signal.SIGKILL)
+    if (process, verb) == ("scheduler", "unload"):
+        assert pending.result().status == 503
+    else:
         again = server.gate.next()
         assert again.pid != visit.pid
         again.release()
         assert values(pending.result()) == [7]
-    else:
-        assert pending.result().status == 503
     change(pool, "gated", "unload").result().ok()
-    until("it has ended", lambda: not server.find("scheduler gated"))
+    until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
+    assert not server.find("scheduler gated")
 
 
 def test_an_instance_that_dies_while_another_loads(server: Server, pool: RequestPool) -> None:

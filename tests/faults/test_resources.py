@@ -30,7 +30,7 @@ def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> Non
     )
     with running(repository, "--cache-config=local,size=100000") as server:
 
-        def ask(number: int, size: int = _LARGE) -> None:
+        def send_request(number: int, size: int = _LARGE) -> None:
             array = np.full(size, number, np.float32)
             with server.http() as http:
                 tensors = [("X", "FP32", [size], array.tobytes())]
@@ -39,14 +39,14 @@ def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> Non
             assert (reply.tensors()["Y"] == array + 1).all()
 
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(ask, range(8)))
+            list(pool.map(send_request, range(8)))
             before = resident_bytes(server)["scheduler large"]
-            list(pool.map(ask, range(_TIMES)))
+            list(pool.map(send_request, range(_TIMES)))
             assert resident_bytes(server)["scheduler large"] < before + (16 << 20)
         assert server.metric("shmserve_cache_entries", model="large") == 0
         assert server.metric("nv_cache_num_misses_per_model", model="large") == 8 + _TIMES
         for _ in range(2):
-            ask(1, size=4)
+            send_request(1, size=4)
         assert server.metric("nv_cache_num_hits_per_model", model="large") == 1
 
 
@@ -66,7 +66,7 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
         lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
         config.write_text("\n".join([*lines, _LIMITED]))
 
-    def ask(server: Server, model: str, value: int) -> int:
+    def send_request(server: Server, model: str, value: int) -> int:
         with server.http() as http:
             tensors = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
             return http.infer(model, {"inputs": tensors}).status
@@ -74,10 +74,10 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
     with running(repository, "--rate-limit=execution_count") as server:
         gate = server.gate
         with ThreadPoolExecutor(2) as pool:
-            holder = pool.submit(ask, server, "holder", 1)
+            holder = pool.submit(send_request, server, "holder", 1)
             held = gate.next()
             assert held.message["batch"] == [1]
-            other = pool.submit(ask, server, "other", 2)
+            other = pool.submit(send_request, server, "other", 2)
             server.wait_pending("other", 1)
             server.find_one(victim).kill()
             first = gate.next()
@@ -90,4 +90,4 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
         gate.close()
         server.wait_ready()
         for model in ("holder", "other"):
-            assert ask(server, model, 3) == 200
+            assert send_request(server, model, 3) == 200

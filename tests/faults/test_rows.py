@@ -110,7 +110,7 @@ def unregister_in_flight(stage: Stage) -> None:
 
     The call returns at once; the region stays listed and usable until its last request ends.
     """
-    with stage.region("r") as made:
+    with stage.region("r") as own_region:
         pending = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
@@ -118,7 +118,7 @@ def unregister_in_flight(stage: Stage) -> None:
         assert stage.through("r") == 200
         visit.release()
         assert pending.result().status == 200
-        assert (made.read(np.int32, 16) == 5).all()
+        assert (own_region.read(np.int32, 16) == 5).all()
         until("it is not listed", lambda: stage.http.regions().json() == [])
         assert stage.through("r") == 404
 
@@ -146,26 +146,26 @@ PROGRAM = """
 import os, sys
 from tests.support.wire.raw_http import Http
 from tests.support.regions import SharedObject
-made = SharedObject(8192)
-made.name = "test-%s-crasher" % sys.argv[2]
-made.path = made.path.with_name(made.name)
+shared = SharedObject(8192)
+shared.name = "test-%s-crasher" % sys.argv[2]
+shared.path = shared.path.with_name(shared.name)
 if sys.argv[3] == "anew":
-    made.path.unlink(missing_ok=True)
-if not made.path.exists():
-    made.create()
+    shared.path.unlink(missing_ok=True)
+if not shared.path.exists():
+    shared.create()
 http = Http(int(sys.argv[1]))
-print(http.register("crasher", made.key, 8192).status, flush=True)
+print(http.register("crasher", shared.key, 8192).status, flush=True)
 if sys.argv[3] != "last":
     os.kill(os.getpid(), 9)
-made.path.unlink()
+shared.path.unlink()
 """
 
 
 def client_crashes_and_returns(stage: Stage) -> None:
     """Restart a killed client, with the old object and with a new one; both work at once."""
-    for how in ("first", "again", "anew", "last"):
-        ran = run_python("-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), how)
-        assert ran.stdout.strip() == "200", (how, ran.stderr)
+    for attempt in ("first", "again", "anew", "last"):
+        ran = run_python("-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), attempt)
+        assert ran.stdout.strip() == "200", (attempt, ran.stderr)
 
 
 def client_dies_and_leaves_a_region(stage: Stage) -> None:
@@ -375,7 +375,7 @@ def users_on_one_host(stage: Stage) -> None:
     The error distinguishes missing permission from absence.
     """
 
-    def ask(name: str, key: str) -> Any:
+    def register_region(name: str, key: str) -> Any:
         with contextlib.closing(UnixHttp(stage.socket)) as http:
             return http.register(name, key, SIZE)
 
@@ -383,11 +383,11 @@ def users_on_one_host(stage: Stage) -> None:
         pytest.skip("only root can be another user")
     with SharedObject(SIZE) as mine, SharedObject(SIZE) as hers:
         os.fchown(hers.fd, ALICE, ALICE)
-        refused = as_user(ALICE, lambda: ask("mine", mine.key))
+        refused = as_user(ALICE, lambda: register_region("mine", mine.key))
         assert refused.status == 403
         assert f"it belongs to uid {os.geteuid()} (mode 0600)" in refused.error
-        assert as_user(ALICE, lambda: ask("hers", hers.key)).status == 200
-        missing = as_user(ALICE, lambda: ask("none", "/not-there"))
+        assert as_user(ALICE, lambda: register_region("hers", hers.key)).status == 200
+        missing = as_user(ALICE, lambda: register_region("none", "/not-there"))
         assert missing.status == 500
         assert missing.error.startswith("Unable to open shared memory region: '/not-there'")
 

@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def ask(
+def add(
     client: shmserve.client.Server,
     sequence: int,
     value: int,
@@ -85,7 +85,7 @@ class CalledModels:
             while not self._stop.is_set():
                 sequence += 1
                 try:
-                    sums = [ask(client, sequence, at + 1, at == 0, at == 3) for at in range(4)]
+                    sums = [add(client, sequence, at + 1, at == 0, at == 3) for at in range(4)]
                 except ShmserveError as error:
                     self.lost += 1
                     if "is lost with it" not in str(error) and "was lost when" not in str(error):
@@ -111,23 +111,23 @@ def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.clie
     instance, and new ones.
     """
     for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
-        assert ask(client, sequence, sequence, start=True) == sequence
+        assert add(client, sequence, sequence, start=True) == sequence
     with pytest.raises(ShmserveError) as raised:
-        ask(client, 1, DIES)
+        add(client, 1, DIES)
     assert (
         "the model's worker died, and the state of sequence 1 is lost with it: begin the sequence "
         "again, with the START flag"
     ) in str(raised.value)
     with pytest.raises(shmserve.client.InvalidArgument) as refused:
-        ask(client, 3, 1)
+        add(client, 3, 1)
     assert (
         "must specify the START flag on the first request of the sequence; the state of this one "
         "was lost when the model's worker died"
     ) in str(refused.value)
-    assert [ask(client, 2, 10), ask(client, 4, 10)] == [12, 14]
-    assert [ask(client, 1, 5, start=True), ask(client, 3, 6, start=True)] == [5, 6]
+    assert [add(client, 2, 10), add(client, 4, 10)] == [12, 14]
+    assert [add(client, 1, 5, start=True), add(client, 3, 6, start=True)] == [5, 6]
     for sequence in (1, 2, 3, 4):
-        ask(client, sequence, 0, end=True)
+        add(client, sequence, 0, end=True)
 
 
 def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.Server) -> None:
@@ -137,8 +137,8 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
         victim.kill()
         # Fails if the scheduler has not been notified of the exit yet.
         with contextlib.suppress(shmserve.client.Internal):
-            ask(client, 69, 3, start=True, end=True)
-        assert ask(client, 70, 3, start=True, end=True) == 3
+            add(client, 69, 3, start=True, end=True)
+        assert add(client, 70, 3, start=True, end=True) == 3
         wait_replaced(server, victim, "worker summing.0")
         until("it is ready", lambda: server.answers("/v2/health/ready"), within_s=RECOVERY_S * 5)
     assert not called_models.wrong and called_models.lost <= 2
@@ -149,20 +149,20 @@ def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> Non
 
     Clients must restart their sequences, and can do so at once.
     """
-    assert ask(client, 80, 1, start=True) == 1
+    assert add(client, 80, 1, start=True) == 1
     victim = server.find_one("scheduler summing")
     victim.kill()
     wait_replaced(server, victim, "scheduler summing")
     with pytest.raises(ShmserveError, match="must specify the START flag"):
-        ask(client, 80, 1)
-    assert [ask(client, 80, 1, start=True), ask(client, 80, 1, end=True)] == [1, 2]
+        add(client, 80, 1)
+    assert [add(client, 80, 1, start=True), add(client, 80, 1, end=True)] == [1, 2]
 
 
 def test_a_client_opens_very_many_and_ends_none(
     server: Server, client: shmserve.client.Server
 ) -> None:
     """A limited number waits. Sequences in slots continue, and other clients take turns."""
-    assert ask(client, 1, 1, start=True) == 1
+    assert add(client, 1, 1, start=True) == 1
     arrays = {"INPUT0": np.zeros((1, 1), np.int32)}
     with shmserve.client.connect(server.run_dir) as greedy:
         futures: list[Future[Result]] = []
@@ -173,14 +173,14 @@ def test_a_client_opens_very_many_and_ends_none(
             )
             if sequence % 1000 == 0:
                 total += 1
-                assert ask(client, 1, 1) == total
+                assert add(client, 1, 1) == total
         wait(futures[-1:], 60)
         error = futures[-1].exception(0)
         assert isinstance(error, shmserve.client.QueueFull)
         assert "2048 sequences of this client wait for a slot of model 'summing'" in str(error)
         # A slot becomes free when an idle sequence loses it. This client is next.
-        assert ask(client, 2, 5, start=True) == 5
-        assert [ask(client, 2, 5), ask(client, 2, 5, end=True)] == [10, 15]
+        assert add(client, 2, 5, start=True) == 5
+        assert [add(client, 2, 5), add(client, 2, 5, end=True)] == [10, 15]
     # The other client has disconnected, and its waiting sequences have been removed.
     until("nothing of it waits", lambda: server.metric("nv_inference_pending_request_count") == 0)
     with CalledModels(server) as called_models:
@@ -222,11 +222,11 @@ def test_a_stream_opens_very_many_and_ends_none(
 def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
     """Both clients use the same sequence, as in Triton."""
     with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as called_models:
-        assert ask(client, 5, 1, start=True) == 1
-        assert [ask(other, 5, 10), ask(client, 5, 100), ask(other, 5, 1000)] == [11, 111, 1111]
+        assert add(client, 5, 1, start=True) == 1
+        assert [add(other, 5, 10), add(client, 5, 100), add(other, 5, 1000)] == [11, 111, 1111]
         # A START from either client restarts the sequence for both clients.
-        assert [ask(other, 5, 7, start=True), ask(client, 5, 1)] == [7, 8]
-        assert ask(client, 5, 1, end=True) == 9
+        assert [add(other, 5, 7, start=True), add(client, 5, 1)] == [7, 8]
+        assert add(client, 5, 1, end=True) == 9
         with pytest.raises(ShmserveError, match="must specify the START flag"):
-            ask(other, 5, 1)
+            add(other, 5, 1)
     assert not called_models.wrong and not called_models.lost

@@ -40,19 +40,19 @@ def live(server: Server) -> float:
 
 
 @pytest.mark.parametrize(
-    ("process", "says"),
+    ("process", "expected_error"),
     [
         ("worker repeat.0", "the model's worker died before this request's last response"),
         ("scheduler repeat", "the model's scheduler was lost after the request's first response"),
     ],
 )
-def test_a_process_dies(repeating_server: Server, process: str, says: str) -> None:
+def test_a_process_dies(repeating_server: Server, process: str, expected_error: str) -> None:
     with stream(repeating_server) as (client, results):
         send_repeat(client, LONG, delay_ms=10)
         results.get(timeout=30)
         victim = repeating_server.find_one(process)
         victim.kill()
-        assert says in failed(results)
+        assert expected_error in failed(results)
         # New requests on the same stream reach the successor.
         send_repeat(client, [1, 2, 3])
         assert ended(results) == 3

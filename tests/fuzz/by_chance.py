@@ -39,12 +39,12 @@ def _inputs(corpus: list[bytes], chance: random.Random) -> Iterator[bytes]:
         data = bytearray(chance.choice(corpus))
         for _ in range(chance.randrange(1, 6)):
             at = chance.randrange(len(data) + 1)
-            how = chance.randrange(4)
-            if how == 0 and at < len(data):
+            mutation = chance.randrange(4)
+            if mutation == 0 and at < len(data):
                 data[at] = chance.randrange(256)
-            elif how == 1:
+            elif mutation == 1:
                 data[at:at] = chance.randbytes(chance.randrange(1, 5))
-            elif how == 2:
+            elif mutation == 2:
                 del data[at : at + chance.randrange(1, 5)]
             else:
                 other = chance.choice(corpus)

@@ -39,10 +39,10 @@ _MESSAGES = [b"", b"a", b"bcd" * 5, bytes(300), bytes(70_000)]
 class _Faults(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(self.format(record))
+        self.messages.append(self.format(record))
 
 
 class _Client:
@@ -88,11 +88,11 @@ class _Client:
 
     def write(self) -> None:
         """Queue a message whose bytes are sent later in pieces."""
-        stream, how = self._stream(), self.number()
-        data = _MESSAGES[how % len(_MESSAGES)]
-        if how > 0xF0:
+        stream, choice = self._stream(), self.number()
+        data = _MESSAGES[choice % len(_MESSAGES)]
+        if choice > 0xF0:
             self.rest.setdefault(stream, bytearray()).extend(b"\x07" + bytes(4))
-        elif how > 0xD0:
+        elif choice > 0xD0:
             small = gzip.compress(data, 1)
             self.rest.setdefault(stream, bytearray()).extend(
                 struct.pack(">BI", 1, len(small)) + small
@@ -102,13 +102,13 @@ class _Client:
         self.sent.setdefault(stream, []).append(data)
 
     def send(self) -> None:
-        stream, how = self._stream(), self.number()
-        size = (1, 5, 6, 100, 16384, 16384, 16384)[how % 7]
+        stream, choice = self._stream(), self.number()
+        size = (1, 5, 6, 100, 16384, 16384, 16384)[choice % 7]
         rest = self.rest.get(stream, bytearray())
         piece, rest[:size] = bytes(rest[:size]), b""
-        if how > 0xE0:
+        if choice > 0xE0:
             self._end(stream)
-        self.scene.send(frame(DATA, END_STREAM if how > 0xE0 else 0, stream, piece))
+        self.scene.send(frame(DATA, END_STREAM if choice > 0xE0 else 0, stream, piece))
 
     def step(self) -> None:
         kind = self.number() % 28
@@ -161,11 +161,11 @@ class _Client:
             assert b"".join(map(message, self.sent[stream])).startswith(came)
 
 
-async def _play(data: bytes) -> None:
+async def _run_scenario(data: bytes) -> None:
     faults = _Faults()
     logging.getLogger("shmserve").addHandler(faults)
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: faults.said.append(str(context)))
+    loop.set_exception_handler(lambda _, context: faults.messages.append(str(context)))
     try:
         scene = Scene()
         client = _Client(scene, data)
@@ -187,9 +187,9 @@ async def _play(data: bytes) -> None:
         assert scene.connection.front.budget._used == 0
     finally:
         logging.getLogger("shmserve").removeHandler(faults)
-    assert not faults.said, faults.said[0]
+    assert not faults.messages, faults.messages[0]
 
 
 def grpc(data: bytes) -> None:
     """Run a gRPC connection with the actions of its client and its server."""
-    asyncio.run(_play(data))
+    asyncio.run(_run_scenario(data))

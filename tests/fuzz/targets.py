@@ -82,13 +82,13 @@ _SIGNATURES = [
 @contextlib.contextmanager
 def _refused(sent: bytes) -> Iterator[None]:
     """Check an error's text: it may quote the client's bytes, but no internal names."""
-    said = ""
+    message = ""
     try:
         yield
     except ShmserveError as error:
-        said = error.message
-    found = _OURS.search(said)
-    assert found is None or found[0].encode() in sent, said
+        message = error.message
+    found = _OURS.search(message)
+    assert found is None or found[0].encode() in sent, message
 
 
 class _Bytes:
@@ -357,12 +357,12 @@ def native(data: bytes) -> None:
         assert not number or rest.startswith(f"{number}.{_SEALS.token(number)}".encode())
     elif kind == b"w":
         with contextlib.suppress(MalformedMessage):
-            _said(Submit(1, *_packed(rest), 0, 0, 0, 0))
+            _check_local_request(Submit(1, *_packed(rest), 0, 0, 0, 0))
     else:
         with contextlib.suppress(MalformedMessage):
             for message in frames.unpack(rest):
                 if type(message) is Submit:
-                    _said(message)
+                    _check_local_request(message)
 
 
 def _decoded(given: _Bytes) -> None:
@@ -385,7 +385,7 @@ def _decoded(given: _Bytes) -> None:
             frames.unpack(frame)
 
 
-def _said(submit: Submit) -> None:
+def _check_local_request(submit: Submit) -> None:
     """Check that the fields of a request do not change its inference, also after an equal
     schema.
     """

@@ -46,7 +46,7 @@ _SAMPLED: tuple[dict[str, Any], ...] = (
 Bits = dict[tuple[int, int], bytes]  # the bits of the logits, by sample and number of tokens
 
 
-class Asked(NamedTuple):
+class PlannedRequest(NamedTuple):
     prompt: tuple[int, ...]
     most: int
     samples: int
@@ -75,22 +75,22 @@ class ModelWorker(GenerativeWorker):
         sizes = settings.block_size, settings.kv_cache_blocks, settings.swap_blocks
         super().__init__(*sizes)
         cache = KvCache(model.architecture, *sizes)
-        self._asked: dict[int, Prompt] = {}
+        self._prompts: dict[int, Prompt] = {}
         passes = Passes(model, cache)
-        self.engine = NotingEngine(passes, None, self._asked, lambda _: None, lambda *_: None)
+        self.engine = NotingEngine(passes, None, self._prompts, lambda _: None, lambda *_: None)
         self.engine.bits = {}
         self.known: Any = self.engine._sequences
 
     def step(self, step: Step) -> Stepped:
         for begin in step.new_sequences:
-            if begin.key not in self._asked:
+            if begin.key not in self._prompts:
                 tokens = list(self.prompts[begin.key])
                 parameters = GenerationParameters(
                     max_tokens=self.most[begin.key],
                     seed=sum(tokens),
                     **_SAMPLED[sum(tokens) % len(_SAMPLED)],
                 )
-                self._asked[begin.key] = Prompt(begin.key, tokens, parameters, _ENDS)
+                self._prompts[begin.key] = Prompt(begin.key, tokens, parameters, _ENDS)
         return self.engine.step(step)
 
 
@@ -106,8 +106,8 @@ class ModelRig(EngineRig):
         """Return the bits of all requests by key."""
         return self.worker.engine.bits
 
-    def ask(self, asked: Asked) -> Generation[None]:
-        generation = self.submit(asked.prompt, asked.most, samples=asked.samples)
+    def submit_request(self, request: PlannedRequest) -> Generation[None]:
+        generation = self.submit(request.prompt, request.most, samples=request.samples)
         assert generation is not None
         return generation
 
@@ -120,31 +120,31 @@ def model(family: str) -> Transformer:
 
 
 @functools.cache
-def requests() -> list[Asked]:
+def requests() -> list[PlannedRequest]:
     """Return all requests of the schedules, many with a common prefix."""
     draw = random.Random(1)
     beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
-    requests: list[Asked] = []
+    requests: list[PlannedRequest] = []
     for _ in range(_REQUESTS):
         begin = draw.choice(beginnings)[: draw.choice((0, 16, 32, 40))]
         prompt = [*begin, *draw.choices(_TOKENS, k=draw.randint(1, _LONGEST - len(begin)))]
         most = draw.randint(1, _MOST)
-        requests.append(Asked(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
+        requests.append(PlannedRequest(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
     return requests
 
 
 @functools.cache
-def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
+def alone(family: str, request: PlannedRequest) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
     """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
     ended: dict[int, tuple[list[int], str]] = {}
-    for sample in range(asked.samples):
+    for sample in range(request.samples):
         rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
-        if asked.samples > 1 and len(asked.prompt) > 1:
+        if request.samples > 1 and len(request.prompt) > 1:
             # Each sample computes the last token itself, after the shared prefix.
-            rig.submit(asked.prompt[:-1], 1)
+            rig.submit(request.prompt[:-1], 1)
             rig.drain()
-        generation = rig.submit(asked.prompt, asked.most, {sample: _NOTHING}, samples=1)
+        generation = rig.submit(request.prompt, request.most, {sample: _NOTHING}, samples=1)
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]
@@ -185,21 +185,21 @@ class Schedule:
     def run(self) -> None:
         """Let requests come, some of them go, and compare. Raises AssertionError."""
         rig, draw = self._rig, self._draw
-        asked: dict[int, Asked] = {}
+        submitted: dict[int, PlannedRequest] = {}
         cancelled: set[int] = set()
         left = self._seats
         while left or rig.engine.live_sequences:
             while left and draw.random() < 0.7:
                 left -= 1
                 request = draw.choice(requests())
-                asked[rig.ask(request).key] = request
-            if asked and draw.random() < 0.1:
-                key = draw.choice(list(asked))
+                submitted[rig.submit_request(request).key] = request
+            if submitted and draw.random() < 0.1:
+                key = draw.choice(list(submitted))
                 cancelled.add(key)
                 rig.engine.cancel(rig.generations[key])
             rig.turn()
         rig.drain()
-        for key, request in asked.items():
+        for key, request in submitted.items():
             self._compare(key, request, key in cancelled)
         counts = rig.engine.counts
         assert not counts.recomputed
@@ -207,10 +207,10 @@ class Schedule:
             swapped=counts.preemptions["swap"],
             copied_on_write=counts.copied_on_write,
             prefix_hits=counts.prefix_hits,
-            requests=len(asked),
+            requests=len(submitted),
         )
 
-    def _compare(self, key: int, request: Asked, cancelled: bool) -> None:
+    def _compare(self, key: int, request: PlannedRequest, cancelled: bool) -> None:
         expected, texts = alone(self._family, request)
         found = self._rig.bits.get(key, {})
         for at, bits in found.items():

@@ -108,7 +108,7 @@ class Simulation:
         self._think, self._to_come = think_ns, requests - clients
         for _ in range(clients):
             self._at(self._now + think_ns(), self._arrive)
-        return self._go()
+        return self._run_events()
 
     def open_loop(self, per_second: float, requests: int, seed: int = 1) -> Run:
         """Simulate requests that arrive as a Poisson process."""
@@ -117,12 +117,12 @@ class Simulation:
         for _ in range(requests):
             at += gaps.expovariate(per_second) * 1e9
             self._at(at, self._arrive)
-        return self._go()
+        return self._run_events()
 
     def _at(self, ns: float, what: Callable[..., None], about: Any = None) -> None:
         heapq.heappush(self._events, (int(ns), next(self._order), what, about))
 
-    def _go(self) -> Run:
+    def _run_events(self) -> Run:
         while self._events:
             self._now, _, what, about = heapq.heappop(self._events)
             what(about)

@@ -144,17 +144,19 @@ class Case:
     def call(self, step: int, request: int) -> bytes:
         """Return the same request over gRPC, as the first call of its connection or a later one."""
         reply = self.http(step, request)
-        made = pb.ModelInferRequest(model_name=self.model)
+        infer_request = pb.ModelInferRequest(model_name=self.model)
         for tensor in reply["inputs"]:
             named = {key: tensor[key] for key in ("name", "datatype", "shape")}
-            _place(made.inputs.add(**named), tensor)
+            _place(infer_request.inputs.add(**named), tensor)
             if "data" in tensor:
-                made.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
+                infer_request.raw_input_contents.append(
+                    np.array(tensor["data"], np.int32).tobytes()
+                )
         for tensor in reply.get("outputs", ()):
-            _place(made.outputs.add(name=tensor["name"]), tensor)
+            _place(infer_request.outputs.add(name=tensor["name"]), tensor)
         opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
-        body = http2.message(made.SerializeToString())
+        body = http2.message(infer_request.SerializeToString())
         stream = 2 * step + 1
         return (
             opened

@@ -180,15 +180,15 @@ class EnsembleRig:
         return {endpoint: submit.id for endpoint, submit in self.sent()}
 
     def finish(self, endpoint: str, number: int, data: bytes = b"\0" * 4) -> None:
-        self.from_step(endpoint, m.Finished(number, *made(data)))
+        self.from_step(endpoint, m.Finished(number, *packed_output(data)))
 
     def respond(self, endpoint: str, number: int, data: bytes, final: bool = False) -> None:
         """Respond for a decoupled step; without data it is the last response."""
-        schema, tensors = made(data) if data else (b"", [])
+        schema, tensors = packed_output(data) if data else (b"", [])
         self.from_step(endpoint, m.Responded(number, "", "", schema, tensors, final))
 
 
-def made(data: bytes) -> Packed:
+def packed_output(data: bytes) -> Packed:
     return pack_inferred(Inferred((TensorRef("Y", "FP32", (len(data) // 4,), data),)))
 
 

@@ -49,14 +49,14 @@ class Exported:
 
 
 class FakeCuda:
-    """An implementation of `shmserve.ipc.memory.cuda_ipc.Cuda` with two devices. `asked` lists the
+    """An implementation of `shmserve.ipc.memory.cuda_ipc.Cuda` with two devices. `calls` lists the
     calls.
     """
 
     def __init__(self) -> None:
         self._exported: dict[bytes, Exported] = {}
         self._open: Counter[int] = Counter()
-        self.asked: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int]] = []
         self.broken = False
         self.pinned: dict[int, int] = {}  # address -> byte size
 
@@ -83,13 +83,13 @@ class FakeCuda:
         pointer = ctypes.addressof(allocation.buffer) + allocation.inside
         assert not self._open[pointer], "the handle is open already"
         self._open[pointer] += 1
-        self.asked.append(("open", device))
+        self.calls.append(("open", device))
         return pointer
 
     def close(self, pointer: int, device: int) -> None:
         assert self._open[pointer] == 1
         self._open[pointer] -= 1
-        self.asked.append(("close", device))
+        self.calls.append(("close", device))
 
     def extent(self, pointer: int, device: int) -> tuple[int, int]:
         for allocation in self._exported.values():
@@ -104,7 +104,7 @@ class FakeCuda:
         return bytes([device]) * 16
 
     def synchronize(self, device: int) -> None:
-        self.asked.append(("synchronize", device))
+        self.calls.append(("synchronize", device))
         if self.broken:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
@@ -116,12 +116,12 @@ class FakeCuda:
         if self.broken:
             raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
         self.pinned[address] = byte_size
-        self.asked.append(("pin", device))
+        self.calls.append(("pin", device))
 
     def unpin(self, address: int, device: int) -> None:
         """Unpin memory as `Cuda` does; its pages are still mapped."""
         ctypes.string_at(address, self.pinned.pop(address))
-        self.asked.append(("unpin", device))
+        self.calls.append(("unpin", device))
 
     def exporting(self) -> FakeExporting:
         """Return the CUDA of another process, which allocates memory."""

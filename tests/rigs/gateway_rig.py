@@ -173,12 +173,12 @@ class Rig:
             http_sockets=0 if grpc else 1,
             grpc=GrpcSettings() if grpc else None,
         )
-        said, stderr = os.pipe()
+        log_fd, stderr = os.pipe()
         self.process: Forked = forker(GRPC if grpc else GATEWAY).fork(
             encode_start(start), stderr, fds
         )
         os.close(stderr)
-        self._log_pipe = open(said, "rb")  # noqa: SIM115 - the reader closes it
+        self._log_pipe = open(log_fd, "rb")  # noqa: SIM115 - the reader closes it
         self._log = b""
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()

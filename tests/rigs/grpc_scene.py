@@ -129,7 +129,7 @@ class Scene:
             )
         else:
             call = StreamingCall(connection, stream, head)
-            call.run(lambda made: self.serve(made))
+            call.run(lambda request: self.serve(request))
         self.begun.append(call)
         return call
 
@@ -172,10 +172,10 @@ def read(connection: GrpcConnection, data: bytes) -> None:
         view = view[size:]
 
 
-def played(play: Callable[[Scene], Coroutine[Any, Any, None]], **settings: Any) -> None:
+def run_scenario(scenario: Callable[[Scene], Coroutine[Any, Any, None]], **settings: Any) -> None:
     async def run() -> None:
         scene = Scene(**settings)
-        await play(scene)
+        await scenario(scene)
         scene.connection.connection_lost(None)
         await asyncio.sleep(0)
         assert not scene.connection.http2.streams

@@ -83,12 +83,12 @@ class LifecycleRig:
         With the kind "known" the gateway acknowledges every publication.
         """
         while True:
-            news = "known" in kinds and self.known < self.number
-            if news:
+            has_news = "known" in kinds and self.known < self.number
+            if has_news:
                 self.known = self.number
                 self.lifecycle.acknowledged()
             due = [item for item in self.pending if {item[0], item[0].split()[0]} & {*kinds}]
-            if not (due or news):
+            if not (due or has_news):
                 return
             for item in due:
                 self.pending.remove(item)
@@ -96,14 +96,14 @@ class LifecycleRig:
 
     # --- the executor
 
-    def announce(self, news: Publication) -> int:
+    def announce(self, publication: Publication) -> int:
         self.number += 1
         return self.number
 
     def is_acknowledged(self, number: int) -> bool:
         return number <= self.known
 
-    def publish_readiness(self, news: Any) -> None:
+    def publish_readiness(self, publication: Any) -> None:
         pass
 
     def read(self, order: Order) -> None:

@@ -75,9 +75,9 @@ def step(
     return f'{{ model_name: "{model}" model_version: {version} {maps} }}'
 
 
-def xy(model: str, given: str, made: str) -> str:
-    """Return a step from X, of the ensemble's tensor `given`, to Y, its tensor `made`."""
-    return step(model, {"X": given}, {"Y": made})
+def xy(model: str, source: str, target: str) -> str:
+    """Return a step that reads tensor `source` as X and writes its output Y to `target`."""
+    return step(model, {"X": source}, {"Y": target})
 
 
 def add_ensemble(

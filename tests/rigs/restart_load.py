@@ -29,7 +29,7 @@ _PATIENCE_S = 120.0
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 # Repeats a request; returns an error, or "" for a correct answer.
-Ask = Callable[[int], str]
+SendRequest = Callable[[int], str]
 T = TypeVar("T")
 
 
@@ -51,17 +51,17 @@ _RETRY = {
 }
 
 
-def retried(ask: Callable[[], T]) -> T:
+def retry(send: Callable[[], T]) -> T:
     """Return the result of a call; repeat it on a new connection if a killed server closed the old
     one.
     """
     for _ in range(2):
         with contextlib.suppress(*_CLOSED):
-            return ask()
-    return ask()
+            return send()
+    return send()
 
 
-def over_http(port: int, shared: bool) -> Iterator[Ask]:
+def over_http(port: int, shared: bool) -> Iterator[SendRequest]:
     """Send requests on one connection.
 
     Like every HTTP client, it repeats a request on a new connection if the used connection was
@@ -70,82 +70,82 @@ def over_http(port: int, shared: bool) -> Iterator[Ask]:
     connection = Http(port, _PATIENCE_S)
     through = InferInMemory(connection) if shared else infer_simple
 
-    def ask(number: int) -> str:
-        return retried(lambda: through(connection, number))
+    def send_request(number: int) -> str:
+        return retry(lambda: through(connection, number))
 
     try:
-        yield ask
+        yield send_request
     finally:
         if isinstance(through, InferInMemory):
             through.close(connection)
 
 
-def registering(port: int) -> Iterator[Ask]:
+def registering(port: int) -> Iterator[SendRequest]:
     """Register, use and unregister a region on several connections in turn.
 
     Every connection must see the changes of the others.
     """
     connections = [Http(port, _PATIENCE_S) for _ in range(2)]
 
-    def ask(number: int) -> str:
+    def send_request(number: int) -> str:
         one, other = connections[number % 2], connections[1 - number % 2]
-        through = retried(lambda: InferInMemory(one, 64))
-        said = retried(lambda: through(other, number)) or retried(lambda: through(one, number))
-        retried(lambda: through.close(other))
-        return said
+        through = retry(lambda: InferInMemory(one, 64))
+        error = retry(lambda: through(other, number)) or retry(lambda: through(one, number))
+        retry(lambda: through.close(other))
+        return error
 
-    yield ask
+    yield send_request
 
 
-def over_grpc(port: int, killed: bool) -> Iterator[Ask]:
+def over_grpc(port: int, killed: bool) -> Iterator[SendRequest]:
     options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
     if killed:
         options.append(("grpc.service_config", json.dumps(_RETRY)))
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
 
-        def ask(number: int) -> str:
+        def send_request(number: int) -> str:
             return (
                 "" if is_right(call(simple_request(str(number)), timeout=_PATIENCE_S)) else "wrong"
             )
 
-        yield ask
+        yield send_request
 
 
-def native(path: str) -> Iterator[Ask]:
+def native(path: str) -> Iterator[SendRequest]:
     with shmserve.client.connect(path, timeout=_PATIENCE_S) as server:
         names = ("INPUT0", "INPUT1", "OUTPUT0")
         region = server.allocate(dict.fromkeys(names, ((1, 16), "INT32")))
 
-        def ask(number: int) -> str:
+        def send_request(number: int) -> str:
             region["INPUT0"][:], region["INPUT1"][:] = number, 1
             server.infer("simple", region)
             return "" if (np.asarray(region["OUTPUT0"]) == number + 1).all() else "wrong"
 
-        yield ask
+        yield send_request
 
 
 def main(
     clients: int, http_port: int, grpc_port: int, local: str, often: bool, killed: bool
 ) -> None:
-    """Ask until the input ends."""
+    """Send requests until the input ends."""
     stop = threading.Event()
     counts: dict[str, Counter[str]] = {}
 
-    def run(door: str, asks: Iterator[Ask]) -> None:
-        with contextlib.closing(asks):  # type: ignore[type-var]
+    def run(door: str, senders: Iterator[SendRequest]) -> None:
+        with contextlib.closing(senders):  # type: ignore[type-var]
             try:
-                ask, number = next(asks), 0
+                send_request, number = next(senders), 0
             except Exception as error:
                 counts[door][f"not begun: {error}"] += 1
                 return
             while not stop.is_set():
                 number += 1
                 try:
-                    said = ask(number) or "right"
+                    outcome = send_request(number) or "right"
                 except Exception as error:
-                    said = f"{type(error).__name__}: {error}"
-                counts[door][said[:300]] += 1
+                    outcome = f"{type(error).__name__}: {error}"
+                counts[door][outcome[:300]] += 1
                 stop.wait(0.02)
 
     doors = {

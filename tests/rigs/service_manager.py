@@ -53,12 +53,12 @@ class Manager:
 
     def _receive(self) -> str:
         data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)
-        said = dict(line.split("=", 1) for line in data.decode().split("\n"))
-        if "FDSTORE" in said:
-            assert said["FDPOLL"] == "0"
-            self.kept[said["FDNAME"]] = fds
-        elif "FDSTOREREMOVE" in said:
-            self._release(said["FDNAME"])
+        fields = dict(line.split("=", 1) for line in data.decode().split("\n"))
+        if "FDSTORE" in fields:
+            assert fields["FDPOLL"] == "0"
+            self.kept[fields["FDNAME"]] = fds
+        elif "FDSTOREREMOVE" in fields:
+            self._release(fields["FDNAME"])
         return data.decode()
 
     def _release(self, name: str) -> None:

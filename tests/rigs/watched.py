@@ -82,12 +82,12 @@ def _tiny(http: Http, number: int) -> None:
 
 
 @contextlib.contextmanager
-def asked(server: Server, *, generative: bool = False) -> Iterator[None]:
+def under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
     """Send requests to all models on one or two connections each until the end of the block."""
     stop, answered = threading.Event(), threading.Semaphore(0)
     server.gate.close()  # no execution waits at the gate
 
-    def ask(one: Callable[[Http, int], None]) -> None:
+    def send_requests(one: Callable[[Http, int], None]) -> None:
         number = 0
         while not stop.is_set():
             with contextlib.suppress(OSError, http.client.HTTPException), server.http() as given:
@@ -99,7 +99,7 @@ def asked(server: Server, *, generative: bool = False) -> Iterator[None]:
             stop.wait(0.2)
 
     kinds = [_simple, _simple, _cached, _pipeline, _crimes, _sums, *([_tiny] if generative else [])]
-    threads = [threading.Thread(target=ask, args=[kind]) for kind in kinds]
+    threads = [threading.Thread(target=send_requests, args=[kind]) for kind in kinds]
     for thread in threads:
         thread.start()
     try:

@@ -187,16 +187,20 @@ class Rig:
         self._dealers.append(self._dealer)
         return self
 
-    def batch(self, *requests: Inference, pid: int = CLIENT_PID, **said: Any) -> list[Reply]:
+    def batch(self, *requests: Inference, pid: int = CLIENT_PID, **fields: Any) -> list[Reply]:
         """Run a batch that contains the request `sent`; return the replies in order."""
-        return self.raw_batch([pack_inference(request) for request in requests], pid, **said)
+        return self.raw_batch([pack_inference(request) for request in requests], pid, **fields)
 
     def raw_batch(
-        self, works: Sequence[Packed], pid: int = CLIENT_PID, request_id: str = "id-1", **said: Any
+        self,
+        works: Sequence[Packed],
+        pid: int = CLIENT_PID,
+        request_id: str = "id-1",
+        **fields: Any,
     ) -> list[Reply]:
         """Run a batch of packed requests with the keys 1, 2, ..."""
         keyed = enumerate(works, 1)
-        self.execute([Work(key, pid, *work, request_id, **said) for key, work in keyed])
+        self.execute([Work(key, pid, *work, request_id, **fields) for key, work in keyed])
         replies = {reply.key: reply for reply in self.finished.replies}
         assert sorted(replies) == list(range(1, len(works) + 1))
         return [

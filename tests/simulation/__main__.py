@@ -46,7 +46,7 @@ def main() -> int:
                 if not isinstance(error, AssertionError):
                     raise
                 return 1
-        requests += simulation.asked
+        requests += simulation.request_count
         faults += simulation.world.faults
         if arguments.seconds and time.process_time() > arguments.seconds:
             break

@@ -208,7 +208,7 @@ class Client(Process):
         shape = (1, len(content)) if model.batches else (len(content),)
         tensors = [TensorRef("IN", "UINT8", shape, data)]
         if model.config["input"][-1]["name"] == "GO":
-            tensors.append(TensorRef("GO", "BOOL", (1,), b"%c" % model.goes(content)))
+            tensors.append(TensorRef("GO", "BOOL", (1,), b"%c" % model.runs_step(content)))
         schema, datas = pack_inference(Inference(tuple(tensors)))
         if not model.steps:
             own = {model.name: [units if model.batches else 0, shape_key]}

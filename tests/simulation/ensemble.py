@@ -34,12 +34,12 @@ class StepLinks:
         if known is None:
             peer = b"%s.%d" % (self.identity, len(self._links))
             link = self._hosts[endpoint].connect_client(
-                peer, self._process, lambda messages: self._heard(endpoint, messages)
+                peer, self._process, lambda messages: self._receive(endpoint, messages)
             )
             known = self._links[endpoint] = (peer, link)
         return known[1]
 
-    def _heard(self, endpoint: str, messages: list[Any]) -> None:
+    def _receive(self, endpoint: str, messages: list[Any]) -> None:
         for message in messages:
             self._take(endpoint, message)
         self._process.turn()

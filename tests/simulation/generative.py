@@ -47,12 +47,12 @@ class CountedPool(BlockPool):
 
     operations = 0
 
-    def allocate(self, wanted: int, after: int = -1) -> list[int]:
+    def allocate(self, count: int, after: int = -1) -> list[int]:
         """Allocate blocks, and check that none of them was in use."""
-        self.operations += wanted
+        self.operations += count
         before = self.references[:]
-        new_block = super().allocate(wanted, after)
-        assert len(set(new_block)) == wanted
+        new_block = super().allocate(count, after)
+        assert len(set(new_block)) == count
         assert not any(before[block] for block in new_block)
         return new_block
 

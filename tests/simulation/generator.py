@@ -15,7 +15,7 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import byte_size_of
 from tests.simulation.scheduler import SchedulerProcess
-from tests.simulation.texts import STOP, Asked, Piece, asked, texts
+from tests.simulation.texts import STOP, Piece, TextRequest, request_of, texts
 from tests.simulation.worker import MAX_WAIT_NS, Stream, Worker
 from tests.simulation.world import US, Violation
 from tests.support.generative_worker import GenerativeWorker
@@ -48,11 +48,13 @@ class Sample:
 class Answer(Stream):
     """A request with its samples. The samples of a beam search are known only at its end."""
 
-    def __init__(self, work: m.Work, content: bytes, wanted: Asked) -> None:
+    def __init__(self, work: m.Work, content: bytes, text_request: TextRequest) -> None:
         super().__init__(work, 0)
         self.content = content
-        self.streams = wanted.streams
-        self.samples = [Sample() for _ in range(wanted.samples * (wanted.search is None))]
+        self.streams = text_request.streams
+        self.samples = [
+            Sample() for _ in range(text_request.samples * (text_request.search is None))
+        ]
 
     def credit(self, responses: int) -> None:
         """Return credit for responses, which may be those of the previous worker."""
@@ -79,7 +81,7 @@ class Generator(Worker):
         )
         super()._attach(host)
 
-    def _hear(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case g.Prepare(requests=[work], resumed=resumed):
                 self._open[work.key] = work
@@ -89,7 +91,7 @@ class Generator(Worker):
             case g.Choose():
                 self._put(self._choose, message)
             case _:
-                super()._hear(message)
+                super()._handle(message)
 
     # --- steps
 
@@ -110,12 +112,12 @@ class Generator(Worker):
                     self._fail(known_sequences[row.sequence].key, "INTERNAL")
             done = replace(done, results=[], skipped=[row.sequence for row in step.rows])
         else:
-            news = [
+            results = [
                 (known_sequences[result.sequence], result)
                 for result in done.results
                 if result.sequence in known_sequences
             ]
-            self._put(self._emitted, news)
+            self._put(self._emitted, results)
         self.world.after(self.world.between(US, 300 * US), self._hand_over, step, done)
 
     def _hand_over(self, step: g.Step, done: g.Stepped) -> None:
@@ -152,7 +154,7 @@ class Generator(Worker):
         if self.model.errs and self.world.chance(self.model.errs):
             self._refuse(work, "INTERNAL")
             return
-        request, engine = asked(content), self._engine
+        request, engine = request_of(content), self._engine
         answer = self._streams[work.key] = Answer(work, content, request)
         engine.prompts[work.key], engine.most[work.key] = request.prompt, request.most
         if request.search is not None:
@@ -192,8 +194,8 @@ class Generator(Worker):
         self._engine.prompts.pop(stream.work.key, None)
         super()._end(stream, code)
 
-    def _emitted(self, news: list[tuple[Any, g.RowResult]]) -> None:
-        for known, result in news:
+    def _emitted(self, results: list[tuple[Any, g.RowResult]]) -> None:
+        for known, result in results:
             answer = self._streams.get(known.key)
             if isinstance(answer, Answer) and not result.candidates:
                 sample = answer.samples[known.sample]

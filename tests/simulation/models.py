@@ -128,7 +128,7 @@ class Model:
         return steps
 
     @staticmethod
-    def goes(content: bytes) -> bool:
+    def runs_step(content: bytes) -> bool:
         """Return whether the conditional step runs for a request with this input."""
         return bool(content.rstrip(b"_")[-1] % 2)
 
@@ -136,7 +136,7 @@ class Model:
         """Return the steps that do not run for this input: the conditional step and its
         dependents.
         """
-        if self.condition < 0 or self.goes(content):
+        if self.condition < 0 or self.runs_step(content):
             return set()
         conditions = {self.condition}
         for number, (step, maps) in enumerate(zip(self.steps, self.maps, strict=True)):

@@ -160,7 +160,7 @@ class Ledger:
         """Check that there is a reason for a generation to fail."""
         if not request.model.generative:
             return
-        if kind == InvalidArgument.code and texts.asked(request.content).fits:
+        if kind == InvalidArgument.code and texts.request_of(request.content).fits:
             request.fail(f"told {message}, and it fits")
         if "no response" in message.message and not request.unread:
             request.fail(f"told {message}, and its client takes them")

@@ -42,7 +42,7 @@ class Simulation:
         return self.world.random
 
     @property
-    def asked(self) -> int:
+    def request_count(self) -> int:
         """Return the number of requests."""
         return len(self.ledger.requests)
 

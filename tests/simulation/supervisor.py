@@ -117,9 +117,9 @@ class Supervisor(Process):
 
     def _take(self, scheduler: SchedulerProcess, messages: list[Any]) -> None:
         for message in messages:
-            self._heard(scheduler, message)
+            self._handle(scheduler, message)
 
-    def _heard(self, scheduler: SchedulerProcess, message: Any) -> None:
+    def _handle(self, scheduler: SchedulerProcess, message: Any) -> None:
         known = (v for v in self.versions if scheduler in (v.scheduler, v.former))
         version = next(known, None)
         if version is None:

@@ -17,7 +17,7 @@ _TOO_MANY = 5_000  # number of tokens that exceeds every pool
 _BEGINNINGS = [[1 + (number * index) % 60 for index in range(1, 40)] for number in (7, 11, 13)]
 
 
-class Asked(NamedTuple):
+class TextRequest(NamedTuple):
     """A request. With `streams`, it has a response whenever there is new text."""
 
     prompt: array[int]
@@ -60,7 +60,7 @@ def pieces(packed: bytes) -> list[Piece]:
 
 
 @functools.lru_cache(1 << 14)
-def asked(content: bytes) -> Asked:
+def request_of(content: bytes) -> TextRequest:
     draw = Random(content)
     prompt = draw.choice(_BEGINNINGS)[: draw.randint(1, 30)]
     if draw.random() < 0.5:
@@ -69,7 +69,7 @@ def asked(content: bytes) -> Asked:
     if draw.random() < 0.1:
         search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END, 9, 19])
     most = draw.randint(1, 24) if draw.random() < 0.97 else _TOO_MANY
-    return Asked(
+    return TextRequest(
         array("i", prompt),
         most,
         1 if search else draw.choice((1, 1, 1, 2, 3)),
@@ -82,7 +82,7 @@ def asked(content: bytes) -> Asked:
 
 @functools.lru_cache(1 << 14)
 def texts(content: bytes) -> list[tuple[list[int], str]]:
-    request = asked(content)
+    request = request_of(content)
     if request.search is not None:
         generation: Generation[None] = Generation(
             None, 0, 0, request.prompt, request.most, beams=request.search

@@ -107,7 +107,7 @@ class Worker(Process):
             elif isinstance(message, tuple):
                 host, words = message
                 if host is self._host and self._up is not None and self._up.connected:
-                    self._hear(words)
+                    self._handle(words)
             else:
                 self._dead.add(message.process)
                 if self._up is None or not self._up.connected:
@@ -121,7 +121,7 @@ class Worker(Process):
         """
         for message in self._sent_last():
             if isinstance(message, m.ReleaseOutputs | m.ReaderExited):
-                self._hear(message)
+                self._handle(message)
         self._batches.clear()
         self._open.clear()
         self._streams.clear()
@@ -144,7 +144,7 @@ class Worker(Process):
         arrived = [word for host, word in words if host is self._host]
         return arrived + self._host.sent_to(self)
 
-    def _hear(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case m.Execute():
                 self._batches.append(message)
@@ -292,7 +292,7 @@ class Worker(Process):
         outputs: list[TensorRef] = []
         results = dict(zip(("OUT", "WHO"), self.model.outputs_of(data, self.version), strict=True))
         if self.model.gates:
-            results["GO"] = b"%c" % self.model.goes(data)
+            results["GO"] = b"%c" % self.model.runs_step(data)
         for name, output in results.items():
             if memory_ranges and name not in memory_ranges:
                 continue

@@ -72,9 +72,11 @@ def config(family: str = "llama", **more: Any) -> dict[str, Any]:
     return {**tiny, **more}
 
 
-def weights(made: dict[str, Any], seed: int = 0, deviation: float = 0.2) -> dict[str, torch.Tensor]:
+def weights(
+    hf_config: dict[str, Any], seed: int = 0, deviation: float = 0.2
+) -> dict[str, torch.Tensor]:
     """Return random weights for a config.json."""
-    architecture = Architecture.of(made, [])
+    architecture = Architecture.of(hf_config, [])
     assert architecture is not None
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -42,7 +42,7 @@ class Answer:
 
 # Sends the request with this number on a connection. Returns "", or the difference from the correct
 # response.
-Ask = Callable[[Http, int], str]
+SendRequest = Callable[[Http, int], str]
 
 
 def infer_simple(http: Http, number: int) -> str:
@@ -82,11 +82,11 @@ class InferInMemory:
         values = np.arange(self.count, dtype=np.float32) + number
         self.shared.write(values)
         given = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
-        wanted = {
+        output = {
             "name": "OUTPUT0",
             "parameters": in_region(self.shared.name, self.size, self.size),
         }
-        reply = http.infer("identity", {"inputs": [given], "outputs": [wanted]})
+        reply = http.infer("identity", {"inputs": [given], "outputs": [output]})
         if reply.status != 200:
             return f"{reply.status}: {reply.error}"
         right = (self.shared.read(np.float32, self.count, self.size) == values).all()
@@ -109,7 +109,7 @@ class Load:
         self._server = server
         self._kinds = ["simple"] * simple + ["memory"] * memory
         self._stop = threading.Event()
-        self._news = threading.Condition()
+        self._answer_added = threading.Condition()
         self.answers: list[Answer] = []
 
     def __enter__(self) -> Load:
@@ -133,21 +133,21 @@ class Load:
 
     def _run(self, client: int, kind: str) -> None:
         with self._server.http(_PATIENCE_S) as connection, contextlib.ExitStack() as stack:
-            ask: Ask = infer_simple
+            send_request: SendRequest = infer_simple
             if kind == "memory":
-                ask = through = InferInMemory(connection)
+                send_request = through = InferInMemory(connection)
                 stack.callback(through.close, connection)
             number = 1000 * client
             while not self._stop.is_set():
                 number += 1
                 began = time.monotonic()
                 try:
-                    trouble = ask(connection, number)
+                    trouble = send_request(connection, number)
                 except (OSError, http_error) as error:
                     trouble = f"connection: {error!r}"
-                with self._news:
+                with self._answer_added:
                     self.answers.append(Answer(client, began, time.monotonic(), trouble))
-                    self._news.notify_all()
+                    self._answer_added.notify_all()
                 self._stop.wait(_BREATH_S)
 
     def wait_answered(self, since: float, within_s: float = 10.0) -> float:
@@ -170,8 +170,8 @@ class Load:
             seen = len(self.answers)
             return not waiting
 
-        with self._news:
-            answered = self._news.wait_for(all_answered, within_s)
+        with self._answer_added:
+            answered = self._answer_added.wait_for(all_answered, within_s)
         assert answered, (
             f"clients {waiting} were not answered within {within_s} s; last: {self.answers[-3:]}"
         )

@@ -17,12 +17,12 @@ def save(
     """Write `model.onnx`; a node is (operator, inputs, outputs[, attributes]) with names
     separated by spaces.
     """
-    made = [
+    onnx_model = [
         helper.make_node(kind, taken.split(), given.split(), **dict(*more))
         for kind, taken, given, *more in nodes
     ]
     graph = helper.make_graph(
-        made,
+        onnx_model,
         "graph",
         [helper.make_tensor_value_info(*each) for each in inputs],
         [helper.make_tensor_value_info(*each) for each in outputs],

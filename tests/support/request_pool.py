@@ -30,12 +30,12 @@ class RequestPool:
         self.futures.append(called)
         return called
 
-    def send(self, ask: Callable[[Http], Reply]) -> Future[Reply]:
-        """Call `ask` with a connection of its own."""
+    def send(self, send_request: Callable[[Http], Reply]) -> Future[Reply]:
+        """Call `send_request` with a connection of its own."""
 
         def run() -> Reply:
             with self._server.http() as http:
-                return ask(http)
+                return send_request(http)
 
         return self.call(run)
 

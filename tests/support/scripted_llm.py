@@ -97,9 +97,9 @@ def write_scripted(
 
 
 def _weights(
-    made: dict[str, Any], successor: dict[int, int], first: int
+    hf_config: dict[str, Any], successor: dict[int, int], first: int
 ) -> dict[str, torch.Tensor]:
-    architecture = Architecture.of(made, [])
+    architecture = Architecture.of(hf_config, [])
     assert architecture is not None
     drawn = {
         name: torch.ones(shape) if "norm" in name else torch.zeros(shape)

@@ -3,8 +3,8 @@
 IDLE = "max_sequence_idle_microseconds: 60000000"
 
 
-def control(name: str, kind: str, says: str) -> str:
-    return f'{{ name: "{name}" control {{ kind: CONTROL_SEQUENCE_{kind} {says} }} }}'
+def control(name: str, kind: str, values: str) -> str:
+    return f'{{ name: "{name}" control {{ kind: CONTROL_SEQUENCE_{kind} {values} }} }}'
 
 
 def controls(id_type: str = "TYPE_UINT64", pair: str = "") -> str:

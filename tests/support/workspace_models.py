@@ -53,5 +53,5 @@ def add(repository: Path, name: str, size: int) -> None:
     repositories.write(repository, name, CONFIG.format(name=name), source)
 
 
-def asked(value: int) -> dict:
+def request_body(value: int) -> dict:
     return {"inputs": [json_input("X", np.array([value], np.int64))]}

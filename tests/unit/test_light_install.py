@@ -48,9 +48,9 @@ def test_classes_and_onnx_need_no_torch() -> None:
 def test_a_backend_without_its_packages_names_the_command(
     backend: str, package: str, command: str
 ) -> None:
-    said = run_python("-c", _WITHOUT + _FIND, backend, check=True).stdout
-    assert said.startswith(f"backend '{backend}' needs the package {package}")
-    assert command in said and "Traceback" not in said
+    output = run_python("-c", _WITHOUT + _FIND, backend, check=True).stdout
+    assert output.startswith(f"backend '{backend}' needs the package {package}")
+    assert command in output and "Traceback" not in output
 
 
 def test_a_client_loads_no_part_of_the_server() -> None:

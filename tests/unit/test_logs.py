@@ -39,7 +39,7 @@ def words(capsys: Capture) -> list[str]:
     return [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
 
 
-def say() -> None:
+def log_all_levels() -> None:
     for level in LEVELS:
         logging.getLogger("shmserve.somewhere").log(level, "%s", logging.getLevelName(level))
 
@@ -52,13 +52,13 @@ def test_each_switch_is_for_its_level_alone(capsys: Capture, switches: tuple[boo
     )
     expected = list(itertools.compress(map(logging.getLevelName, LEVELS), (*switches, error)))
     logs.configure("role", settings)
-    say()
+    log_all_levels()
     assert words(capsys) == expected
     # A change logs the same as a start, and a hidden message costs no record.
     logs.configure("role", LogSettings())
     logs.apply(settings)
     words(capsys)
-    say()
+    log_all_levels()
     assert words(capsys) == expected
     logger = logging.getLogger("shmserve.somewhere")
     lowest = [level for level in LEVELS if settings.shows(level)][:1]
@@ -218,7 +218,7 @@ def test_a_journal_has_fields(
         "CODE_FUNC": "test_a_journal_has_fields",
         "REQUEST_ID": "r\\n7",
     }
-    say()
+    log_all_levels()
     assert [entry["PRIORITY"] for entry in entries(journal_socket)] == ["7", "6", "4", "3", "3"]
     assert capfd.readouterr().err == ""  # stderr is the journal's, too
 
@@ -260,5 +260,5 @@ def test_a_closed_journal(
     monkeypatch.setenv("JOURNAL_STREAM", "1:1")
     logs.configure("role", LogSettings())
     logging.getLogger("shmserve.somewhere").info("three")
-    said = capfd.readouterr().err.splitlines()
-    assert [line.split()[-1] for line in said] == ["one", "two", "three"]
+    log_lines = capfd.readouterr().err.splitlines()
+    assert [line.split()[-1] for line in log_lines] == ["one", "two", "three"]

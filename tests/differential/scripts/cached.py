@@ -1,6 +1,6 @@
 """The response cache."""
 
-from tests.differential.script import Ask, Drain, Group, Known, Model, Script, recorder
+from tests.differential.script import Drain, Group, Known, Model, Script, Send, recorder
 from tests.differential.scripts.ensembles import ADD, FAIL, ensemble, one_by_one, through
 
 CACHE = "response_cache { enable: true }"
@@ -16,7 +16,9 @@ def whole() -> Script:
     ensemble_model = ensemble(name, through(f"{name}_1", "INPUT0", "OUT"))
     models = [recorder(f"{name}_1", one=ADD), Model(name, ensemble_model.config + CACHE)]
     known_differences = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
-    return Script(name, models, one_by_one(Ask("a", name, 1), Ask("b", name, 1)), known_differences)
+    return Script(
+        name, models, one_by_one(Send("a", name, 1), Send("b", name, 1)), known_differences
+    )
 
 
 SCRIPTS = [
@@ -24,34 +26,34 @@ SCRIPTS = [
         "hits_and_misses",
         [cached("hits_and_misses", one=ADD)],
         one_by_one(
-            Ask("a", "hits_and_misses", 1),
-            Ask("b", "hits_and_misses", 1),
-            Ask("c", "hits_and_misses", 2),
-            Ask("d", "hits_and_misses", 1, rows=2),
-            Ask("e", "hits_and_misses", 1, rows=2),
+            Send("a", "hits_and_misses", 1),
+            Send("b", "hits_and_misses", 1),
+            Send("c", "hits_and_misses", 2),
+            Send("d", "hits_and_misses", 1, rows=2),
+            Send("e", "hits_and_misses", 1, rows=2),
         ),
     ),
     Script(
         "hits_of_a_batcher",
         [cached("hits_of_a_batcher", "dynamic_batching { }")],
-        one_by_one(Ask("a", "hits_of_a_batcher", 1), Ask("b", "hits_of_a_batcher", 1)),
+        one_by_one(Send("a", "hits_of_a_batcher", 1), Send("b", "hits_of_a_batcher", 1)),
     ),
     Script(
         "other_shapes_of_the_same_bytes",
         [cached("other_shapes_of_the_same_bytes")],
         one_by_one(
-            Ask("a", "other_shapes_of_the_same_bytes", 1, rows=2),
-            Ask("b", "other_shapes_of_the_same_bytes", 1, columns=2),
+            Send("a", "other_shapes_of_the_same_bytes", 1, rows=2),
+            Send("b", "other_shapes_of_the_same_bytes", 1, columns=2),
         ),
         known=[Known("*", "the key has the shapes, too")],
     ),
     Script(
         "failures_are_not_kept",
         [cached("failures_are_not_kept", one=FAIL)],
-        one_by_one(Ask("a", "failures_are_not_kept", 1), Ask("b", "failures_are_not_kept", 1)),
+        one_by_one(Send("a", "failures_are_not_kept", 1), Send("b", "failures_are_not_kept", 1)),
         known=[Known("*", "Triton 2.51 keeps an error as a response without outputs")],
     ),
-    Script("not_cached", [recorder("not_cached")], [Ask("a", "not_cached", 1), Drain()]),
+    Script("not_cached", [recorder("not_cached")], [Send("a", "not_cached", 1), Drain()]),
     whole(),
 ]
 GROUP = Group("cached", SCRIPTS, flags=["--cache-config=local,size=1048576"])

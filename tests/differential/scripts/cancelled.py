@@ -5,7 +5,6 @@ an ensemble.
 from collections.abc import Sequence
 
 from tests.differential.script import (
-    Ask,
     Cancel,
     Drain,
     Elapse,
@@ -13,6 +12,7 @@ from tests.differential.script import (
     Known,
     Release,
     Script,
+    Send,
     Step,
     recorder,
 )
@@ -26,37 +26,37 @@ LATE = Known("unsettled", "Triton counts it as pending until it looks")
 
 def waiting(name: str, scheduler: str, known: Sequence[Known] = ()) -> Script:
     """The second of three waiting requests is cancelled."""
-    steps: list[Step] = [Ask(f"r{n}", name, n) for n in range(4)]
+    steps: list[Step] = [Send(f"r{n}", name, n) for n in range(4)]
     return Script(name, [recorder(name, scheduler)], [*steps, Cancel("r2"), Drain()], known)
 
 
 def executing(name: str, scheduler: str = BATCHER) -> Script:
     """An executing request is cancelled: it completes without a response, and the next one runs."""
-    steps: list[Step] = [Ask("a", name, 1), Cancel("a"), Ask("b", name, 2), Release("a")]
+    steps: list[Step] = [Send("a", name, 1), Cancel("a"), Send("b", name, 2), Release("a")]
     return Script(name, [recorder(name, scheduler)], [*steps, Drain()], [FAILED])
 
 
 def one_of_a_batch() -> Script:
     """One request of a batch is cancelled; the others receive their responses."""
     name = "one_of_a_batch"
-    steps: list[Step] = [Ask(f"r{n}", name, n) for n in range(4)]
+    steps: list[Step] = [Send(f"r{n}", name, n) for n in range(4)]
     steps += [Release("r0"), Elapse(1), Cancel("r2"), Release("r1")]
     return Script(name, [recorder(name, BATCHER)], [*steps, Drain()], [FAILED])
 
 
 def streamed_and_waiting() -> Script:
     name = "streamed_and_waiting"
-    steps: list[Step] = [Ask("a", name, 1), Ask("s", name, 2, stream=True), Ask("b", name, 3)]
+    steps: list[Step] = [Send("a", name, 1), Send("s", name, 2, stream=True), Send("b", name, 3)]
     return Script(name, [recorder(name, BATCHER)], [*steps, Cancel("s"), Drain()])
 
 
 def streamed_and_executing() -> Script:
     """A request of a decoupled model is closed just before a response."""
     name = "streamed_and_executing"
-    steps: list[Step] = [Ask("s", name, 2, stream=True), Cancel("s"), Release("s")]
+    steps: list[Step] = [Send("s", name, 2, stream=True), Cancel("s"), Release("s")]
     recording_model = recorder(name, MANY, one=COUNT)
     return Script(
-        name, [recording_model], [*steps, Ask("b", name, 1, stream=True), Drain()], [FAILED]
+        name, [recording_model], [*steps, Send("b", name, 1, stream=True), Drain()], [FAILED]
     )
 
 
@@ -64,7 +64,7 @@ def between_steps(name: str, first: str, known: Sequence[Known]) -> Script:
     """An ensemble's request is cancelled during its first step; the second step does not run."""
     models = [recorder(f"{name}_1", first, one=ADD), recorder(f"{name}_2", first, one=ADD)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
-    arrivals: list[Step] = [Ask("a", name, 1), Cancel("a"), Release("a"), Ask("b", name, 5)]
+    arrivals: list[Step] = [Send("a", name, 1), Cancel("a"), Release("a"), Send("b", name, 5)]
     return Script(name, [*models, ensemble(name, *steps)], [*arrivals, Drain()], known)
 
 
@@ -74,8 +74,8 @@ def step_that_waits() -> Script:
     models = [recorder(f"{name}_{n}", BATCHER, one=ADD, max_batch_size=1) for n in (1, 2)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     ensemble_model = ensemble(name, *steps, size=1)
-    arrivals: list[Step] = [Ask("first", f"{name}_1", 1), Ask("a", name, 2), Cancel("a")]
-    arrivals += [Release("first"), Ask("b", name, 5), Drain()]
+    arrivals: list[Step] = [Send("first", f"{name}_1", 1), Send("a", name, 2), Cancel("a")]
+    arrivals += [Release("first"), Send("b", name, 5), Drain()]
     return Script(name, [*models, ensemble_model], arrivals, [FAILED, NOT_RUN, LATE])
 
 

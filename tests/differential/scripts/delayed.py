@@ -3,8 +3,8 @@
 Batches are then equal even where no policy keeps Triton from forming them early.
 """
 
-from tests.differential.script import Ask, Drain, Group, Script, Step, recorder
-from tests.differential.scripts.sequences import Asking, model
+from tests.differential.script import Drain, Group, Script, Send, Step, recorder
+from tests.differential.scripts.sequences import SequenceRequests, model
 
 SIX = {"TRITONSERVER_DELAY_SCHEDULER": "6", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER": "0"}
 BACKLOGGED = {"TRITONSERVER_DELAY_SCHEDULER": "4", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER": "2"}
@@ -13,23 +13,23 @@ BACKLOGGED = {"TRITONSERVER_DELAY_SCHEDULER": "4", "TRITONSERVER_BACKLOG_DELAY_S
 def scene(name: str, batching: str, *rows: int, size: int = 8) -> Script:
     """Requests with these row counts, which are all queued when the batcher starts."""
     recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
-    steps: list[Step] = [Ask(f"r{n}", name, n, rows=count) for n, count in enumerate(rows)]
+    steps: list[Step] = [Send(f"r{n}", name, n, rows=count) for n, count in enumerate(rows)]
     return Script(name, [recording_model], [*steps, Drain()])
 
 
 def sequences(name: str, strategy: str) -> Script:
     """Two sequences of three requests, which are all queued at the start."""
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(1), ask(1, end=True)]
-    steps += [ask(2, start=True), ask(2), ask(2, end=True)]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), send(1), send(1, end=True)]
+    steps += [send(2, start=True), send(2), send(2, end=True)]
     return Script(name, [model(name, strategy)], [*steps, Drain()])
 
 
 def backlogged(name: str, strategy: str) -> Script:
     """Two sequences in slots and two in the backlog, which are all queued at the start."""
-    ask = Asking(name)
-    steps: list[Step] = [ask(number, start=True) for number in (1, 2, 3, 4)]
-    steps += [ask(number, end=True) for number in (1, 2, 3, 4)]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(number, start=True) for number in (1, 2, 3, 4)]
+    steps += [send(number, end=True) for number in (1, 2, 3, 4)]
     return Script(name, [model(name, strategy)], [*steps, Drain()])
 
 

@@ -3,13 +3,13 @@
 from typing import Any
 
 from tests.differential.script import (
-    Ask,
     Cancel,
     Drain,
     Group,
     Known,
     Model,
     Script,
+    Send,
     Step,
     recorder,
     tensor,
@@ -26,8 +26,8 @@ def model(name: str, batching: str = "", **options: Any) -> Model:
 
 def queued(name: str, *rows: int) -> list[Step]:
     """Queue requests with these row counts behind an executing one; then release all."""
-    waiting = [Ask(f"r{n}", name, n, rows=count) for n, count in enumerate(rows, 1)]
-    return [Ask("first", name), *waiting, Drain()]
+    waiting = [Send(f"r{n}", name, n, rows=count) for n, count in enumerate(rows, 1)]
+    return [Send("first", name), *waiting, Drain()]
 
 
 def scene(name: str, batching: str, *rows: int, **options: Any) -> Script:
@@ -41,7 +41,7 @@ if value.flat[0] == 2:
     return self.failure("two is wrong")
 return self.response(OUTPUT0=value)
 """
-EACH = [Ask("b", "mixed", 1, columns=2), Ask("c", "mixed", 2, columns=2), Ask("d", "mixed", 3)]
+EACH = [Send("b", "mixed", 1, columns=2), Send("c", "mixed", 2, columns=2), Send("d", "mixed", 3)]
 OPTIONAL = [tensor("INPUT0"), tensor("MORE", "FP32", more="optional: true")]
 MORE = {"MORE": ("FP32", [1, 1], [0.5])}
 RAGGED = [tensor("INPUT0", more="allow_ragged_batch: true")]
@@ -69,35 +69,40 @@ SCRIPTS = [
     Script(
         "other_shapes_end_a_batch",
         [model("mixed")],
-        [Ask("a", "mixed"), *EACH, Ask("e", "mixed", 4), Drain()],
+        [Send("a", "mixed"), *EACH, Send("e", "mixed", 4), Drain()],
     ),
     Script(
         "ragged_shapes_share_a_batch",
         [model("ragged", inputs=RAGGED)],
-        [Ask("a", "ragged"), Ask("b", "ragged", 1, columns=3), Ask("c", "ragged", 2), Drain()],
+        [Send("a", "ragged"), Send("b", "ragged", 1, columns=3), Send("c", "ragged", 2), Drain()],
     ),
     Script(
         "a_python_model_gets_no_batch_input",
         [model("counted", COUNTS, inputs=RAGGED)],
-        [Ask("a", "counted"), Ask("b", "counted", 1, columns=3), Ask("c", "counted", 2), Drain()],
+        [
+            Send("a", "counted"),
+            Send("b", "counted", 1, columns=3),
+            Send("c", "counted", 2),
+            Drain(),
+        ],
     ),
     Script(
         "optional_inputs_share_a_batch_if_both_have_them",
         [model("optional", inputs=OPTIONAL)],
         [
-            Ask("a", "optional"),
-            Ask("b", "optional", 1),
-            Ask("c", "optional", 2),
-            Ask("d", "optional", 3, inputs=MORE),
-            Ask("e", "optional", 4, inputs=MORE),
-            Ask("f", "optional", 5),
+            Send("a", "optional"),
+            Send("b", "optional", 1),
+            Send("c", "optional", 2),
+            Send("d", "optional", 3, inputs=MORE),
+            Send("e", "optional", 4, inputs=MORE),
+            Send("f", "optional", 5),
             Drain(),
         ],
     ),
     Script(
         "a_missing_input_beside_an_optional_one",
         [model("missing", inputs=OPTIONAL)],
-        [Ask("a", "missing"), Ask("none", "missing", None, inputs=MORE), Drain()],
+        [Send("a", "missing"), Send("none", "missing", None, inputs=MORE), Drain()],
         known=[
             Known("batches", NOT_FOUND),
             Known("responses.none.error.*", NOT_FOUND),
@@ -128,12 +133,12 @@ SCRIPTS = [
         "wrong_requests_are_not_counted",
         [model("wrong", inputs=FIXED)],
         [
-            Ask("columns", "wrong", 1, columns=3),
-            Ask("rows", "wrong", 1, columns=2, rows=9),
-            Ask("datatype", "wrong", None, inputs={"INPUT0": ("FP32", [1, 2], [0, 0])}),
-            Ask("name", "wrong", None, inputs={"NOPE": ("INT32", [1, 2], [0, 0])}),
-            Ask("output", "wrong", 1, columns=2, outputs=["NOPE"]),
-            Ask("right", "wrong", 1, columns=2),
+            Send("columns", "wrong", 1, columns=3),
+            Send("rows", "wrong", 1, columns=2, rows=9),
+            Send("datatype", "wrong", None, inputs={"INPUT0": ("FP32", [1, 2], [0, 0])}),
+            Send("name", "wrong", None, inputs={"NOPE": ("INT32", [1, 2], [0, 0])}),
+            Send("output", "wrong", 1, columns=2, outputs=["NOPE"]),
+            Send("right", "wrong", 1, columns=2),
             Drain(),
         ],
     ),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tests.differential.script import Ask, Drain, Group, Known, Model, Script, recorder, tensor
+from tests.differential.script import Drain, Group, Known, Model, Script, Send, recorder, tensor
 from tests.rigs.pipelines import step
 
 IN, OUT = tensor("INPUT0"), tensor("OUT")
@@ -47,21 +47,21 @@ def ensemble(
     return Model(name, config)
 
 
-def through(model: str, given: str, made: str, more: str = "") -> str:
+def through(model: str, source: str, target: str, more: str = "") -> str:
     """Return a step from one tensor to another one."""
-    inputs = {"INPUT0": given} | ({"MORE": more} if more else {})
-    return step(model, inputs, {"OUTPUT0": made})
+    inputs = {"INPUT0": source} | ({"MORE": more} if more else {})
+    return step(model, inputs, {"OUTPUT0": target})
 
 
-def one_by_one(*asks: Ask) -> list[Ask | Drain]:
-    return [step for ask in asks for step in (ask, Drain())]
+def one_by_one(*requests: Send) -> list[Send | Drain]:
+    return [step for request in requests for step in (request, Drain())]
 
 
-def two(name: str, first: str, second: str, *asks: Ask, known: Sequence[Known] = ()) -> Script:
+def two(name: str, first: str, second: str, *requests: Send, known: Sequence[Known] = ()) -> Script:
     """Return two models and the ensemble that runs them in order, named after the script."""
     models = [recorder(f"{name}_1", one=first), recorder(f"{name}_2", one=second)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
-    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*asks), known)
+    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), known)
 
 
 def both_outputs() -> Script:
@@ -69,9 +69,9 @@ def both_outputs() -> Script:
     name = "pruned"
     models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
     steps = through(f"{name}_1", "INPUT0", "OUT"), through(f"{name}_2", "INPUT0", "ALSO")
-    asks = Ask("one", name, 1, outputs=["OUT"]), Ask("other", name, 1, outputs=["ALSO"])
+    requests = Send("one", name, 1, outputs=["OUT"]), Send("other", name, 1, outputs=["ALSO"])
     both = ensemble(name, *steps, outputs=[OUT, tensor("ALSO")])
-    steps_of_script = one_by_one(*asks, Ask("both", name, 1))
+    steps_of_script = one_by_one(*requests, Send("both", name, 1))
     return Script(name, [*models, both], steps_of_script, unordered=True)
 
 
@@ -82,8 +82,8 @@ def diamond() -> Script:
     models.append(recorder(f"{name}_sum", one=SUM, inputs=[IN, MORE]))
     steps = [through(f"{name}_1", "INPUT0", "A"), through(f"{name}_2", "INPUT0", "B")]
     steps.append(through(f"{name}_sum", "A", "OUT", "B"))
-    asks = one_by_one(Ask("a", name, 1), Ask("rows", name, 2, rows=2))
-    return Script(name, [*models, ensemble(name, *steps)], asks, unordered=True)
+    requests = one_by_one(Send("a", name, 1), Send("rows", name, 2, rows=2))
+    return Script(name, [*models, ensemble(name, *steps)], requests, unordered=True)
 
 
 def unbatched_step() -> Script:
@@ -95,7 +95,7 @@ def unbatched_step() -> Script:
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
     ensemble_model = ensemble(name, *steps, size=0, **ends)
-    return Script(name, [batched, plain, ensemble_model], one_by_one(Ask("a", name, 1, columns=2)))
+    return Script(name, [batched, plain, ensemble_model], one_by_one(Send("a", name, 1, columns=2)))
 
 
 def optional() -> Script:
@@ -106,8 +106,8 @@ def optional() -> Script:
         name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
     )
     more = {"MORE": ("INT32", [1, 1], [5])}
-    asks = Ask("with", name, 1, inputs=more), Ask("without", name, 1)
-    return Script(name, [recording_model, ensemble_model], one_by_one(*asks))
+    requests = Send("with", name, 1, inputs=more), Send("without", name, 1)
+    return Script(name, [recording_model, ensemble_model], one_by_one(*requests))
 
 
 def decoupled() -> Script:
@@ -115,8 +115,8 @@ def decoupled() -> Script:
     name = "decoupled_step"
     models = [recorder(f"{name}_1", MANY, one=COUNT), recorder(f"{name}_2", one=ADD)]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
-    asks = [Ask(f"r{count}", name, count, stream=True) for count in (1, 0)]
-    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*asks), [*END, *LATER])
+    requests = [Send(f"r{count}", name, count, stream=True) for count in (1, 0)]
+    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), [*END, *LATER])
 
 
 def nested() -> Script:
@@ -127,30 +127,30 @@ def nested() -> Script:
     whole = {"INPUT0": "INPUT0"}, {"OUT": "OUT"}
     outer = ensemble(f"{name}_outer", step(f"{name}_inner", *whole))
     bad = ensemble(f"{name}_bad", step(f"{name}_wrong", *whole))
-    asks = Ask("good", f"{name}_outer", 1), Ask("bad", f"{name}_bad", 1)
-    return Script(name, [*models, inner, wrong, outer, bad], one_by_one(*asks), FAILURES)
+    requests = Send("good", f"{name}_outer", 1), Send("bad", f"{name}_bad", 1)
+    return Script(name, [*models, inner, wrong, outer, bad], one_by_one(*requests), FAILURES)
 
 
 SCRIPTS = [
-    two("two_steps", ADD, ADD, Ask("a", "two_steps", 1), Ask("b", "two_steps", 5, rows=3)),
-    two("first_fails", FAIL, ADD, Ask("c", "first_fails", 1), known=FAILURES),
-    two("second_fails", ADD, FAIL, Ask("d", "second_fails", 1), known=FAILURES),
-    two("no_tensor_made", NOTHING, ADD, Ask("e", "no_tensor_made", 1), known=FAILURES),
-    two("no_output_made", ADD, NOTHING, Ask("e", "no_output_made", 1), known=FLAGS),
+    two("two_steps", ADD, ADD, Send("a", "two_steps", 1), Send("b", "two_steps", 5, rows=3)),
+    two("first_fails", FAIL, ADD, Send("c", "first_fails", 1), known=FAILURES),
+    two("second_fails", ADD, FAIL, Send("d", "second_fails", 1), known=FAILURES),
+    two("no_tensor_made", NOTHING, ADD, Send("e", "no_tensor_made", 1), known=FAILURES),
+    two("no_output_made", ADD, NOTHING, Send("e", "no_output_made", 1), known=FLAGS),
     two(
         "flags_are_forwarded",
         ADD,
         ADD,
-        Ask("s", "flags_are_forwarded", 1, sequence=7, start=True),
-        Ask("t", "flags_are_forwarded", 1, sequence=7, end=True),
+        Send("s", "flags_are_forwarded", 1, sequence=7, start=True),
+        Send("t", "flags_are_forwarded", 1, sequence=7, end=True),
     ),
     two(
         "refused_by_an_ensemble",
         ADD,
         ADD,
-        Ask("rows", "refused_by_an_ensemble", 1, rows=9),
-        Ask("output", "refused_by_an_ensemble", 1, outputs=["MID"]),
-        Ask("datatype", "refused_by_an_ensemble", None, inputs={"INPUT0": ("FP32", [1, 1], [1])}),
+        Send("rows", "refused_by_an_ensemble", 1, rows=9),
+        Send("output", "refused_by_an_ensemble", 1, outputs=["MID"]),
+        Send("datatype", "refused_by_an_ensemble", None, inputs={"INPUT0": ("FP32", [1, 1], [1])}),
     ),
     both_outputs(),
     diamond(),

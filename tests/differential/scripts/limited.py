@@ -1,13 +1,13 @@
 """The rate limiter: models that share resources, per device and global, and priorities."""
 
 from tests.differential.script import (
-    Ask,
     Drain,
     Group,
     Known,
     Model,
     Release,
     Script,
+    Send,
     Step,
     recorder,
 )
@@ -32,7 +32,7 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
 def taking_turns(name: str, resource: str) -> Script:
     """Two models of which only one can execute at a time."""
     models = [needing(f"{name}_{n}", resource) for n in (1, 2)]
-    steps: list[Step] = [Ask("a", f"{name}_1", 1), Ask("b", f"{name}_2", 2), Release("a")]
+    steps: list[Step] = [Send("a", f"{name}_1", 1), Send("b", f"{name}_2", 2), Release("a")]
     return Script(name, models, [*steps, Release("b"), Drain()])
 
 
@@ -40,14 +40,14 @@ def room_for_two() -> Script:
     """As many models execute as there are resources for."""
     name = "room_for_two"
     models = [needing(f"{name}_{n}", "seats:1") for n in (1, 2, 3)]
-    steps: list[Step] = [Ask(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
+    steps: list[Step] = [Send(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
     return Script(name, models, [*steps, Release("r2"), Release("r3"), Drain()])
 
 
 def own_instances() -> Script:
     """Two instances of one model with resources for one."""
     name = "own_instances"
-    steps: list[Step] = [Ask(f"r{n}", name, n) for n in (1, 2, 3)]
+    steps: list[Step] = [Send(f"r{n}", name, n) for n in (1, 2, 3)]
     return Script(name, [needing(name, "own:1", instances=2)], [*steps, Drain()])
 
 
@@ -55,9 +55,9 @@ def priorities() -> Script:
     """A model with priority 2 executes half as often as one with priority 1."""
     name = "priorities"
     models = [needing(f"{name}_{n}", "turns:1", priority=n) for n in (1, 2)]
-    steps: list[Step] = [Ask("first", f"{name}_1")]
-    steps += [Ask(f"a{n}", f"{name}_1", n) for n in range(4)]
-    steps += [Ask(f"b{n}", f"{name}_2", n) for n in range(4)]
+    steps: list[Step] = [Send("first", f"{name}_1")]
+    steps += [Send(f"a{n}", f"{name}_1", n) for n in range(4)]
+    steps += [Send(f"b{n}", f"{name}_2", n) for n in range(4)]
     known_differences = [
         Known("batches.*", "of two that have had as much, who waited for longer is next")
     ]
@@ -69,7 +69,7 @@ def much_and_little() -> Script:
     name = "much_and_little"
     models = [needing(f"{name}_{n}", f"room:{n}") for n in (1, 2)]
     models.append(needing(f"{name}_3", "room:1"))
-    steps: list[Step] = [Ask(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
+    steps: list[Step] = [Send(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
     known_differences = [
         Known("batches.*", "who needs much holds up nobody who needs what there is")
     ]
@@ -80,7 +80,7 @@ def unlimited() -> Script:
     """An instance that needs no resource."""
     name = "unlimited"
     models = [needing(f"{name}_1", "some:1"), recorder(f"{name}_2")]
-    steps: list[Step] = [Ask("a", f"{name}_1", 1), Ask("b", f"{name}_2", 2), Release("b")]
+    steps: list[Step] = [Send("a", f"{name}_1", 1), Send("b", f"{name}_2", 2), Release("b")]
     return Script(name, models, [*steps, Drain()])
 
 

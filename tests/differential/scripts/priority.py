@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from tests.differential.script import (
-    Ask,
     Cancel,
     Drain,
     Elapse,
     Group,
     Known,
     Script,
+    Send,
     Step,
     recorder,
 )
@@ -36,87 +36,93 @@ def scene(
 ) -> Script:
     """Steps after an executing request, all for the model that has the scene's name."""
     recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
-    asked = [replace(step, model=name) if isinstance(step, Ask) else step for step in steps]
-    return Script(name, [recording_model], [Ask("first", name), *asked, Drain()], known or [])
+    named = [replace(step, model=name) if isinstance(step, Send) else step for step in steps]
+    return Script(name, [recording_model], [Send("first", name), *named, Drain()], known or [])
 
 
-def ask(label: str, priority: int = 0, timeout_us: int = 0) -> Ask:
+def send(label: str, priority: int = 0, timeout_us: int = 0) -> Send:
     """Return a request for the scene's model; the value of its input shows its level."""
-    return Ask(label, "", priority, priority=priority, timeout_us=timeout_us)
+    return Send(label, "", priority, priority=priority, timeout_us=timeout_us)
 
 
 SCRIPTS = [
     scene(
         "levels",
         LEVELS,
-        ask("c", 3),
-        ask("b"),
-        ask("a", 1),
-        ask("b_too", 9),
-        ask("a_too", 1),
-        ask("c_too", 3),
+        send("c", 3),
+        send("b"),
+        send("a", 1),
+        send("b_too", 9),
+        send("a_too", 1),
+        send("c_too", 3),
     ),
     scene(
-        "a_batch_spans_levels", LEVELS, *(ask(f"r{level}", level) for level in (3, 2, 1)), size=2
+        "a_batch_spans_levels", LEVELS, *(send(f"r{level}", level) for level in (3, 2, 1)), size=2
     ),
     scene(
-        "a_level_is_full", LEVELS, ask("b"), ask("b_too", 2), ask("full"), ask("a", 1), known=FULL
+        "a_level_is_full",
+        LEVELS,
+        send("b"),
+        send("b_too", 2),
+        send("full"),
+        send("a", 1),
+        known=FULL,
     ),
     scene(
         "rejected",
         REJECT % (SHORT, "false"),
-        ask("a"),
-        ask("b", timeout_us=FOREVER),
+        send("a"),
+        send("b", timeout_us=FOREVER),
         OVER,
-        ask("c"),
+        send("c"),
     ),
     scene(
         "an_override_is_shorter",
         REJECT % (FOREVER, "true"),
-        ask("a"),
-        ask("b", timeout_us=SHORT),
+        send("a"),
+        send("b", timeout_us=SHORT),
         OVER,
     ),
-    scene("an_override_is_longer", REJECT % (SHORT, "true"), ask("b", timeout_us=FOREVER), OVER),
+    scene("an_override_is_longer", REJECT % (SHORT, "true"), send("b", timeout_us=FOREVER), OVER),
     scene(
         "an_override_without_a_default",
         REJECT % (0, "true"),
-        ask("a"),
-        ask("b", timeout_us=SHORT),
+        send("a"),
+        send("b", timeout_us=SHORT),
         OVER,
         known=UNTIMED,
     ),
     scene(
         "no_override",
         REJECT % (FOREVER, "false"),
-        ask("a"),
-        ask("b", timeout_us=SHORT),
+        send("a"),
+        send("b", timeout_us=SHORT),
         OVER,
         known=TIMED,
     ),
     scene(
         "delayed",
         DELAY % (FOREVER, "true"),
-        ask("late", timeout_us=SHORT),
-        ask("b"),
+        send("late", timeout_us=SHORT),
+        send("b"),
         OVER,
-        ask("c"),
+        send("c"),
     ),
     scene(
         "delayed_still_before_a_lower_level",
         "priority_levels: 2 default_priority_level: 2 " + DELAY % (FOREVER, "true"),
-        ask("low", 2),
-        ask("late", 1, timeout_us=SHORT),
+        send("low", 2),
+        send("late", 1, timeout_us=SHORT),
         OVER,
     ),
-    scene("cancelled_in_its_level", LEVELS, ask("c", 3), ask("b"), ask("a", 1), Cancel("b")),
+    scene("cancelled_in_its_level", LEVELS, send("c", 3), send("b"), send("a", 1), Cancel("b")),
     Script(
         "no_queue_policy_without_a_batcher",
         [recorder("unbatched")],
         [
-            Ask("first", "unbatched"),
-            Ask("a", "unbatched", priority=3),
-            Ask("b", "unbatched", priority=1),
+            Send("first", "unbatched"),
+            Send("a", "unbatched", priority=3),
+            Send("b", "unbatched", priority=1),
             Drain(),
         ],
     ),

@@ -3,7 +3,6 @@
 from typing import Any
 
 from tests.differential.script import (
-    Ask,
     Cancel,
     Drain,
     Elapse,
@@ -13,6 +12,7 @@ from tests.differential.script import (
     Release,
     Responded,
     Script,
+    Send,
     Step,
     recorder,
 )
@@ -35,7 +35,7 @@ def scene(name: str, steps: list[Step], strategy: str = DIRECT, **options: Any) 
     return Script(name, [model(name, strategy, **options)], steps)
 
 
-class Asking:
+class SequenceRequests:
     """Makes requests of sequences of a model; the label is the sequence and a letter."""
 
     def __init__(self, name: str) -> None:
@@ -44,10 +44,10 @@ class Asking:
 
     def __call__(
         self, sequence: int | str, start: bool = False, end: bool = False, timeout_us: int = 0
-    ) -> Ask:
+    ) -> Send:
         count = self._count[sequence] = self._count.get(sequence, 0) + 1
         label = f"{sequence}{'abcdefgh'[count - 1]}"
-        return Ask(
+        return Send(
             label, self._name, count, sequence=sequence, start=start, end=end, timeout_us=timeout_us
         )
 
@@ -57,25 +57,25 @@ def direct_two_instances() -> Script:
     and 6 follow.
     """
     name = "direct_two_instances"
-    ask = Asking(name)
-    steps: list[Step] = [ask(number, start=True) for number in range(1, 7)]
-    steps += [Release("1a"), Release("2a"), ask(4, end=True), Release("4a"), Release("4b")]
-    steps += [ask(2, end=True), Release("5a"), Release("2b"), Release("6a"), Release("3a")]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(number, start=True) for number in range(1, 7)]
+    steps += [Release("1a"), Release("2a"), send(4, end=True), Release("4a"), Release("4b")]
+    steps += [send(2, end=True), Release("5a"), Release("2b"), Release("6a"), Release("3a")]
     return scene(name, [*steps, Drain()], instances=2)
 
 
 def direct_one_instance() -> Script:
     """A lone first request, and then two slots in one batch."""
     name = "direct_one_instance"
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), Release("1a"), ask(1), ask(1), ask(2, start=True)]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), Release("1a"), send(1), send(1), send(2, start=True)]
     return scene(name, [*steps, Release("1b"), Drain()])
 
 
 def direct_lone() -> Script:
     """A lone first request of an instance whose other slot never had a sequence: one row."""
     name = "direct_lone"
-    return scene(name, [Asking(name)(1, start=True), Drain()], instances=2)
+    return scene(name, [SequenceRequests(name)(1, start=True), Drain()], instances=2)
 
 
 def direct_lone_beside_idle() -> Script:
@@ -83,28 +83,28 @@ def direct_lone_beside_idle() -> Script:
     first ones beside an idle one: one row for slot 0, a null row before slot 1's.
     """
     name = "direct_lone_beside_idle"
-    ask = Asking(name)
+    send = SequenceRequests(name)
     steps: list[Step] = []
     for number in (1, 2, 3, 4):
-        steps += [ask(number, start=True), Drain()]
-    for request in (ask(1), ask(3), ask(1, end=True), ask(5, start=True), ask(3, end=True)):
+        steps += [send(number, start=True), Drain()]
+    for request in (send(1), send(3), send(1, end=True), send(5, start=True), send(3, end=True)):
         steps += [request, Drain()]
-    return scene(name, [*steps, ask(6, start=True), Drain()], instances=2)
+    return scene(name, [*steps, send(6, start=True), Drain()], instances=2)
 
 
 def oldest() -> Script:
     """Sequences A to D as 1 to 4; sequence 5 waits until one of them ends."""
     name = "oldest"
-    ask = Asking(name)
-    steps: list[Step] = [ask(number, start=True) for number in (1, 2, 3, 4)]
-    steps += [ask(1), ask(4), ask(4, end=True), ask(5, start=True), Drain()]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(number, start=True) for number in (1, 2, 3, 4)]
+    steps += [send(1), send(4), send(4, end=True), send(5, start=True), Drain()]
     return scene(name, steps, OLDEST)
 
 
 def whole_and_restarted(name: str, strategy: str) -> Script:
     """START of a live id ends its old sequence; the new one has the same slot."""
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(1), ask(1, start=True), ask(1, end=True)]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), send(1), send(1, start=True), send(1, end=True)]
     return scene(name, [*steps, Drain()], strategy)
 
 
@@ -114,8 +114,13 @@ def restarted_after_its_end(name: str, strategy: str, size: int = 2) -> Script:
     Batches have one request, because it is random whether Triton forms the next batch before the
     END joins it.
     """
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(1, end=True), ask(1, start=True), ask(1, end=True)]
+    send = SequenceRequests(name)
+    steps: list[Step] = [
+        send(1, start=True),
+        send(1, end=True),
+        send(1, start=True),
+        send(1, end=True),
+    ]
     return scene(name, [*steps, Drain()], strategy, max_batch_size=size)
 
 
@@ -124,40 +129,40 @@ def backlog() -> Script:
     arrival.
     """
     name = "backlog"
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(2, start=True)]
-    steps += [ask(3, start=True), ask(4, start=True, end=True), ask(3), ask(3, end=True)]
-    steps += [ask(1, end=True), ask(2, end=True), Drain()]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), send(2, start=True)]
+    steps += [send(3, start=True), send(4, start=True, end=True), send(3), send(3, end=True)]
+    steps += [send(1, end=True), send(2, end=True), Drain()]
     return scene(name, steps)
 
 
 def backlog_oldest() -> Script:
     name = "backlog_oldest"
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(3, start=True)]
-    steps += [ask(2, end=True), ask(3, end=True), ask(1, end=True), Drain()]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), send(2, start=True), send(3, start=True)]
+    steps += [send(2, end=True), send(3, end=True), send(1, end=True), Drain()]
     return scene(name, steps, "oldest { max_candidate_sequences: 1 }")
 
 
 def backlog_timeout() -> Script:
     name = "backlog_timeout"
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(1, timeout_us=60_000_000)]
-    steps += [ask(2, start=True), ask(3, start=True, timeout_us=50_000), ask(3)]
-    steps += [Responded("3a"), Responded("3b"), ask(3), Drain()]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), send(1, timeout_us=60_000_000)]
+    steps += [send(2, start=True), send(3, start=True, timeout_us=50_000), send(3)]
+    steps += [Responded("3a"), Responded("3b"), send(3), Drain()]
     return scene(name, steps, max_batch_size=2)
 
 
 def refused() -> Script:
     name = "refused"
-    ask = Asking(name)
+    send = SequenceRequests(name)
     steps: list[Step] = [
-        Ask("no_id", name),
-        Ask("no_start", name, sequence=7),
-        Ask("rows", name, rows=2, sequence=8, start=True),
-        ask(1, start=True, end=True),
+        Send("no_id", name),
+        Send("no_start", name, sequence=7),
+        Send("rows", name, rows=2, sequence=8, start=True),
+        send(1, start=True, end=True),
         Drain(),
-        ask(1),
+        send(1),
         Drain(),
     ]
     return scene(name, steps)
@@ -166,16 +171,16 @@ def refused() -> Script:
 def of_another_type() -> Script:
     """A string as the sequence id of a model with numeric ids."""
     name = "id_of_another_type"
-    steps: list[Step] = [Ask("text", name, sequence="eight", start=True), Drain()]
+    steps: list[Step] = [Send("text", name, sequence="eight", start=True), Drain()]
     return Script(name, [model(name)], steps, [Known("*", "as in later versions of Triton")])
 
 
 def typed(name: str, id_type: str, pair: str, *sequences: int | str) -> Script:
     """Control inputs of another datatype."""
-    ask = Asking(name)
+    send = SequenceRequests(name)
     steps: list[Step] = []
     for number in sequences:
-        steps += [ask(number, start=True), Release(f"{number}a"), ask(number, end=True)]
+        steps += [send(number, start=True), Release(f"{number}a"), send(number, end=True)]
         steps.append(Release(f"{number}b"))
     return scene(name, steps, control=controls(id_type, pair))
 
@@ -183,7 +188,7 @@ def typed(name: str, id_type: str, pair: str, *sequences: int | str) -> Script:
 def of_text() -> Script:
     name = "typed_string"
     sequence_model = model(name, control=controls("TYPE_STRING", "int32"))
-    steps: list[Step] = [Ask("a", name, sequence="first", start=True), Drain()]
+    steps: list[Step] = [Send("a", name, sequence="first", start=True), Drain()]
     why = "Triton 2.51 reads the CORRID of a Python model as more than one text, and fails"
     return Script(name, [sequence_model], steps, [Known("*", why)])
 
@@ -192,24 +197,30 @@ def shapes_apart() -> Script:
     """Requests of two slots with different shapes run in separate batches."""
     name = "shapes_apart"
     steps: list[Step] = [
-        Ask("a", name, 1, sequence=1, start=True),
-        Ask("b", name, 2, sequence=1, columns=3),
-        Ask("c", name, 3, sequence=2, columns=2, start=True),
+        Send("a", name, 1, sequence=1, start=True),
+        Send("b", name, 2, sequence=1, columns=3),
+        Send("c", name, 3, sequence=2, columns=2, start=True),
         Drain(),
     ]
     return scene(name, steps)
 
 
 def cancelled(name: str, strategy: str) -> Script:
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(1), ask(2, start=True), Cancel("1b"), Elapse(0.3)]
+    send = SequenceRequests(name)
+    steps: list[Step] = [
+        send(1, start=True),
+        send(1),
+        send(2, start=True),
+        Cancel("1b"),
+        Elapse(0.3),
+    ]
     return scene(name, [*steps, Drain()], strategy)
 
 
 def unbatched(name: str, strategy: str) -> Script:
     """A model without a batch dimension has one slot per instance."""
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(1, end=True), Drain()]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), send(2, start=True), send(1, end=True), Drain()]
     sequence_model = model(name, strategy, max_batch_size=0, inputs=(UNBATCHED,))
     return Script(name, [sequence_model], steps)
 

@@ -1,6 +1,6 @@
 """Decoupled models, sequences that iterate, and warm-up."""
 
-from tests.differential.script import Ask, Drain, Group, Known, Script, recorder, tensor
+from tests.differential.script import Drain, Group, Known, Script, Send, recorder, tensor
 from tests.differential.scripts.ensembles import COUNT, MANY
 
 ITERATE = """
@@ -45,12 +45,12 @@ TEXT = [Known("responses.*.error.1", "the text is without file and line")]
 
 def streamed(name: str, one: str, *values: int, known: list[Known] | None = None) -> Script:
     """A decoupled model receives one request at a time."""
-    steps = [step for value in values for step in (_ask(name, value), Drain())]
+    steps = [step for value in values for step in (_stream(name, value), Drain())]
     return Script(name, [recorder(name, MANY, one=one)], steps, known or COUNTED)
 
 
-def _ask(name: str, value: int) -> Ask:
-    return Ask(f"r{value}", name, value, stream=True)
+def _stream(name: str, value: int) -> Send:
+    return Send(f"r{value}", name, value, stream=True)
 
 
 def iterative(name: str, strategy: str) -> Script:
@@ -58,7 +58,7 @@ def iterative(name: str, strategy: str) -> Script:
     config = f"{MANY} sequence_batching {{ iterative_sequence: true {strategy} }}"
     recording_model = recorder(name, config, one=ITERATE, max_batch_size=2)
     return Script(
-        name, [recording_model], [_ask(name, 3), Drain(), _ask(name, 2), Drain()], COUNTED
+        name, [recording_model], [_stream(name, 3), Drain(), _stream(name, 2), Drain()], COUNTED
     )
 
 
@@ -79,7 +79,7 @@ SCRIPTS = [
                 files={"warmup/data": bytes([7, 0, 0, 0, 9, 0, 0, 0])},
             )
         ],
-        [Ask("a", "warmed_up", 1, columns=2), Drain()],
+        [Send("a", "warmed_up", 1, columns=2), Drain()],
         known=[Known("statistics.*", "warm-up is nobody's requests, and is not counted")],
     ),
 ]

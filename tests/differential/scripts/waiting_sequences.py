@@ -2,8 +2,8 @@
 the backlog.
 """
 
-from tests.differential.script import Ask, Cancel, Drain, Elapse, Group, Known, Script, Step
-from tests.differential.scripts.sequences import DIRECT, OLDEST, Asking, model, scene
+from tests.differential.script import Cancel, Drain, Elapse, Group, Known, Script, Send, Step
+from tests.differential.scripts.sequences import DIRECT, OLDEST, SequenceRequests, model, scene
 
 SOON = "max_sequence_idle_microseconds: 200000"
 LONG = "max_queue_delay_microseconds: 60000000"
@@ -12,15 +12,15 @@ ONE = "oldest { max_candidate_sequences: 1 }"
 
 def idle(name: str, strategy: str) -> Script:
     """An idle sequence is evicted, and its next request must be a START."""
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), Drain(), Elapse(1.5), ask(1), ask(1, start=True)]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), Drain(), Elapse(1.5), send(1), send(1, start=True)]
     return Script(name, [model(name, strategy, idle=SOON)], [*steps, Drain()])
 
 
 def idle_gives_way(name: str, strategy: str) -> Script:
     """The slot of an idle sequence is given to the backlog."""
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(2, start=True), Drain()]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), send(2, start=True), Drain()]
     sequence_model = model(name, strategy, idle=SOON, max_batch_size=1)
     return Script(name, [sequence_model], steps)
 
@@ -28,46 +28,52 @@ def idle_gives_way(name: str, strategy: str) -> Script:
 def utilization() -> Script:
     """A batch waits until the minimum share of slots is ready."""
     name = "utilization"
-    ask = Asking(name)
+    send = SequenceRequests(name)
     strategy = f"direct {{ {LONG} minimum_slot_utilization: 1 }}"
-    steps: list[Step] = [ask(1, start=True), ask(1), ask(2, start=True), ask(2), Drain()]
+    steps: list[Step] = [send(1, start=True), send(1), send(2, start=True), send(2), Drain()]
     return scene(name, steps, strategy)
 
 
 def preferred() -> Script:
     """The oldest strategy has preferred batch sizes and a delay."""
     name = "oldest_preferred"
-    ask = Asking(name)
+    send = SequenceRequests(name)
     strategy = f"oldest {{ max_candidate_sequences: 4 preferred_batch_size: [ 2 ] {LONG} }}"
-    steps: list[Step] = [ask(number, start=True) for number in (1, 2, 3, 4)]
+    steps: list[Step] = [send(number, start=True) for number in (1, 2, 3, 4)]
     return scene(name, [*steps, Drain()], strategy, max_batch_size=4)
 
 
 def again_in_the_backlog(name: str, strategy: str) -> Script:
     """An id is started again while it is in the backlog, ended or not."""
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2, start=True)]
-    steps += [ask(2, end=True), ask(2, start=True), ask(2, end=True), ask(1, end=True), Drain()]
+    send = SequenceRequests(name)
+    steps: list[Step] = [send(1, start=True), send(2, start=True), send(2, start=True)]
+    steps += [send(2, end=True), send(2, start=True), send(2, end=True), send(1, end=True), Drain()]
     return scene(name, steps, strategy, max_batch_size=1)
 
 
 def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
-    ask = Asking(name)
-    steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2), Cancel("2a"), Elapse(0.3)]
+    send = SequenceRequests(name)
+    steps: list[Step] = [
+        send(1, start=True),
+        send(2, start=True),
+        send(2),
+        Cancel("2a"),
+        Elapse(0.3),
+    ]
     sequence_model = model(name, strategy, max_batch_size=1)
     known_differences = [
         Known("responses.2b.error.1", "who is cancelled with another one is told why"),
         Known("unsettled", "Triton looks for cancelled ones in the backlog when it is their turn"),
     ]
-    return Script(name, [sequence_model], [*steps, ask(1, end=True), Drain()], known_differences)
+    return Script(name, [sequence_model], [*steps, send(1, end=True), Drain()], known_differences)
 
 
 def without_controls() -> Script:
     """A model without control inputs."""
     name = "without_controls"
     sequence_model = model(name, DIRECT, control=" ")
-    steps: list[Step] = [Ask("a", name, sequence=1, start=True), Ask("b", name, sequence=1)]
-    return Script(name, [sequence_model], [*steps, Ask("c", name, sequence=1, end=True), Drain()])
+    steps: list[Step] = [Send("a", name, sequence=1, start=True), Send("b", name, sequence=1)]
+    return Script(name, [sequence_model], [*steps, Send("c", name, sequence=1, end=True), Drain()])
 
 
 SCRIPTS = [

@@ -30,7 +30,7 @@ import numpy as np
 from tests.support.wire.raw_http import Http, in_region, shm_input
 from tests.support.regions import SharedObject
 
-http, told = Http(int(sys.argv[1])), {}
+http, results = Http(int(sys.argv[1])), {}
 
 
 def use(shared, size):
@@ -44,30 +44,30 @@ def use(shared, size):
 
 with SharedObject(8 << 20) as sparse:
     reply = http.register("r", sparse.key, 8 << 20)
-    told["sparse"] = [reply.status, reply.error]
+    results["sparse"] = [reply.status, reply.error]
 with SharedObject(512 << 10) as small:
-    told["small"] = http.register("r", small.key, 512 << 10).status
+    results["small"] = http.register("r", small.key, 512 << 10).status
     small.write(np.arange(65536, dtype=np.float32))
-    told["infer"] = use(small, 512 << 10)
-    told["right"] = bool((small.read(np.float32, 65536, 256 << 10) == np.arange(65536)).all())
+    results["infer"] = use(small, 512 << 10)
+    results["right"] = bool((small.read(np.float32, 65536, 256 << 10) == np.arange(65536)).all())
     fill = os.open("/dev/shm/fill", os.O_RDWR | os.O_CREAT)
     try:
         while True:
             os.write(fill, bytes(65536))
     except OSError:
         pass
-    told["infer while full"] = use(small, 512 << 10)
+    results["infer while full"] = use(small, 512 << 10)
     values = np.arange(1_000_000, dtype=np.float32)
     outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
     inputs = [("INPUT0", "FP32", [1_000_000], values.tobytes())]
     reply = http.infer_binary("identity", inputs, outputs=outputs)
-    told["large while full"] = bool((reply.tensors()["OUTPUT0"] == values).all())
+    results["large while full"] = bool((reply.tensors()["OUTPUT0"] == values).all())
     with SharedObject(4096) as empty:
-        told["another while full"] = http.register("r2", empty.key, 4096).status
+        results["another while full"] = http.register("r2", empty.key, 4096).status
     os.close(fill)
     os.unlink("/dev/shm/fill")
-    told["unregister"] = http.unregister().status
-print(json.dumps(told))
+    results["unregister"] = http.unregister().status
+print(json.dumps(results))
 """
 
 

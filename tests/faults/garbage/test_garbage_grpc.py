@@ -261,7 +261,7 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
     options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
     taken = 0
 
-    def ask() -> Iterator[Any]:
+    def large_messages() -> Iterator[Any]:
         nonlocal taken
         while True:
             taken += 1
@@ -275,7 +275,7 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
             stream = channel.stream_stream(
                 f"{SERVICE}ModelStreamInfer",
                 request_serializer=pb.ModelInferRequest.SerializeToString,
-            )(ask(), timeout=60)
+            )(large_messages(), timeout=60)
             while stream.is_active():
                 fine(stage)
                 assert taken < 5000

@@ -205,24 +205,24 @@ class Conversation:
         return self._one_of(_STARTS if odd else _STARTS[:_FINE_STARTS]) + b"".join(fields)
 
     def _headers(self, stream: int) -> list[bytes]:
-        block, how = self._block(), self._number()
-        end = END_STREAM if how & 1 else 0
-        if how < 0xC8:
+        block, choice = self._block(), self._number()
+        end = END_STREAM if choice & 1 else 0
+        if choice < 0xC8:
             return [self._padded(HEADERS, stream, block, END_HEADERS | end)]
-        cuts = sorted(self._number() % (len(block) + 1) for _ in range(how % 3 + 1))
+        cuts = sorted(self._number() % (len(block) + 1) for _ in range(choice % 3 + 1))
         pieces = [block[at:to] for at, to in zip([0, *cuts], [*cuts, len(block)], strict=True)]
         sent = [frame(HEADERS, end, stream, pieces[0])]
         sent += [frame(CONTINUATION, 0, stream, piece) for piece in pieces[1:-1]]
-        return [*sent, frame(CONTINUATION, END_HEADERS if how < 0xF8 else 0, stream, pieces[-1])]
+        return [*sent, frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, pieces[-1])]
 
     def _padded(self, kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
-        how = self._number()
-        if kind == DATA and how & 1:
+        choice = self._number()
+        if kind == DATA and choice & 1:
             flags |= END_STREAM
-        if kind == HEADERS and how & 0x60 == 0x60:
+        if kind == HEADERS and choice & 0x60 == 0x60:
             flags |= HAS_PRIORITY
-            payload = struct.pack(">IB", self._one_of([0, 0, 1, stream]), how) + payload
-        if how & 0x18 == 0x18:
+            payload = struct.pack(">IB", self._one_of([0, 0, 1, stream]), choice) + payload
+        if choice & 0x18 == 0x18:
             flags |= PADDED
             size = self._number() % 6
             payload = bytes((size,)) + payload + bytes(size)
@@ -230,19 +230,19 @@ class Conversation:
 
     def _broken(self, sent: bytes) -> bytes:
         """Return a malformed frame."""
-        how, value = self._number() % 8, self._number()
+        choice, value = self._number() % 8, self._number()
         head, payload = bytearray(sent[:9]), bytearray(sent[9:])
-        if how < 2:
+        if choice < 2:
             head[4] ^= 1 << value % 8  # a flag
-        elif how == 2:
+        elif choice == 2:
             head[3] = value % 12  # its kind
-        elif how == 3:
+        elif choice == 3:
             head[8] = value  # its stream
-        elif how == 4:
+        elif choice == 4:
             head[5] ^= 0x80  # the reserved bit
-        elif how == 5:
+        elif choice == 5:
             payload = payload[: -1 - value % 5]
-        elif how == 6:
+        elif choice == 6:
             payload += bytes(value % 20)
         elif payload:
             payload[value % len(payload)] ^= 1 << value // 32

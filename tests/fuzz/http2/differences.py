@@ -13,7 +13,7 @@ class Known(NamedTuple):
     """An explained difference: its engine as `difference` writes it, and the explanation."""
 
     whose: str
-    said: str
+    pattern: str
     why: str
 
 
@@ -41,12 +41,12 @@ def _instead(seen: Seen) -> str:
 
 
 def _resets(seen: Seen, other: Seen) -> str:
-    said = []
+    resets = []
     for number, code in seen.resets.items():
         if other.resets.get(number) != code:
             request = other.requests.get(number)
-            said.append(f"{code} of {written(request.fields if request is not None else ())}")
-    return ", ".join(said) or "-"
+            resets.append(f"{code} of {written(request.fields if request is not None else ())}")
+    return ", ".join(resets) or "-"
 
 
 def written(fields: Fields) -> str:
@@ -223,9 +223,9 @@ KNOWN = [
 ]
 
 
-def explained(whose: str, said: str) -> Known | None:
+def explained(whose: str, text: str) -> Known | None:
     """Return the entry of the table for a difference; None if it is a finding."""
     for known in KNOWN:
-        if known.whose in (whose, "") and re.fullmatch(known.said, said, re.DOTALL):
+        if known.whose in (whose, "") and re.fullmatch(known.pattern, text, re.DOTALL):
             return known
     return None

@@ -47,15 +47,15 @@ def http2(data: bytes) -> None:
                     _do(other, step.what, step.stream)
                 except (H2Error, ngh2.NGH2Error) as error:
                     other.seen.over = f"{type(error).__name__} {error}"
-            said = "" if ours.in_block else difference(ours.seen, other.seen)
-            if said:
-                said = f"{step.name} {said}"
-                if behind_reset and "STREAM_CLOSED" in said:
-                    said += " behind a reset"
-                if begun and "resets: -" in said:
-                    said += f" with trailers {written(ours.decoded)}"
-                known = explained(name, said)
-                assert known is not None, f"{name}: {said}"
+            found_difference = "" if ours.in_block else difference(ours.seen, other.seen)
+            if found_difference:
+                found_difference = f"{step.name} {found_difference}"
+                if behind_reset and "STREAM_CLOSED" in found_difference:
+                    found_difference += " behind a reset"
+                if begun and "resets: -" in found_difference:
+                    found_difference += f" with trailers {written(ours.decoded)}"
+                known = explained(name, found_difference)
+                assert known is not None, f"{name}: {found_difference}"
                 MET[f"{name}: {known.why}"] += 1
                 del other_sides[name]
         if ours.seen.over or not other_sides:

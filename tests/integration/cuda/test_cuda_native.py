@@ -180,7 +180,7 @@ def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
 def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) -> None:
     mismatches: list[int] = []
 
-    def ask(number: int) -> None:
+    def send_requests(number: int) -> None:
         with client.allocate(forms(), device="cuda:0") as region:
             region["x"].fill(number)
             for _ in range(5):
@@ -188,7 +188,7 @@ def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) 
                 if not (region["y"].numpy() == 2 * number).all():
                     mismatches.append(number)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -51,8 +51,8 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, (step, how) in MODELS.items():
-        repositories.write(models, name, CONFIG % how, MODEL.format(step=step))
+    for name, (step, settings) in MODELS.items():
+        repositories.write(models, name, CONFIG % settings, MODEL.format(step=step))
     return start(models, gpu=True)
 
 
@@ -62,7 +62,7 @@ def client(server: Server) -> Iterator[shmserve.client.Server]:
         yield native_client
 
 
-def ask(client: shmserve.client.Server, model: str, **flags: Any) -> list[float]:
+def infer_sequence(client: shmserve.client.Server, model: str, **flags: Any) -> list[float]:
     x = np.ones((1, 1), np.float32)
     outputs: list[float] = client.infer(model, x=x, sequence=7, **flags)["y"][0].tolist()
     return outputs
@@ -72,20 +72,20 @@ def ask(client: shmserve.client.Server, model: str, **flags: Any) -> list[float]
 def test_3_5_a_state_stays_on_the_device(
     server: Server, client: shmserve.client.Server, model: str
 ) -> None:
-    sums = [ask(client, model, start=True)[0], ask(client, model)[0]]
+    sums = [infer_sequence(client, model, start=True)[0], infer_sequence(client, model)[0]]
     before = server.metric("shmserve_copied_bytes_total", model=model)
-    sums += [ask(client, model)[0] for _ in range(3)]
+    sums += [infer_sequence(client, model)[0] for _ in range(3)]
     copied = server.metric("shmserve_copied_bytes_total", model=model) - before
     assert sums == [1, 2, 3, 4, 5]
     assert copied < LENGTH
-    ask(client, model, end=True)
+    infer_sequence(client, model, end=True)
 
 
 def test_3_5_one_buffer_is_one_address(client: shmserve.client.Server) -> None:
-    ask(client, "in_place", start=True)  # begun from the host's zeros
-    memory_ranges = {ask(client, "in_place")[1] for _ in range(4)}
+    infer_sequence(client, "in_place", start=True)  # begun from the host's zeros
+    memory_ranges = {infer_sequence(client, "in_place")[1] for _ in range(4)}
     assert len(memory_ranges) == 1
-    ask(client, "in_place", end=True)
+    infer_sequence(client, "in_place", end=True)
 
 
 def test_rows_of_several_sequences_are_gathered_there(client: shmserve.client.Server) -> None:

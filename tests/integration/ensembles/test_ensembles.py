@@ -58,7 +58,7 @@ def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) ->
 
     client = triton.InferenceServerClient(server.url, concurrency=6)
 
-    def ask(numbers: Iterable[int]) -> None:
+    def send_requests(numbers: Iterable[int]) -> None:
         arrays = [np.full(LARGE, number, np.float32) for number in numbers]
         pending_calls = [
             client.async_infer("passes", inputs(triton, {"IN": array})) for array in arrays
@@ -67,9 +67,9 @@ def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) ->
             result = response.get_result()
             assert all((result.as_numpy(name) == given + 1).all() for name in ("OUT", "a"))
 
-    ask(range(10))  # inputs are copied until the model is known not to write to them
+    send_requests(range(10))  # inputs are copied until the model is known not to write to them
     before = server.metric("shmserve_copied_bytes_total", model="same")
-    ask(range(60))
+    send_requests(range(60))
     assert server.metric("shmserve_copied_bytes_total", model="same") == before
     client.close()
 
@@ -184,9 +184,9 @@ def test_request_parameters_are_forwarded_to_every_step(server: Server) -> None:
     }
     with server.http() as http:
         reply = http.infer("tells", request).ok()
-    said = ast.literal_eval(reply.tensors()["OUT"][0].decode())
-    assert said[:4] == ["mine", 7, 1, 5_000_000]
-    assert "red" in said[4]
+    seen_request = ast.literal_eval(reply.tensors()["OUT"][0].decode())
+    assert seen_request[:4] == ["mine", 7, 1, 5_000_000]
+    assert "red" in seen_request[4]
     assert reply.json()["parameters"] == {
         "sequence_id": 7,
         "sequence_start": True,

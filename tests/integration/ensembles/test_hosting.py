@@ -44,9 +44,9 @@ class Asking:
         self.wrong: list[str] = []
         self.right = 0
         self._threads = [
-            threading.Thread(target=ask, args=(model,))
+            threading.Thread(target=send_requests, args=(model,))
             for model in models
-            for ask in (self._by_http, self._by_memory)
+            for send_requests in (self._by_http, self._by_memory)
         ]
 
     def __enter__(self) -> Asking:

@@ -45,7 +45,7 @@ def states(http: Http) -> dict[str, str]:
     return {row["name"]: row["state"] for row in rows if "state" in row and row["name"] in ALL}
 
 
-def ask(http: Http, model: str) -> Any:
+def infer_one(http: Http, model: str) -> Any:
     return http.infer(model, {"inputs": [json_input("IN", np.array([1], np.float32))]})
 
 
@@ -56,15 +56,15 @@ def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> No
     """
     http.load("outer").ok()
     assert states(http) == dict.fromkeys(ALL, "READY")
-    assert (ask(http, "outer").ok().tensors()["OUT"] == 3).all()
+    assert (infer_one(http, "outer").ok().tensors()["OUT"] == 3).all()
     http.unload("add").ok()
     gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "outer": "UNAVAILABLE"}
     until("they are unloaded", lambda: states(http) == {**gone, "other": "READY"})
-    assert ask(http, "outer").status == 404
+    assert infer_one(http, "outer").status == 404
     assert http.get("/v2/models/outer/ready").status == 400
     http.load("add").ok()
     assert states(http) == dict.fromkeys(ALL, "READY")
-    assert (ask(http, "outer").ok().tensors()["OUT"] == 3).all()
+    assert (infer_one(http, "outer").ok().tensors()["OUT"] == 3).all()
 
 
 def test_unload_dependents(http: Http) -> None:
@@ -91,7 +91,7 @@ def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
     code = repository / "add" / "1" / "model.py"
     code.write_text(code.read_text().replace("+ 1", "+ 10"))
     http.load("add").ok()
-    assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
+    assert (infer_one(http, "inner").ok().tensors()["OUT"] == 12).all()
     path = repository / "add" / "config.pbtxt"
     good = path.read_text()
     path.write_text(good.replace("TYPE_FP32", "TYPE_INT32"))
@@ -99,7 +99,7 @@ def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
     until("it does not serve", lambda: states(http)["inner"] == "UNAVAILABLE")
     path.write_text(good)
     http.load("add").ok()
-    assert (ask(http, "inner").ok().tensors()["OUT"] == 12).all()
+    assert (infer_one(http, "inner").ok().tensors()["OUT"] == 12).all()
 
 
 def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:

@@ -64,10 +64,10 @@ def server(models: Path, start: Start) -> Server:
 
 
 def _sequences(repository: Path) -> None:
-    said = "[request.correlation_id(), request.flags()]"
-    tell = f"return self.response(Y=np.array([repr({said})], object))"
+    fields = "[request.correlation_id(), request.flags()]"
+    code = f"return self.response(Y=np.array([repr({fields})], object))"
     texts = [tensor("OUT", "BYTES")]
-    add_model(repository, "tell", tell, outputs=[tensor("Y", "BYTES")])
+    add_model(repository, "tell", code, outputs=[tensor("Y", "BYTES")])
     for name, parameters in SAYS.items():
         one = f"""
             x = pb_utils.Tensor("Y", self.input(request, "X"))
@@ -109,7 +109,7 @@ def _gated(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "expected"),
     [
         ("then_id", [99, 1]),
         ("then_text", ["abc", 1]),
@@ -120,23 +120,23 @@ def _gated(repository: Path) -> None:
     ],
 )
 def test_sequence_parameters_of_a_step_hold_for_later_steps(
-    server: Server, model: str, told: list[Any]
+    server: Server, model: str, expected: list[Any]
 ) -> None:
     """Section 3.7: the `sequence_*` parameters of a step's response override the request's
     flags for all later steps, and are part of the response.
     """
-    said, parameters = ask_sequence(server, model)
-    assert said == told
+    seen_fields, parameters = ask_sequence(server, model)
+    assert seen_fields == expected
     assert parameters == {
-        "sequence_id": told[0],
-        "sequence_start": bool(told[1] & 1),
-        "sequence_end": bool(told[1] & 2),
+        "sequence_id": expected[0],
+        "sequence_start": bool(expected[1] & 1),
+        "sequence_end": bool(expected[1] & 2),
     }
 
 
 def test_sequence_parameters_of_a_step_do_not_reach_parallel_steps(server: Server) -> None:
-    said, parameters = ask_sequence(server, "beside")
-    assert said == [7, 1]
+    seen_fields, parameters = ask_sequence(server, "beside")
+    assert seen_fields == [7, 1]
     assert parameters["sequence_id"] == 99
 
 

@@ -389,8 +389,8 @@ def test_a_constraint_holds_by_each_of_its_names(client: openai.OpenAI, case: st
     request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
     messages: Any = [{"role": "user", "content": "Hi"}]
     text = client.completions.create(prompt="a", **request).choices[0].text
-    said = client.chat.completions.create(messages=messages, **request).choices[0].message.content
-    assert {text, said} <= {"yes", "no"}
+    answer = client.chat.completions.create(messages=messages, **request).choices[0].message.content
+    assert {text, answer} <= {"yes", "no"}
 
 
 def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
@@ -425,13 +425,13 @@ def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
 def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
     body = {"model": "narrow", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
 
-    def ask(_: int) -> tuple[int, str | None]:
+    def send_request(_: int) -> tuple[int, str | None]:
         with generative.http() as http:
             reply = http.post("/v1/completions", body)
             return reply.status, reply.headers.get("Retry-After")
 
     with ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(ask, range(6)))
+        replies = list(pool.map(send_request, range(6)))
     with generative.http() as http:
         together = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
     assert together.status == 400  # not 429, because a retry cannot succeed

@@ -63,25 +63,25 @@ def test_a_completion_with_its_prompt(
         parts = [choice for choice in choices if choice.index == index]
         text = "".join(part.text for part in parts)
         ids = [*tokens, *(token for part in parts for token in part.token_ids)]
-        told = {
+        logprobs = {
             name: [value for part in parts for value in getattr(part.logprobs, name)]
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
         assert parts[0].prompt_token_ids == tokens and len(ids) == len(tokens) + most
         assert text.startswith(PROMPT) and (most or text == PROMPT)
         assert parts[-1].finish_reason == "length"
-        assert {len(values) for values in told.values()} == {len(ids)}
-        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        assert {len(values) for values in logprobs.values()} == {len(ids)}
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
         expected = scores(ids)
         for position, token in enumerate(ids[1:], 1):
-            mine, row = told["token_logprobs"][position], expected[position - 1]
-            likeliest = told["top_logprobs"][position]
+            mine, row = logprobs["token_logprobs"][position], expected[position - 1]
+            likeliest = logprobs["top_logprobs"][position]
             assert mine == pytest.approx(row[token].item(), abs=1e-4)
             assert mine in likeliest.values() and top <= len(likeliest) <= top + 1
             if top:
                 assert max(likeliest.values()) == pytest.approx(row.max().item(), abs=1e-4)
-        assert told["text_offset"] == sorted(told["text_offset"])
-        assert told["text_offset"][len(tokens) :][:1] == [len(PROMPT)][:most]
+        assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+        assert logprobs["text_offset"][len(tokens) :][:1] == [len(PROMPT)][:most]
 
 
 def test_an_evaluation_finds_what_transformers_finds(

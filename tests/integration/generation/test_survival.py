@@ -76,8 +76,13 @@ def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[An
         answer = client.completions.create(**request)
         for index, chunk in enumerate(answer if more.get("stream") else [answer]):
             for choice in chunk.choices:
-                told = choice.logprobs
-                columns = told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset
+                scores = choice.logprobs
+                columns = (
+                    scores.tokens,
+                    scores.token_logprobs,
+                    scores.top_logprobs,
+                    scores.text_offset,
+                )
                 logprobs[choice.index] += zip(*columns, strict=True)
             if kill and index == 8:
                 server.find_one("worker tiny").kill()

@@ -87,7 +87,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield openai_client
 
 
-def asked(model: str, **more: Any) -> dict[str, Any]:
+def chat_request(model: str, **more: Any) -> dict[str, Any]:
     return {
         "model": model,
         "messages": [{"role": "user", "content": "a"}],
@@ -114,7 +114,7 @@ def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = 
 
 @pytest.mark.parametrize("model", SCRIPTS)
 def test_calls_in_each_format(client: openai.OpenAI, model: str) -> None:
-    body = asked(model, tools=TOOLS)
+    body = chat_request(model, tools=TOOLS)
     (choice,) = client.chat.completions.create(**body).choices
     (call,) = choice.message.tool_calls or []
     assert call.type == "function" and call.function.name == "get_weather"
@@ -128,7 +128,7 @@ def test_calls_in_each_format(client: openai.OpenAI, model: str) -> None:
 def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> None:
     tools: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": choice == "strict"}}]
     more = {"tool_choice": "required"} if choice == "required" else {}
-    body = asked(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
+    body = chat_request(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
     (completion,) = client.chat.completions.create(**body).choices
     # The grammar prescribes another spelling than the scripted text.
     if completion.finish_reason == "length":
@@ -138,7 +138,7 @@ def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> N
 
 
 def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server) -> None:
-    body = asked("long", tools=TOOLS)
+    body = chat_request("long", tools=TOOLS)
     answers = streamed(client, body, kill=server)
     assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
@@ -146,7 +146,7 @@ def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server)
 def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
     for more in ({}, {"tools": TOOLS}):
-        body = asked("thinks", response_format=form, max_tokens=60, **more)
+        body = chat_request("thinks", response_format=form, max_tokens=60, **more)
         (choice,) = client.chat.completions.create(**body).choices
         assert choice.message.to_dict()["reasoning"] == "so"
         assert json.loads(choice.message.content or "") == {"city": "x"}
@@ -154,21 +154,21 @@ def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
 
 
 def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
-    unary = client.chat.completions.create(**asked("opened"))
+    unary = client.chat.completions.create(**chat_request("opened"))
     assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
     assert unary.choices[0].message.content == "yes"
-    assert streamed(client, asked("opened")) == ["yes", "hm", "", "stop"]
+    assert streamed(client, chat_request("opened")) == ["yes", "hm", "", "stop"]
     hidden = client.chat.completions.create(
-        **asked("opened"), extra_body={"include_reasoning": False}
+        **chat_request("opened"), extra_body={"include_reasoning": False}
     )
     assert "reasoning" not in hidden.choices[0].message.to_dict()
 
 
 def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
-    free = client.chat.completions.create(**asked("hermes", tools=TOOLS, tool_choice="none"))
+    free = client.chat.completions.create(**chat_request("hermes", tools=TOOLS, tool_choice="none"))
     assert free.choices[0].message.tool_calls is None
     named = {"type": "function", "function": {"name": "f"}}
-    body = asked("hermes", tools=TOOLS, tool_choice=named)
+    body = chat_request("hermes", tools=TOOLS, tool_choice=named)
     with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):
         client.chat.completions.create(**body)
     no_schema = {"type": "x"}
@@ -178,7 +178,7 @@ def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
         (unsupported, "required", "tools", "tools: cannot be compiled"),
     ):
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        body = asked("hermes", tools=[tool], tool_choice=choice)
+        body = chat_request("hermes", tools=[tool], tool_choice=choice)
         with pytest.raises(openai.BadRequestError, match=message) as raised:
             client.chat.completions.create(**body)
         assert raised.value.param == param

@@ -104,8 +104,10 @@ def write_model(folder: Path) -> None:
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
     save_file(drawn, folder / "adapter" / "adapter_model.safetensors")
-    made = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({**made, "bias": "none"}))
+    lora_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(
+        json.dumps({**lora_config, "bias": "none"})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +120,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (version / "model.json").write_text(json.dumps(given))
     (version / "multi_lora.json").write_text(json.dumps({"french": str(version / "adapter")}))
     environment = {"TMPDIR": str(folder)}  # torch keeps a cache in this folder
-    made = Server([folder], ["--load-timeout-secs=600"], environment=environment)
+    own_server = Server([folder], ["--load-timeout-secs=600"], environment=environment)
     try:
-        made.wait_ready(within_s=START_S)
-        yield made
+        own_server.wait_ready(within_s=START_S)
+        yield own_server
     finally:
-        made.discard()
+        own_server.discard()
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +168,8 @@ def test_texts_equal_those_of_vllms_server(
     server: Server, vllm_port: int, kind: dict[str, Any], chat: bool
 ) -> None:
     for prompt in PROMPTS:
-        asked = chat, prompt, kind
-        assert text_of(server.http_port, *asked) == text_of(vllm_port, *asked)
+        arguments = chat, prompt, kind
+        assert text_of(server.http_port, *arguments) == text_of(vllm_port, *arguments)
 
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
@@ -198,10 +200,10 @@ def test_tools_are_called_as_by_vllm_s_server(server: Server, vllm_port: int, ch
     }
     found = []
     for port in (server.http_port, vllm_port):
-        made = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
-        message = made["message"]
+        chosen = json.loads(post(port, "/v1/chat/completions", body))["choices"][0]
+        message = chosen["message"]
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        found.append((calls, message.get("content") or "", made["finish_reason"]))
+        found.append((calls, message.get("content") or "", chosen["finish_reason"]))
     assert found[0] == found[1]
 
 
@@ -213,11 +215,11 @@ def test_200_concurrent_requests(server: Server) -> None:
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
-    asked, before = {**LONG, "stream": True}, generated(server)
+    body, before = {**LONG, "stream": True}, generated(server)
     connections = []
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
-        connection.request("POST", "/v1/completions", json.dumps(asked))
+        connection.request("POST", "/v1/completions", json.dumps(body))
         connections.append(connection)
     for connection in connections:
         connection.getresponse().read(100)
@@ -288,7 +290,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(
     """
     found = []
     for port in (server.http_port, vllm_port):
-        made = []
+        messages = []
         for seed in range(5):
             body = {
                 "model": "tiny",
@@ -306,8 +308,8 @@ def test_reasoning_is_split_as_by_vllm_s_server(
                     message = choice.get("delta") or choice.get("message") or {}
                     for name in parts:
                         parts[name] += message.get(name) or ""
-            made.append({name: part.removeprefix("</think>") for name, part in parts.items()})
-        found.append(made)
+            messages.append({name: part.removeprefix("</think>") for name, part in parts.items()})
+        found.append(messages)
     assert found[0] == found[1]
     assert any(each["reasoning"] and each["content"] for each in found[0])
 
@@ -358,16 +360,16 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
     """
     ended: list[int] = []
 
-    def ask(priority: int) -> None:
+    def send_request(priority: int) -> None:
         sampled: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "priority": priority}
         complete(server.http_port, **sampled)
         ended.append(priority)
 
     with ThreadPoolExecutor(200) as pool:
         for _ in range(160):
-            pool.submit(ask, 9)
+            pool.submit(send_request, 9)
         until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30)
-        pool.submit(ask, 1)
+        pool.submit(send_request, 1)
     # 64 requests run at a time. In order of arrival, request 1 would be among the last 32.
     assert ended.index(1) < 128
 

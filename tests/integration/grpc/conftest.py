@@ -23,7 +23,7 @@ _SEED = 20260
 
 
 @dataclass(frozen=True)
-class Way:
+class Endpoint:
     """A way to a server: `target` as gRPC's clients take it, and the certificate that they trust,
     if there is TLS."""
 
@@ -57,7 +57,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_endpoint(repository: Path) -> Iterator[Way]:
+def plain_endpoint(repository: Path) -> Iterator[Endpoint]:
     """A server without TLS, which compresses responses and has a unix socket, too."""
     folder = Path(tempfile.mkdtemp(prefix="sg-"))
     flags = (
@@ -67,17 +67,17 @@ def plain_endpoint(repository: Path) -> Iterator[Way]:
     )
     with running(repository, *flags, grpc=True) as server:
         assert stat.S_IMODE((folder / "socket").stat().st_mode) == 0o600
-        yield Way(server, server.grpc_url)
+        yield Endpoint(server, server.grpc_url)
     assert not (folder / "socket").exists()
     shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
-def tls_endpoint(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
+def tls_endpoint(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     keys = certificates.make(tmp_path_factory.mktemp("keys"))
     flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
     with running(repository, "--grpc-use-ssl", *flags, grpc=True) as server:
-        yield Way(server, server.grpc_url, keys / "ca.pem")
+        yield Endpoint(server, server.grpc_url, keys / "ca.pem")
 
 
 def unix_socket(server: Server) -> Path:
@@ -87,17 +87,17 @@ def unix_socket(server: Server) -> Path:
 
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
-def endpoint(request: pytest.FixtureRequest) -> Way:
-    way: Way = request.getfixturevalue(
+def endpoint(request: pytest.FixtureRequest) -> Endpoint:
+    base: Endpoint = request.getfixturevalue(
         "tls_endpoint" if request.param == "tls" else "plain_endpoint"
     )
     if request.param == "unix":
-        return Way(way.server, f"unix:{unix_socket(way.server)}")
-    return way
+        return Endpoint(base.server, f"unix:{unix_socket(base.server)}")
+    return base
 
 
 @pytest.fixture(params=["whole", "cut"])
-def any_endpoint(request: pytest.FixtureRequest, endpoint: Way) -> Iterator[Way]:
+def any_endpoint(request: pytest.FixtureRequest, endpoint: Endpoint) -> Iterator[Endpoint]:
     """The way to each, straight or through a proxy."""
 
     def connect() -> socket.socket:

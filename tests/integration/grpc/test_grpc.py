@@ -97,12 +97,12 @@ def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -
 
 
 def test_asyncio(server: Server) -> None:
-    async def ask() -> list[triton.InferResult]:
+    async def infer_all() -> list[triton.InferResult]:
         async with triton_aio.InferenceServerClient(server.grpc_url) as client:
             pending_calls = [client.infer("simple", simple_inputs()) for _ in range(20)]
             return await asyncio.gather(*pending_calls)
 
-    assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(ask()))
+    assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(infer_all()))
 
 
 def test_callbacks(client: triton.InferenceServerClient) -> None:

@@ -299,14 +299,14 @@ def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerCl
     """R18: without a token every API except health is refused."""
     assert stranger.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
-        for ask in (
+        for send_call in (
             lambda headers=headers: stranger.get_server_metadata(headers),
             lambda headers=headers: stranger.infer("identity", row(), headers=headers),
             lambda headers=headers: stranger.get_system_shared_memory_status(headers=headers),
             lambda headers=headers: stranger.get_inference_statistics(headers=headers),
             lambda headers=headers: stranger.get_log_settings(headers=headers),
         ):
-            code, text = refused(ask)
+            code, text = refused(send_call)
             assert code == "StatusCode.UNAUTHENTICATED"
             assert "token" in text
 
@@ -379,8 +379,8 @@ def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServer
         bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-us"}),
         bearer(TOKEN, **{"admin-key": "let-me"}),
     ):
-        ask = partial(stranger.get_model_config, "identity", "", headers)
-        assert refused(ask) == expected
+        send_call = partial(stranger.get_model_config, "identity", "", headers)
+        assert refused(send_call) == expected
     headers = bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-me"})
     assert stranger.get_model_config("identity", "", headers).config.name == "identity"
     assert stranger.get_model_repository_index(headers).models[0].name == "identity"

@@ -240,8 +240,8 @@ def test_a_refused_inference(call: Any, case: str) -> None:
     change, status, text = CASES[case]
     request = simple_request()
     change(request)
-    code, said = refusal(call.ModelInfer, request)
-    assert (code, said.partition(" (0 are registered")[0]) == (status, text)
+    code, message = refusal(call.ModelInfer, request)
+    assert (code, message.partition(" (0 are registered")[0]) == (status, text)
 
 
 def load(**parameters: tuple[str, object]) -> Any:

@@ -73,7 +73,7 @@ def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials((keys / "ca.pem").read_bytes(), key, chain)
 
 
-def ask(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
+def infer_simple(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
     """Return a correct response, or the error."""
     url = server.grpc_url
     with (
@@ -86,11 +86,11 @@ def ask(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> 
 
 
 def test_mutual_tls(tls_server: Server, keys: Path) -> None:
-    assert is_right(ask(tls_server, credentials(keys, "client")))
+    assert is_right(infer_simple(tls_server, credentials(keys, "client")))
     for nobody in (None, credentials(keys), credentials(keys, "stranger")):
         with pytest.raises(grpc.RpcError):
-            ask(tls_server, nobody)
-    assert is_right(ask(tls_server, credentials(keys, "client")))
+            infer_simple(tls_server, nobody)
+    assert is_right(infer_simple(tls_server, credentials(keys, "client")))
 
 
 def test_the_shells_client_with_tls(
@@ -193,9 +193,9 @@ def test_compressed_responses(
 def test_plain_tls(keys: Path, models: Path) -> None:
     flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
     with running(models, "--grpc-use-ssl=true", *flags, grpc=True) as server:
-        assert is_right(ask(server, credentials(keys)))
+        assert is_right(infer_simple(server, credentials(keys)))
         with pytest.raises(grpc.RpcError):
-            ask(server, None)
+            infer_simple(server, None)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
         spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
         missing = f"--grpc-server-key: '{key}' is not a file that can be read"
         spoiled(server, key.unlink, missing)
-        assert is_right(ask(server, credentials(keys)))
+        assert is_right(infer_simple(server, credentials(keys)))
         assert "Traceback" not in server.log()
 
 
@@ -351,11 +351,11 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         assert next(health) == b"\x08\x02"
         until("nobody is let in", lambda: refuses(server.grpc_port))
         with idle_sock:  # the gateway is draining, and no new connection arrives
-            said = b""
-            while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in said:
+            received = b""
+            while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in received:
                 piece = idle_sock.recv(65536)
-                assert piece, said
-                said += piece
+                assert piece, received
+                received += piece
             while idle_sock.recv(65536):
                 pass
         text = (

@@ -111,7 +111,7 @@ def read_all(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"",
         PREFACE[:10],
@@ -120,9 +120,9 @@ def read_all(sock: socket.socket) -> None:
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
-def test_a_client_that_stops_sending_is_disconnected(port: int, said: bytes) -> None:
+def test_a_client_that_stops_sending_is_disconnected(port: int, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
-        silent.sendall(said)
+        silent.sendall(sent)
         read_all(silent)
     assert is_served(port)
 
@@ -233,11 +233,11 @@ def until_said(sock: socket.socket, text: bytes) -> None:
     """Read until the server sends these bytes; raise TimeoutError or AssertionError if it does
     not.
     """
-    said = b""
-    while text not in said:
+    received = b""
+    while text not in received:
         piece = sock.recv(65536)
         assert piece, "the connection ended"
-        said += piece
+        received += piece
 
 
 @contextlib.contextmanager

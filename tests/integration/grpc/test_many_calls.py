@@ -33,7 +33,7 @@ from tests.support.wire.http2 import (
 )
 
 if TYPE_CHECKING:
-    from tests.integration.grpc.conftest import Way
+    from tests.integration.grpc.conftest import Endpoint
 
 CALLS, TOGETHER = 10_000, 100
 CONNECTIONS = 1000
@@ -50,7 +50,7 @@ def is_answer(raw: bytes) -> bool:
     return is_right(pb.ModelInferResponse.FromString(raw))
 
 
-def test_ten_thousand_calls_on_a_connection(plain_endpoint: Way) -> None:
+def test_ten_thousand_calls_on_a_connection(plain_endpoint: Endpoint) -> None:
     port = plain_endpoint.server.grpc_port
     with (
         CuttingProxy(lambda: socket.create_connection(("127.0.0.1", port)), 1) as proxy,
@@ -63,7 +63,7 @@ def test_ten_thousand_calls_on_a_connection(plain_endpoint: Way) -> None:
         assert proxy.connections == 1
 
 
-async def test_a_thousand_connections(plain_endpoint: Way) -> None:
+async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
     channels = [
         grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION) for _ in range(CONNECTIONS)
     ]
@@ -78,7 +78,7 @@ async def test_a_thousand_connections(plain_endpoint: Way) -> None:
         await asyncio.gather(*(channel.close() for channel in channels))
 
 
-def test_a_long_stream(plain_endpoint: Way) -> None:
+def test_a_long_stream(plain_endpoint: Endpoint) -> None:
     def requests() -> Iterator[bytes]:
         for number in range(STREAMED):
             yield simple_request(str(number)).SerializeToString()
@@ -94,7 +94,7 @@ def test_a_long_stream(plain_endpoint: Way) -> None:
 
 @pytest.mark.parametrize("encoding", [None, *ENCODINGS])
 @pytest.mark.parametrize("size", [600 * 1024, 16 << 20])
-def test_large_messages(plain_endpoint: Way, size: int, encoding: str | None) -> None:
+def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | None) -> None:
     """Compressed both ways, if at all."""
     port = plain_endpoint.server.grpc_port
     array = np.tile(np.arange(1024, dtype=np.float32), size // 4096)
@@ -133,7 +133,7 @@ def test_large_messages(plain_endpoint: Way, size: int, encoding: str | None) ->
         (b"1", b"13"),
     ],
 )
-def test_deadlines(plain_endpoint: Way, timeout: bytes, status: bytes) -> None:
+def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> None:
     """Expired deadlines, very long ones, and requests without a deadline."""
     head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
     with socket.create_connection(
@@ -141,17 +141,17 @@ def test_deadlines(plain_endpoint: Way, timeout: bytes, status: bytes) -> None:
     ) as sock:
         sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
         sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
-        said = b""
-        while (rest_of_status := said.partition(b"grpc-status")[2])[1:] == b"" or len(
+        received = b""
+        while (rest_of_status := received.partition(b"grpc-status")[2])[1:] == b"" or len(
             rest_of_status
         ) < 1 + rest_of_status[0]:
             piece = sock.recv(65536)
-            assert piece, said
-            said += piece
+            assert piece, received
+            received += piece
     assert rest_of_status[1 : 1 + rest_of_status[0]] == status
 
 
-def test_a_far_deadline(plain_endpoint: Way) -> None:
+def test_a_far_deadline(plain_endpoint: Endpoint) -> None:
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         for timeout_s in (3600.0, 1e6, 1e9):
@@ -159,7 +159,7 @@ def test_a_far_deadline(plain_endpoint: Way) -> None:
 
 
 @pytest.mark.parametrize("name", ["模型", "🙂 100 %\n%41", "\x7f\t'", "ü" * 500])
-def test_the_text_of_an_error(plain_endpoint: Way, name: str) -> None:
+def test_the_text_of_an_error(plain_endpoint: Endpoint, name: str) -> None:
     request = pb.ModelMetadataRequest(name=name).SerializeToString()
     with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(f"{SERVICE}ModelMetadata")(request, timeout=20)
@@ -167,7 +167,7 @@ def test_the_text_of_an_error(plain_endpoint: Way, name: str) -> None:
     assert caught.value.details() == f"Request for unknown model: '{name}' is not found"
 
 
-def test_metadata(plain_endpoint: Way) -> None:
+def test_metadata(plain_endpoint: Endpoint) -> None:
     """Text metadata is a parameter of the model if configured; binary metadata is ignored."""
     sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
     request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
@@ -183,7 +183,9 @@ def test_metadata(plain_endpoint: Way) -> None:
 
 
 @pytest.mark.parametrize("size", [17_000, 60_000])
-def test_metadata_that_is_too_large_fails_only_its_call(plain_endpoint: Way, size: int) -> None:
+def test_metadata_that_is_too_large_fails_only_its_call(
+    plain_endpoint: Endpoint, size: int
+) -> None:
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
@@ -214,7 +216,7 @@ SERVICES = [
 ]
 
 
-def reflect(plain: Way, version: str, *questions: dict[str, Any]) -> list[Any]:
+def reflect(plain: Endpoint, version: str, *questions: dict[str, Any]) -> list[Any]:
     request, response = (
         reflection_pb2.ServerReflectionRequest,
         reflection_pb2.ServerReflectionResponse,
@@ -229,7 +231,7 @@ def reflect(plain: Way, version: str, *questions: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_reflection(plain_endpoint: Way, version: str) -> None:
+def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
     pending_calls: list[dict[str, Any]] = [
         {"list_services": "", "host": "here"},
         {"file_containing_symbol": "inference.GRPCInferenceService"},
@@ -261,7 +263,7 @@ def test_reflection(plain_endpoint: Way, version: str) -> None:
     assert empty.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
-def test_reflection_of_no_request(plain_endpoint: Way) -> None:
+def test_reflection_of_no_request(plain_endpoint: Endpoint) -> None:
     path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
     with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as caught:
         list(channel.stream_stream(path)(iter([b"\xff"]), timeout=20))

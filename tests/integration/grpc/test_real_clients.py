@@ -28,17 +28,17 @@ from tests.support.wire.grpc_calls import A, B, is_right, request_of, simple_req
 from tests.support.wire.http2 import SERVICE
 
 if TYPE_CHECKING:
-    from tests.integration.grpc.conftest import Way
+    from tests.integration.grpc.conftest import Endpoint
 
 LARGE = np.arange(150_000, dtype=np.float32)  # 600 KB
 STREAMED = 200
 RIGHT = "all is right\n"
 
 
-def options(way: Way) -> dict[str, Any]:
+def options(endpoint: Endpoint) -> dict[str, Any]:
     """Return the options of Triton's clients."""
-    root = None if way.root is None else str(way.root)
-    return {"url": way.target, "ssl": way.root is not None, "root_certificates": root}
+    root = None if endpoint.root is None else str(endpoint.root)
+    return {"url": endpoint.target, "ssl": endpoint.root is not None, "root_certificates": root}
 
 
 def simple() -> list[triton.InferInput]:
@@ -58,7 +58,7 @@ def check(result: triton.InferResult) -> None:
     assert (result.as_numpy("OUTPUT1") == A - B).all()
 
 
-def test_tritonclient(any_endpoint: Way) -> None:
+def test_tritonclient(any_endpoint: Endpoint) -> None:
     with triton.InferenceServerClient(**options(any_endpoint)) as client:
         assert client.is_server_live() and client.is_model_ready("simple")
         assert client.get_model_metadata("simple").name == "simple"
@@ -79,7 +79,7 @@ def test_tritonclient(any_endpoint: Way) -> None:
         assert answers == [None] * 20
 
 
-def test_tritonclients_stream(any_endpoint: Way) -> None:
+def test_tritonclients_stream(any_endpoint: Endpoint) -> None:
     answers: list[tuple[Any, Any]] = []
     with triton.InferenceServerClient(**options(any_endpoint)) as client:
         client.start_stream(lambda result, error: answers.append((result, error)))
@@ -92,12 +92,12 @@ def test_tritonclients_stream(any_endpoint: Way) -> None:
         check(result)
 
 
-def test_tritonclient_with_asyncio(any_endpoint: Way) -> None:
+def test_tritonclient_with_asyncio(any_endpoint: Endpoint) -> None:
     async def requests() -> AsyncIterator[dict[str, Any]]:
         for number in range(STREAMED):
             yield {"model_name": "simple", "inputs": simple(), "request_id": str(number)}
 
-    async def ask() -> None:
+    async def infer_all() -> None:
         async with triton_aio.InferenceServerClient(**options(any_endpoint)) as client:
             assert await client.is_server_ready()
             for result in await asyncio.gather(
@@ -113,11 +113,11 @@ def test_tritonclient_with_asyncio(any_endpoint: Way) -> None:
                 number += 1
             assert number == STREAMED
 
-    asyncio.run(ask())
+    asyncio.run(infer_all())
 
 
 @pytest.mark.parametrize("compression", list(grpc.Compression))
-def test_grpcios_generic_client(any_endpoint: Way, compression: grpc.Compression) -> None:
+def test_grpcios_generic_client(any_endpoint: Endpoint, compression: grpc.Compression) -> None:
     """Bytes in, bytes out, as a program without generated code has them."""
     raw = simple_request().SerializeToString()
     with any_endpoint.channel() as channel:
@@ -135,7 +135,7 @@ def test_grpcios_generic_client(any_endpoint: Way, compression: grpc.Compression
             assert is_right(pb.ModelStreamInferResponse.FromString(answer).infer_response)
 
 
-def test_the_largest_messages(endpoint: Way) -> None:
+def test_the_largest_messages(endpoint: Endpoint) -> None:
     array = np.arange(4 << 20, dtype=np.float32)
     request = request_of("identity", array, "FP32").SerializeToString()
     with endpoint.channel() as channel:
@@ -143,7 +143,7 @@ def test_the_largest_messages(endpoint: Way) -> None:
     assert pb.ModelInferResponse.FromString(answer).raw_output_contents == [array.tobytes()]
 
 
-def test_ends_of_calls(any_endpoint: Way) -> None:
+def test_ends_of_calls(any_endpoint: Endpoint) -> None:
     """A deadline, a cancelled call, a stream that its client leaves."""
     held = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
     with any_endpoint.channel() as channel:
@@ -182,14 +182,14 @@ def node_client() -> list[str]:
     return clients.find_node()
 
 
-def test_gos(go_client: Path, any_endpoint: Way) -> None:
+def test_gos(go_client: Path, any_endpoint: Endpoint) -> None:
     root = () if any_endpoint.root is None else (f"-root={any_endpoint.root}",)
     assert clients.run([str(go_client), f"-target={any_endpoint.target}", *root]) == RIGHT
     any_endpoint.server.gate.next().release()
     assert any_endpoint.server.gate.is_idle()
 
 
-def test_nodes(node_client: list[str], any_endpoint: Way) -> None:
+def test_nodes(node_client: list[str], any_endpoint: Endpoint) -> None:
     root = () if any_endpoint.root is None else (str(any_endpoint.root),)
     assert clients.run_node([*node_client, any_endpoint.target, *root]) == RIGHT
     any_endpoint.server.gate.next().release()
@@ -201,27 +201,27 @@ def grpcurl() -> str:
     return clients.find_grpcurl()
 
 
-def test_grpcurl(grpcurl: str, any_endpoint: Way) -> None:
+def test_grpcurl(grpcurl: str, any_endpoint: Endpoint) -> None:
     """grpcurl has no .proto file: the server describes its messages by reflection."""
     scheme, _, path = any_endpoint.target.partition(":")
     trust = ("-plaintext",) if any_endpoint.root is None else ("-cacert", str(any_endpoint.root))
     there = ("-unix", path) if scheme == "unix" else (any_endpoint.target,)
 
-    def ask(*what: str, data: Any = None) -> str:
-        said = () if data is None else ("-d", json.dumps(data))
-        return clients.run([grpcurl, *trust, *said, *there, *what])
+    def run_grpcurl(*what: str, data: Any = None) -> str:
+        data_arguments = () if data is None else ("-d", json.dumps(data))
+        return clients.run([grpcurl, *trust, *data_arguments, *there, *what])
 
     service = SERVICE.strip("/")
-    assert service in ask("list").split()
-    assert "rpc ModelInfer ( .inference.ModelInferRequest )" in ask("describe", service)
-    assert json.loads(ask("grpc.health.v1.Health/Check")) == {"status": "SERVING"}
+    assert service in run_grpcurl("list").split()
+    assert "rpc ModelInfer ( .inference.ModelInferRequest )" in run_grpcurl("describe", service)
+    assert json.loads(run_grpcurl("grpc.health.v1.Health/Check")) == {"status": "SERVING"}
     inputs = [
         {"name": name, "datatype": "INT32", "shape": array.shape, "contents": {"int_contents": row}}
         for name, array in (("INPUT0", A), ("INPUT1", B))
         for row in array.tolist()
     ]
     answer = json.loads(
-        ask(f"{service}/ModelInfer", data={"model_name": "simple", "inputs": inputs})
+        run_grpcurl(f"{service}/ModelInfer", data={"model_name": "simple", "inputs": inputs})
     )
     total = np.frombuffer(base64.b64decode(answer["rawOutputContents"][0]), np.int32)
     assert (total == (A + B)[0]).all()
@@ -233,7 +233,9 @@ def analyzer() -> Analyzer:
 
 
 @pytest.mark.parametrize("streaming", [(), ("--async", "--streaming")], ids=["calls", "stream"])
-def test_perf_analyzer(analyzer: Analyzer, any_endpoint: Way, streaming: Sequence[str]) -> None:
+def test_perf_analyzer(
+    analyzer: Analyzer, any_endpoint: Endpoint, streaming: Sequence[str]
+) -> None:
     tls = ("--ssl-grpc-use-ssl", f"--ssl-grpc-root-certifications-file={any_endpoint.root}")
     load = perf.Load("simple", 8, (*streaming, *(tls if any_endpoint.root else ())), "grpc")
     assert perf.measure(analyzer, load, any_endpoint.target, 0.3)[perf.THROUGHPUT] > 0

@@ -76,7 +76,7 @@ def test_the_processes(server: Server) -> None:
         assert ports == {server.grpc_port}
 
 
-def live(port: int, asked: Counter[str]) -> None:
+def live(port: int, outcomes: Counter[str]) -> None:
     """Query liveness on a new connection; repeat it if the connection is lost."""
     while True:
         try:
@@ -84,38 +84,38 @@ def live(port: int, asked: Counter[str]) -> None:
             with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
                 head = frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ServerLive"))
                 sock.sendall(OPENED + head + frame(DATA, END_STREAM, 1, message(b"")))
-                said = b""
-                while b"grpc-status\x010" not in said:
+                received = b""
+                while b"grpc-status\x010" not in received:
                     piece = sock.recv(65536)
                     if not piece:
                         raise ConnectionResetError
-                    said += piece
+                    received += piece
         except (ConnectionResetError, BrokenPipeError):
-            asked["cut off"] += 1
+            outcomes["cut off"] += 1
         else:
-            asked["answered"] += 1
+            outcomes["answered"] += 1
             return
 
 
 def test_no_death_refuses_a_connection(server: Server) -> None:
-    asked: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     over = threading.Event()
 
-    def ask() -> None:
+    def send_calls() -> None:
         while not over.is_set():
-            live(server.grpc_port, asked)
+            live(server.grpc_port, outcomes)
 
     def kill(victims: list[psutil.Process]) -> None:
         for victim in victims:
             victim.kill()
         psutil.wait_procs(victims)
-        before = asked["answered"]
+        before = outcomes["answered"]
         until("all are back", lambda: gateways(server) == TITLES)
-        until("calls go on", lambda: asked["answered"] > before)
+        until("calls go on", lambda: outcomes["answered"] > before)
 
     choice = random.Random(1)
     with ThreadPoolExecutor(CALLERS) as pool:
-        callers = [pool.submit(ask) for _ in range(CALLERS)]
+        callers = [pool.submit(send_calls) for _ in range(CALLERS)]
         try:
             for _ in range(DEATHS):
                 kill([choice.choice(server.find(TITLES[0]))])
@@ -124,7 +124,7 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
             over.set()
         for caller in callers:
             caller.result()
-    assert asked["cut off"] <= CALLERS * (DEATHS + 3)
+    assert outcomes["cut off"] <= CALLERS * (DEATHS + 3)
 
 
 def test_calls_of_a_client_go_on(server: Server) -> None:
@@ -167,8 +167,8 @@ def unix(path: Path, uid: int, *groups: int) -> Iterator[Any]:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
-def register(name: str, made: SharedObject) -> Any:
-    return pb.SystemSharedMemoryRegisterRequest(name=name, key=made.key, byte_size=2 * SIZE)
+def register(name: str, shared: SharedObject) -> Any:
+    return pb.SystemSharedMemoryRegisterRequest(name=name, key=shared.key, byte_size=2 * SIZE)
 
 
 def through(name: str) -> Any:

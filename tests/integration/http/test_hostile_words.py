@@ -66,7 +66,7 @@ def log_stays_ours(server: Server) -> Iterator[None]:
     before = len(server.log())
     yield
     with server.http() as http:
-        assert http.infer("simple", asked()).ok()
+        assert http.infer("simple", request_body()).ok()
     added = server.log()[before:]
     assert added, "nothing was logged, so nothing was shown"
     for line in added.split("\n")[:-1]:
@@ -76,20 +76,20 @@ def log_stays_ours(server: Server) -> Iterator[None]:
     assert not re.search(rf"(?m)^{re.escape(FORGED)}", added)
 
 
-def asked(**members: Any) -> dict[str, Any]:
+def request_body(**members: Any) -> dict[str, Any]:
     return {"inputs": [json_input("INPUT0", ONES), json_input("INPUT1", ONES)], **members}
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
 def test_in_the_json_of_a_request(http: Http, word: str) -> None:
-    first, second = asked()["inputs"]
-    reply = http.infer("simple", asked(id=word)).ok()
+    first, second = request_body()["inputs"]
+    reply = http.infer("simple", request_body(id=word)).ok()
     assert reply.json()["id"] == word
     for request in (
-        asked(id=word, outputs=[{"name": word}]),
-        asked(parameters={"timeout": word}),
-        asked(parameters={"triton_" + word: 1}),
-        asked(outputs=[{"name": "OUTPUT0", "parameters": {"shared_memory_region": word}}]),
+        request_body(id=word, outputs=[{"name": word}]),
+        request_body(parameters={"timeout": word}),
+        request_body(parameters={"triton_" + word: 1}),
+        request_body(outputs=[{"name": "OUTPUT0", "parameters": {"shared_memory_region": word}}]),
         *(
             {"id": word, "inputs": [{**first, member: word}, second]}
             for member in ("name", "datatype", "shape", "data")
@@ -179,7 +179,7 @@ def test_in_headers_and_requests_that_are_none(server: Server) -> None:
 def test_over_grpc(server: Server, word: str) -> None:
     with stub(server) as call:
         assert call.ModelInfer(simple_request(word), timeout=20).id == word
-        for ask, request in (
+        for send_call, request in (
             (call.ModelInfer, simple_request(word, model_version=word)),
             (call.ModelInfer, renamed(word)),
             (call.ModelInfer, pb.ModelInferRequest(model_name=word, id=word)),
@@ -195,7 +195,7 @@ def test_over_grpc(server: Server, word: str) -> None:
             (call.LogSettings, log_format(word)),
         ):
             with pytest.raises(grpc.RpcError) as refused:
-                ask(request, timeout=20)
+                send_call(request, timeout=20)
             # The text of an error is in a header, whose size is limited.
             assert refused.value.code() is not grpc.StatusCode.UNKNOWN
             assert refused.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
@@ -218,9 +218,11 @@ def test_over_the_native_listener(server: Server, word: str) -> None:
             link.send(m.Submit(number, *work, 0, 0, 0, 0, word))
             assert isinstance(answer(link), m.Failed)
         shouter = local_client.link("shouter", f"{local_client.number}.{local_client.token}.2")
-        said = TensorRef("INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object)))
+        word_tensor = TensorRef(
+            "INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object))
+        )
         for number, name in enumerate(("error", word)):
-            work = pack_inference(Inference((said,), ()))
+            work = pack_inference(Inference((word_tensor,), ()))
             shouter.send(m.Submit(number, *work, 0, 0, 0, 0, name))
             assert isinstance(answer(shouter), m.Failed)
 

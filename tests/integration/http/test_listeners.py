@@ -173,21 +173,21 @@ def test_the_unix_socket_admits_the_group_with_a_token(
 ) -> None:
     path = folder / "socket"
 
-    def ask(headers: dict[str, str]) -> Reply:
+    def get_metadata(headers: dict[str, str]) -> Reply:
         with unix(path) as connection:
             return connection.get("/v2", headers)
 
-    assert as_user(ALICE, lambda: ask({}), (FRIENDS,)).status == 401
-    assert as_user(ALICE, lambda: ask(bearer(PROGRAM)), (FRIENDS,)).status == 200
+    assert as_user(ALICE, lambda: get_metadata({}), (FRIENDS,)).status == 401
+    assert as_user(ALICE, lambda: get_metadata(bearer(PROGRAM)), (FRIENDS,)).status == 200
     with pytest.raises(PermissionError):
-        as_user(ALICE, lambda: ask(bearer(TOKEN)))
+        as_user(ALICE, lambda: get_metadata(bearer(TOKEN)))
 
 
 # --- the start
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected_error"),
     [
         (("--http-address=0.0.0.0",), "--http-address: other hosts reach '0.0.0.0'"),
         (("--http-address=::",), "--http-address: other hosts reach '::'"),
@@ -205,12 +205,12 @@ def test_the_unix_socket_admits_the_group_with_a_token(
         (("--shm-overlap=x",), "--shm-overlap: 'x' is not one of error, warn, ignore"),
     ],
 )
-def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], expected_error: str) -> None:
     """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
     ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
     refused = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
     assert refused.returncode == 2
-    assert said in refused.stderr
+    assert expected_error in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
 
 

@@ -60,13 +60,13 @@ def test_answers_are_as_described(server: Server, operation: Any) -> None:
         max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(operation.as_strategy())
-    def ask(case: Any) -> None:
+    def check_response(case: Any) -> None:
         response = case.call(base_url=f"http://{server.url}", timeout=20)
         case.validate_response(response, checks=CHECKS)
         statuses.add(response.status_code)
 
     try:
-        ask()
+        check_response()
     finally:
         if "/repository" in operation.path:
             load_both(server)

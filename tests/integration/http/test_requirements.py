@@ -58,9 +58,9 @@ def call(server: Server) -> Iterator[Any]:
         yield grpc_stub
 
 
-def refusal(ask: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+def refusal(send_call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as refused:
-        ask()
+        send_call()
     return refused.value.code(), refused.value.details()
 
 
@@ -138,8 +138,8 @@ def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> No
         assert (refused.status, refused.error.lower()) == (400, text.lower())
         if name != "timeout":  # gRPC's own
             metadata = [(name, HEADERS[name])]
-            code, said = refusal(lambda: call.ModelInfer(request, metadata=metadata, timeout=20))  # noqa: B023
-            assert (code, said) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+            code, message = refusal(lambda: call.ModelInfer(request, metadata=metadata, timeout=20))  # noqa: B023
+            assert (code, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "triton_x", "triton_"]
@@ -182,14 +182,14 @@ def test_a_model_name_cannot_leave_the_repository(
         reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
-    for ask in (f"/v2/models/{spelled}/config", f"/v2/models/{spelled}/versions/1/config"):
-        assert http.get(ask).status in (400, 404)
+    for path in (f"/v2/models/{spelled}/config", f"/v2/models/{spelled}/versions/1/config"):
+        assert http.get(path).status in (400, 404)
     request = pb.RepositoryModelLoadRequest(model_name=name)
     code, text = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
     assert str(folder) not in text
-    asked = request_of(name, ROW, "INT32")
-    assert refusal(lambda: call.ModelInfer(asked, timeout=20))[0] in (
+    infer_request = request_of(name, ROW, "INT32")
+    assert refusal(lambda: call.ModelInfer(infer_request, timeout=20))[0] in (
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.NOT_FOUND,
     )
@@ -282,10 +282,10 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
     answers: list[str] = []
     with running(folder / "guarded", *flags, grpc=True) as server:
 
-        def ask() -> None:
+        def send_requests() -> None:
             with server.http() as http, stub(server) as call:
-                asked = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
-                for token, admin in asked:
+                credentials = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
+                for token, admin in credentials:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
                     paths = ("/v2", "/v2/logging", "/v2/models/stats", "/nothing")
                     answers.extend(repr(http.get(path, headers)) for path in paths)
@@ -317,11 +317,11 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
                     if Path(path, file).is_file():
                         yield Path(path, file).read_bytes().decode(errors="replace")
 
-        ask()
+        send_requests()
         for title in ("gateway http 0", "scheduler constant", "worker constant.0"):
             server.find_one(title).kill()
         server.wait_ready()
-        ask()
+        send_requests()
         secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)
         shown = [text for text in seen() if any(secret in text for secret in secrets)]
         assert shown == []

@@ -369,12 +369,12 @@ def test_finished_calls_keep_no_memory(client) -> None:
 def test_from_many_threads(client) -> None:
     mismatches: list[object] = []
 
-    def ask(seed: int) -> None:
+    def send_requests(seed: int) -> None:
         x = frames(seed=seed)
         answers = (client.infer("rows", INPUT0=x)["OUTPUT0"] for _ in range(10))
         mismatches.extend(seed for y in answers if not (y == x).all())
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    threads = [threading.Thread(target=send_requests, args=(seed,)) for seed in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -388,14 +388,14 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     all_have_asked = threading.Barrier(count)
     answers: list[float] = []
 
-    def ask(number: int) -> None:
+    def send_requests(number: int) -> None:
         x = np.full(4, number, np.float32)
         answers.append(client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"][0])
         more = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
         answers.extend(one["OUTPUT0"][0] for one in more)
         all_have_asked.wait()
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -408,14 +408,14 @@ def test_more_at_once_than_a_frame_may_have(client, rows_server: Server) -> None
     x = np.ones(4000, np.float32)
     count = (64 << 20) // x.nbytes + 100
 
-    async def ask() -> list[shmserve.client.Result | BaseException]:
+    async def send_requests() -> list[shmserve.client.Result | BaseException]:
         async with aio.connect(rows_server.run_dir) as server:
-            asked = (server.infer("identity", INPUT0=x) for _ in range(count))
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+            calls = (server.infer("identity", INPUT0=x) for _ in range(count))
+            answers = await asyncio.gather(*calls, return_exceptions=True)
             assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
             return answers
 
-    refused = [a for a in asyncio.run(ask()) if not isinstance(a, shmserve.client.Result)]
+    refused = [a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)]
     # Most find the queue full.
     assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
     with pytest.raises(shmserve.client.InvalidArgument, match="maximum is 1048576"):

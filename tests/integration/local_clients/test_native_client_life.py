@@ -97,7 +97,7 @@ import os, resource, sys, threading
 import numpy as np
 import shmserve.client
 
-def tell(call):
+def report(call):
     try:
         print(call())
     except shmserve.client.ShmserveError as error:
@@ -109,10 +109,10 @@ with shmserve.client.connect(sys.argv[1]) as client:
     used = len(os.listdir("/proc/self/fd")) - 1  # without that of the listing
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
     infer = lambda: client.infer("simple", INPUT0=a, INPUT1=a)["OUTPUT0"][0, 0]
-    thread = threading.Thread(target=tell, args=(infer,))
+    thread = threading.Thread(target=report, args=(infer,))
     thread.start()
     thread.join()
-    tell(lambda: shmserve.client.connect(sys.argv[1]))
+    report(lambda: shmserve.client.connect(sys.argv[1]))
 """
 
 
@@ -198,9 +198,9 @@ async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> Non
         assert (await blocker)["OUTPUT0"].flat[0] == 1
 
 
-@pytest.mark.parametrize("made", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
+@pytest.mark.parametrize("as_input", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
 def test_memory_is_kept_for_what_is_in_flight(
-    gated: Server, client: shmserve.client.Server, made: Callable[..., Any]
+    gated: Server, client: shmserve.client.Server, as_input: Callable[..., Any]
 ) -> None:
     """Also where the program has only a plain view of it, and forgets that."""
     x = np.arange(ROW, dtype=np.float32)
@@ -209,7 +209,9 @@ def test_memory_is_kept_for_what_is_in_flight(
     region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
     region["INPUT0"][1] = x
     answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
-    waiting = [client.infer_async("large", INPUT0=made(a[1])) for a in (region["INPUT0"], answer)]
+    waiting = [
+        client.infer_async("large", INPUT0=as_input(a[1])) for a in (region["INPUT0"], answer)
+    ]
     region.release()
     del region, answer
     gated.wait_pending("large", 2)
@@ -475,8 +477,8 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
     def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
         try:
             with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
-                asked = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
-            asked.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
+                chained = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
+            chained.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
         except BaseException as error:
             second.set_exception(error)
 
@@ -487,7 +489,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "send_request",
     [
         lambda client: client.infer("simple", INPUT0=A, INPUT1=A),
         lambda client: next(client.map("simple", [{"INPUT0": A, "INPUT1": A}])),
@@ -499,16 +501,16 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     gated: Server,
     client: shmserve.client.Server,
     monkeypatch: pytest.MonkeyPatch,
-    ask: Callable[[shmserve.client.Server], Any],
+    send_request: Callable[[shmserve.client.Server], Any],
 ) -> None:
     """The call would wait for its own thread, which is the one that reads the responses."""
     monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 1)
-    ask(client)  # takes the only channel
+    send_request(client)  # takes the only channel
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
     def callback(_: object) -> None:
         try:
-            outcome.set_result(ask(client))
+            outcome.set_result(send_request(client))
         except BaseException as error:
             outcome.set_exception(error)
 
@@ -576,22 +578,22 @@ def test_a_reload_under_load_fails_no_request(
     gated: Server, client: shmserve.client.Server
 ) -> None:
     over = threading.Event()
-    asked = 0
+    answered = 0
 
-    def ask() -> None:
-        nonlocal asked
+    def send_requests() -> None:
+        nonlocal answered
         x = np.ones((1, ROW), np.float32)
         while not over.is_set():
             assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
-            asked += 1
+            answered += 1
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool, gated.http() as http:
-        asking = [pool.submit(ask) for _ in range(3)]
+        asking = [pool.submit(send_requests) for _ in range(3)]
         try:
             for _ in range(3):
-                enough = asked + 10
+                enough = answered + 10
                 http.load("rows").ok()
-                until("it is asked on", partial(lambda most: asked > most, enough))
+                until("it is asked on", partial(lambda most: answered > most, enough))
         finally:
             over.set()
         for thread in asking:
@@ -631,11 +633,11 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
         second = Server([repository], run_dir=run_dir).wait_ready()
         try:
             region["INPUT0"][:] = 4
-            tell = client._session.memories.share_again
+            share_again = client._session.memories.share_again
 
             def nobody_else_asks_yet(share: Any) -> None:
                 assert not client._session._connection.alive
-                tell(share)
+                share_again(share)
 
             client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4

@@ -221,12 +221,12 @@ def test_other_users_need_the_group(repository: Path) -> None:
     with running(repository, "--shm-group=4321") as server:
         os.chmod(server.folder, 0o755)
 
-        def ask(group: str) -> subprocess.CompletedProcess[str]:
+        def run_client(group: str) -> subprocess.CompletedProcess[str]:
             return run_python("-c", ASK, server.run_dir, group)
 
-        stranger = ask("")
+        stranger = run_client("")
         assert "Disconnected" in stranger.stderr, stranger.stderr
-        friend = ask("4321")
+        friend = run_client("4321")
         assert friend.stdout == "answered\n", friend.stderr
         paths = {path.name: path.stat().st_mode & 0o777 for path in server.run_dir.iterdir()}
         assert server.run_dir.stat().st_mode & 0o777 == 0o710 and paths["guests"] == 0o710

@@ -122,9 +122,9 @@ def test_an_ordinary_model_gives_one_response(client: shmserve.client.Server) ->
 
 
 def test_a_decoupled_model_takes_streams_only(client: shmserve.client.Server) -> None:
-    for ask in (client.infer, client.infer_async):
+    for infer in (client.infer, client.infer_async):
         with pytest.raises(shmserve.client.Unsupported, match="use `stream`"):
-            ask("repeat", repeat(1))
+            infer("repeat", repeat(1))
     with pytest.raises(shmserve.client.Unsupported, match="use `stream`"):
         next(client.map("repeat", [repeat(1)]))
 
@@ -155,15 +155,15 @@ def test_wrong_stream_requests_are_refused_at_once(client: shmserve.client.Serve
 
 
 @pytest.mark.parametrize(
-    ("step", "says"),
+    ("step", "expected_error"),
     [(b"raise no third", "ValueError: no third"), (b"return", "without a final response")],
 )
 def test_an_exiting_model_thread_ends_its_stream(
-    client: shmserve.client.Server, step: bytes, says: str
+    client: shmserve.client.Server, step: bytes, expected_error: str
 ) -> None:
     stream = client.stream("steps", STEPS=[b"1", b"2", step, b"4"], timeout=10)
     assert [next(stream)["OUT"].tolist() for _ in range(2)] == [[1], [2]]
-    with pytest.raises(shmserve.client.Internal, match=says):
+    with pytest.raises(shmserve.client.Internal, match=expected_error):
         next(stream)
     assert list(stream) == []
 
@@ -236,16 +236,16 @@ LEAVES: dict[str, Callable[[list[Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("how", LEAVES)
+@pytest.mark.parametrize("ending", LEAVES)
 def test_closing_a_stream_cancels_its_request(
-    client: shmserve.client.Server, tmp_path: Path, how: str
+    client: shmserve.client.Server, tmp_path: Path, ending: str
 ) -> None:
     held = [client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")])]
     assert values([next(held[0])]) == [1]
     stream = held[0]
-    if how == "collected":
+    if ending == "collected":
         del stream
-    LEAVES[how](held)
+    LEAVES[ending](held)
     gc.collect()
     until("the model sees it", (tmp_path / "seen").exists)
     if held:
@@ -378,15 +378,15 @@ def test_asyncio(streaming_server: Server) -> None:
     assert asyncio.run(all_of_them()) == [[7 + n for n in range(k)] for k in (0, 1, 40, 200)]
 
 
-@pytest.mark.parametrize("how", ["aclose", "with", "collected", "cancelled", "timeout"])
+@pytest.mark.parametrize("ending", ["aclose", "with", "collected", "cancelled", "timeout"])
 async def test_closing_a_stream_in_asyncio_cancels_its_request(
-    streaming_server: Server, tmp_path: Path, how: str
+    streaming_server: Server, tmp_path: Path, ending: str
 ) -> None:
     async with aio.connect(streaming_server.run_dir) as client:
         steps = [b"1", left(tmp_path / "seen")]
-        stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)
+        stream = client.stream("steps", STEPS=steps, timeout=0.3 if ending == "timeout" else None)
         assert (await anext(stream))["OUT"][0] == 1
-        match how:
+        match ending:
             case "aclose":
                 await stream.aclose()
             case "with":
@@ -399,9 +399,9 @@ async def test_closing_a_stream_in_asyncio_cancels_its_request(
             case "timeout":
                 with pytest.raises(shmserve.client.TimedOut):
                     await anext(stream)
-        if how == "collected":
+        if ending == "collected":
             del stream
             gc.collect()
         await asyncio.to_thread(until, "the model has seen it", (tmp_path / "seen").exists)
-        if how not in ("collected", "cancelled"):
+        if ending not in ("collected", "cancelled"):
             assert [response async for response in stream] == []

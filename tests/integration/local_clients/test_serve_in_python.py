@@ -64,7 +64,7 @@ def test_both_clients_ask_the_control_plane() -> None:
         def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
             return x + 1
 
-    async def ask(run_dir: Path) -> list[float]:
+    async def infer_locally(run_dir: Path) -> list[float]:
         async with aio.connect(run_dir, timeout=10) as other:
             assert await other.ready() and await other.ready("local")
             assert (await other.metadata("local"))["name"] == "local"
@@ -83,7 +83,7 @@ def test_both_clients_ask_the_control_plane() -> None:
         assert server.statistics("local")[0]["inference_count"] == 1
         with pytest.raises(Unavailable, match="explicit model load"):
             server.load("double")
-        assert asyncio.run(ask(server.run_dir)) == [0, 2, 4, 6, 8]
+        assert asyncio.run(infer_locally(server.run_dir)) == [0, 2, 4, 6, 8]
         with pytest.raises(InvalidArgument, match=r"'timeuot'.*did you mean 'timeout'"):
             server.infer("double", x=X, timeuot=3)
         with pytest.raises(InvalidArgument, match="'y' for model 'double', allowed are: x"):
@@ -188,13 +188,13 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
     server = serve_model(Double, auth_token_file=tokens, token="M3hP9dJs6gVc1uAe")
     assert server.ready("double") and server.metadata("double")["name"] == "double"
 
-    async def ask(token: str) -> object:
+    async def read_name(token: str) -> object:
         async with aio.connect(server.run_dir, token=token) as other:
             return (await other.metadata("double"))["name"]
 
-    assert asyncio.run(ask("M3hP9dJs6gVc1uAe")) == "double"
+    assert asyncio.run(read_name("M3hP9dJs6gVc1uAe")) == "double"
     with pytest.raises(Unauthenticated):
-        asyncio.run(ask(""))
+        asyncio.run(read_name(""))
     with client.connect(server.run_dir, token="wrong") as other:
         assert other.infer("double", x=X)["output"][0, 0] == 2
         with pytest.raises(Unauthenticated):

@@ -83,7 +83,7 @@ class User:
         )
         self.uid, self._groups = uid, groups
 
-    def ask(self, question: Callable[[Http], Reply]) -> Reply:
+    def send_request(self, question: Callable[[Http], Reply]) -> Reply:
         """Return the response to a request on a new connection."""
 
         def act() -> Reply:
@@ -92,14 +92,14 @@ class User:
 
         return act() if self.uid == ME else as_user(self.uid, act, self._groups)
 
-    def register(self, name: str, made: SharedObject, size: int = 2 * SIZE) -> Reply:
-        return self.ask(lambda http: http.register(name, made.key, size))
+    def register(self, name: str, shared: SharedObject, size: int = 2 * SIZE) -> Reply:
+        return self.send_request(lambda http: http.register(name, shared.key, size))
 
     def infer(self, name: str) -> Reply:
-        return self.ask(lambda http: http.infer("identity", through(name)))
+        return self.send_request(lambda http: http.infer("identity", through(name)))
 
     def names(self) -> list[str]:
-        listed = self.ask(lambda http: http.regions()).ok().json()
+        listed = self.send_request(lambda http: http.regions()).ok().json()
         return [region["name"] for region in listed]
 
     @contextlib.contextmanager
@@ -144,13 +144,13 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
             refused = user.infer(name)
             assert refused.status == 404
             assert refused.error.startswith(f"Unable to find shared memory region: '{name}'")
-            assert user.ask(partial(Http.regions, name=name)).status == 404
-            user.ask(partial(Http.unregister, name=name)).ok()
-        alice.ask(lambda http: http.unregister()).ok()
+            assert user.send_request(partial(Http.regions, name=name)).status == 404
+            user.send_request(partial(Http.unregister, name=name)).ok()
+        alice.send_request(lambda http: http.unregister()).ok()
         assert bob.names() == ["his"]
         assert (his.read(np.float32, 1024, SIZE) == 0).all()
-        bob.ask(lambda http: http.unregister("his")).ok()
-        me.ask(lambda http: http.unregister()).ok()
+        bob.send_request(lambda http: http.unregister("his")).ok()
+        me.send_request(lambda http: http.unregister()).ok()
 
 
 @needs_users
@@ -194,7 +194,7 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
             assert user.names() == ["shared"]
         assert stranger.infer("shared").status == 404
         assert stranger.names() == []
-        alice.ask(lambda http: http.unregister("shared")).ok()
+        alice.send_request(lambda http: http.unregister("shared")).ok()
         assert bob.names() == []
 
 
@@ -206,7 +206,7 @@ def test_the_servers_user_sees_all_regions_on_the_unix_socket(server: Server, fo
         alice.register("hers", hers).ok()
         assert User(server, folder, "unix", ME).names() == ["hers"]
         assert User(server, folder, "loopback", ME).names() == []
-        User(server, folder, "unix", ME).ask(lambda http: http.unregister()).ok()
+        User(server, folder, "unix", ME).send_request(lambda http: http.unregister()).ok()
         assert alice.names() == []
 
 
@@ -237,18 +237,18 @@ def test_memory_that_others_can_truncate_is_never_mapped(
         hers.write(join_bytes(words))
         size = len(join_bytes(words))
         request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 3], "hers", size)]}
-        output = alice.ask(lambda http: http.infer("text", request)).tensors()["OUTPUT0"]
+        output = alice.send_request(lambda http: http.infer("text", request)).tensors()["OUTPUT0"]
         assert output == words
         assert hers.name not in maps(server.find_one("worker text.0"))
-        alice.ask(lambda http: http.unregister()).ok()
+        alice.send_request(lambda http: http.unregister()).ok()
 
 
-def chaos(made: SharedObject, size: int, stop: threading.Event) -> None:
+def chaos(shared: SharedObject, size: int, stop: threading.Event) -> None:
     """Truncate and extend the object and punch holes, as fast as possible."""
     while not stop.is_set():
-        os.ftruncate(made.fd, 0)
-        os.ftruncate(made.fd, size)
-        made.punch()
+        os.ftruncate(shared.fd, 0)
+        os.ftruncate(shared.fd, size)
+        shared.punch()
 
 
 @needs_users
@@ -269,17 +269,17 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
         vandal.start()
         try:
 
-            def ask() -> list[int]:
+            def send_requests() -> list[int]:
                 with contextlib.closing(UnixHttp(folder / "socket")) as http:
                     request = through("cut", size)
                     return [http.infer("identity", request).status for _ in range(200)]
 
-            statuses = as_user(ALICE, ask)
+            statuses = as_user(ALICE, send_requests)
         finally:
             stop.set()
             vandal.join()
         assert set(statuses) <= {200, 400}
-        alice.ask(lambda http: http.unregister()).ok()
+        alice.send_request(lambda http: http.unregister()).ok()
         os.ftruncate(shared_object.fd, 2 * size)
     assert {process.pid for process in server.tree()} == before
 

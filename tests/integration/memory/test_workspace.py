@@ -9,7 +9,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, Start, run_command
 from tests.support.wire.raw_http import Http
-from tests.support.workspace_models import add, asked
+from tests.support.workspace_models import add, request_body
 
 MB = 1 << 20
 POOL = 12 * MB
@@ -49,27 +49,27 @@ def server(models: Path, start: Start) -> Server:
 def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
     models = ["large", "small", "whole"] * 4
 
-    def ask(index: int) -> list[int]:
+    def send_requests(index: int) -> list[int]:
         with server.http() as http:
-            replies = [http.infer(models[index], asked(index + n)).ok() for n in range(6)]
+            replies = [http.infer(models[index], request_body(index + n)).ok() for n in range(6)]
         return [int(next(iter(reply.tensors().values()))[0]) for reply in replies]
 
     with ThreadPoolExecutor(len(models)) as pool:
-        assert list(pool.map(ask, range(len(models)))) == [[0] * 6] * len(models)
+        assert list(pool.map(send_requests, range(len(models)))) == [[0] * 6] * len(models)
 
 
 def test_more_than_the_whole_pool_names_both_figures(http: Http) -> None:
-    reply = http.infer("large", asked(13 * MB))
+    reply = http.infer("large", request_body(13 * MB))
     assert reply.status == 500
     text = reply.json()["error"]
     assert f"{13 * MB} bytes" in text and f"pool has {POOL}" in text
-    http.infer("whole", asked(1)).ok()
+    http.infer("whole", request_body(1)).ok()
 
 
 def test_a_second_workspace_of_one_execution_is_refused(http: Http) -> None:
-    reply = http.infer("large", asked(-2))
+    reply = http.infer("large", request_body(-2))
     assert "this execution has a workspace already" in reply.json()["error"]
-    http.infer("whole", asked(1)).ok()  # the first workspace was returned
+    http.infer("whole", request_body(1)).ok()  # the first workspace was returned
 
 
 def test_without_a_pool_the_error_names_the_flag(
@@ -77,7 +77,7 @@ def test_without_a_pool_the_error_names_the_flag(
 ) -> None:
     add(repository, "large", MB)
     with serve(repository).http() as http:
-        reply = http.infer("large", asked(1))
+        reply = http.infer("large", request_body(1))
     assert "without --workspace-byte-size=cpu=BYTES" in reply.json()["error"]
 
 

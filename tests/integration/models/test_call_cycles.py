@@ -111,7 +111,7 @@ def server_of_cycles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         yield server
 
 
-def ask(http: Http, model: str, value: int = 0) -> Reply:
+def infer(http: Http, model: str, value: int = 0) -> Reply:
     body = {"inputs": [json_input("X", np.array([value], np.int32))]}
     return http.infer(model, body, {"Accept": "text/event-stream"} if "stream" in model else {})
 
@@ -133,24 +133,24 @@ def test_a_cycle_fails_at_once_with_its_chain(
 ) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
         for _ in range(2):
-            reply = ask(http, model)
+            reply = infer(http, model)
             assert reply.status == 500
             assert "deadlock" in reply.error and f"({chain})" in reply.error
 
 
 def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) -> None:
     with server_of_cycles.http(timeout_s=5) as http:
-        assert [ask(http, "deep", depth).status for depth in (0, 1, 2, 3)] == [200, 200, 200, 500]
-        assert ask(http, "streams").status == 200
+        assert [infer(http, "deep", depth).status for depth in (0, 1, 2, 3)] == [200, 200, 200, 500]
+        assert infer(http, "streams").status == 200
     with ThreadPoolExecutor(6) as pool:
 
         def one(_: int) -> int:
             with server_of_cycles.http(timeout_s=10) as http:
-                return ask(http, "deep", 1).status
+                return infer(http, "deep", 1).status
 
         assert set(pool.map(one, range(24))) <= {200, 500}
     with server_of_cycles.http(timeout_s=5) as http:
-        assert ask(http, "deep", 2).status == 200
+        assert infer(http, "deep", 2).status == 200
 
 
 @pytest.mark.parametrize("model", ["exec_leaf", "async_leaf", "stream_leaf", "outer_leaf"])
@@ -159,14 +159,14 @@ def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
 ) -> None:
     with ThreadPoolExecutor(1) as other, server_of_cycles.http() as occupant:
         with holding(server_of_cycles.gate) as wait_held:
-            occupied = other.submit(ask, occupant, "leaf")
+            occupied = other.submit(infer, occupant, "leaf")
             wait_held()
             with server_of_cycles.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
-                ask(http, model)
+                infer(http, model)
             # The outer model can serve the next request while the called model is still busy.
             nested = model == "outer_leaf"
             with server_of_cycles.http(timeout_s=5) as http:
-                assert ask(http, "exec_leaf" if nested else model, 20).status == 200
+                assert infer(http, "exec_leaf" if nested else model, 20).status == 200
             until("the calls are gone", lambda: not pending(server_of_cycles, "leaf"))
             assert not occupied.done()
         assert occupied.result().status == 200
@@ -182,7 +182,7 @@ def test_a_deadline_holds_along_the_chain(server_of_cycles: Server) -> None:
         body = {"inputs": [json_input("X", np.zeros(1, np.int32))]}
         assert http.infer("outer_leaf", body, limit).status >= 500
     with server_of_cycles.http(timeout_s=5) as http:
-        assert ask(http, "outer_leaf").status == 200
+        assert infer(http, "outer_leaf").status == 200
 
 
 def is_busy(server: Server, model: str) -> bool:
@@ -242,6 +242,6 @@ class TritonPythonModel:
     add(repository, "free", LEAF.replace("        wait()\n", ""))
     server = serve(repository)
     with holding(server.gate), server.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
-        ask(http, "again")
+        infer(http, "again")
     until("the call has failed", lambda: report_file.exists() and report_file.read_text())
     assert "request cancelled" in report_file.read_text()

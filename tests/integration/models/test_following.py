@@ -49,12 +49,14 @@ class Clients:
     def send(self, rate: float, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            thread = threading.Thread(target=self._ask, args=(len(self._threads),), name="asks")
+            thread = threading.Thread(
+                target=self._send_request, args=(len(self._threads),), name="asks"
+            )
             self._threads.append(thread)
             thread.start()
             time.sleep(1 / rate)
 
-    def _ask(self, number: int) -> None:
+    def _send_request(self, number: int) -> None:
         with self._server.http() as http:
             reply = http.infer("slow", {"inputs": [json_input("IN", np.array([number], np.int32))]})
         right = reply.status == 200 and reply.tensors()["OUT"].tolist() == [number]

@@ -238,7 +238,7 @@ def test_3_5_a_state_is_passed_from_request_to_request(
     """Each sequence has its own state, which begins at zero, and again at zero after a START."""
     shape = (1,) if model == "unbatched" else (1, 1)
 
-    def ask(sequence: int, value: float, **flags: bool) -> float:
+    def sum_of(sequence: int, value: float, **flags: bool) -> float:
         result = client.infer(
             model,
             {"INPUT": number(value, *shape)},
@@ -248,14 +248,16 @@ def test_3_5_a_state_is_passed_from_request_to_request(
         assert list(result) == ["OUTPUT"]  # states are not sent to clients
         return float(result["OUTPUT"].reshape(-1)[0])
 
-    assert ask(1, 1, start=True) == 1
+    assert sum_of(1, 1, start=True) == 1
     many = 1 if model == "unbatched" else 4
-    assert [ask(each, each, start=True) for each in range(2, many + 1)] == list(range(2, many + 1))
-    assert [ask(1, 10), ask(1, 100)] == [11, 111]
-    assert [ask(each, 1) for each in range(2, many + 1)] == list(range(3, many + 2))
-    assert ask(1, 5, start=True) == 5
+    assert [sum_of(each, each, start=True) for each in range(2, many + 1)] == list(
+        range(2, many + 1)
+    )
+    assert [sum_of(1, 10), sum_of(1, 100)] == [11, 111]
+    assert [sum_of(each, 1) for each in range(2, many + 1)] == list(range(3, many + 2))
+    assert sum_of(1, 5, start=True) == 5
     for each in range(1, many + 1):
-        ask(each, 0, end=True)
+        sum_of(each, 0, end=True)
 
 
 def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> None:
@@ -316,7 +318,7 @@ def test_3_5_the_same_buffer_for_input_and_output(client: shmserve.client.Server
     assert len({where for _, where in states}) == 1
 
 
-def say(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) -> Any:
+def append_word(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) -> Any:
     arrays = {"INPUT": np.array([[word]], object)}
     result = client.infer(model, arrays, sequence="w", **flags)  # type: ignore[arg-type]
     return result["OUTPUT"][0, 0]
@@ -324,15 +326,20 @@ def say(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) 
 
 def test_3_5_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
     """Python models may have states, too, unlike in Triton."""
-    begun = say(client, "words", b"a", start=True)
-    replies = [begun, *(say(client, "words", word) for word in (b"b", b"keep"))]
-    assert [*replies, say(client, "words", b"c", end=True)] == [b"a", b"ab", b"abkeep", b"abc"]
+    begun = append_word(client, "words", b"a", start=True)
+    replies = [begun, *(append_word(client, "words", word) for word in (b"b", b"keep"))]
+    assert [*replies, append_word(client, "words", b"c", end=True)] == [
+        b"a",
+        b"ab",
+        b"abkeep",
+        b"abc",
+    ]
 
 
 def test_3_5_strings_of_a_script(client: shmserve.client.Server) -> None:
     """The state is a List[str], like all texts of a TorchScript model."""
-    replies = [say(client, "script", word, start=word == b"a") for word in (b"a", b"b")]
-    assert [*replies, say(client, "script", b"c", end=True)] == [b"a", b"ab", b"abc"]
+    replies = [append_word(client, "script", word, start=word == b"a") for word in (b"a", b"b")]
+    assert [*replies, append_word(client, "script", b"c", end=True)] == [b"a", b"ab", b"abc"]
 
 
 def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None:

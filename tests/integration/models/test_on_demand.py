@@ -197,7 +197,7 @@ def test_requests_during_a_load_wait_for_it(server: Server) -> None:
         assert reply.status == 503
         assert reply.error == "model 'slow' was not loaded within the time of the request"
 
-        def ask(_: int) -> int:
+        def send_request(_: int) -> int:
             with server.http() as own:
                 return own.infer("slow", SLOW).status
 
@@ -210,7 +210,7 @@ def test_requests_during_a_load_wait_for_it(server: Server) -> None:
                 return str(raised.value.message())
 
         assert threads.submit(ask_late).result() == reply.error
-        waiting = [threads.submit(ask, number) for number in range(3)]
+        waiting = [threads.submit(send_request, number) for number in range(3)]
         assert states(http)["slow"] == "LOADING"
         assert http.get("/v2/health/ready").status == 200
         server.gate.next().release()

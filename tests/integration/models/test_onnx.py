@@ -59,7 +59,7 @@ def client(server: Server) -> Iterator[triton.InferenceServerClient]:
         yield inference_server_client
 
 
-def given(name: str, array: np.ndarray) -> triton.InferInput:
+def input_of(name: str, array: np.ndarray) -> triton.InferInput:
     infer_input = triton.InferInput(name, list(array.shape), "FP32")
     infer_input.set_data_from_numpy(array)
     return infer_input
@@ -72,9 +72,9 @@ def test_a_file_without_a_configuration_is_a_model(client: triton.InferenceServe
     # Triton's default number of instances for this backend on a CPU.
     assert config["instance_group"][0]["count"] == 2
     x = np.arange(300_000, dtype=np.float32)[None]
-    np.testing.assert_array_equal(client.infer("large", [given("x", x)]).as_numpy("y"), x + x)
+    np.testing.assert_array_equal(client.infer("large", [input_of("x", x)]).as_numpy("y"), x + x)
     x = x[:, :8]
-    np.testing.assert_array_equal(client.infer("large", [given("x", x)]).as_numpy("y"), x + x)
+    np.testing.assert_array_equal(client.infer("large", [input_of("x", x)]).as_numpy("y"), x + x)
 
 
 def test_states_and_controls_of_sequences(client: triton.InferenceServerClient) -> None:
@@ -82,7 +82,7 @@ def test_states_and_controls_of_sequences(client: triton.InferenceServerClient) 
     for step in range(3):
         result = client.infer(
             "accumulator",
-            [given("x", np.full((1, 2), step + 1, np.float32))],
+            [input_of("x", np.full((1, 2), step + 1, np.float32))],
             sequence_id=7,
             sequence_start=step == 0,
             sequence_end=step == 2,

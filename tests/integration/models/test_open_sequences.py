@@ -29,7 +29,7 @@ def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
     repositories.add_as(repository, "sums", "sequencer", config)
     with running(repository, *flags) as server:
         server.gate.close()
-        assert total(ask(server, 1, start=True)) == 1
+        assert total(send_step(server, 1, start=True)) == 1
         members = server.tree()
         server.process.terminate()
         server.wait_log("model 'sums': waiting until all open sequences (1) have ended")
@@ -38,7 +38,7 @@ def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
         server.assert_exited(members)
 
 
-def ask(server: Server, sequence: int, start: bool = False, end: bool = False) -> Reply:
+def send_step(server: Server, sequence: int, start: bool = False, end: bool = False) -> Reply:
     """Send the value 1 over a new connection."""
     parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
     tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
@@ -54,16 +54,16 @@ def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None
     """It is no longer ready and rejects a START. Open sequences continue until their END."""
     with ending(tmp_path, _LONG_S) as server:
         assert not server.answers("/v2/health/ready")
-        refused = ask(server, 2, start=True)
+        refused = send_step(server, 2, start=True)
         assert refused.status == 503 and "stopped accepting new inference" in refused.error
-        assert [total(ask(server, 1)) for _ in range(3)] == [2, 3, 4]
+        assert [total(send_step(server, 1)) for _ in range(3)] == [2, 3, 4]
         assert server.wait_exit(0.2) is None
-        assert total(ask(server, 1, end=True)) == 5
+        assert total(send_step(server, 1, end=True)) == 5
 
 
 def test_3_3_it_waits_no_longer_than_for_the_idle_time(tmp_path: Path) -> None:
     with ending(tmp_path, _SHORT_S) as server:
-        assert total(ask(server, 1)) == 2
+        assert total(send_step(server, 1)) == 2
         server.wait_log("sequence 1 of model 'sums' was idle for too long")
 
 
@@ -81,16 +81,16 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
     with running(tmp_path, *flags) as server, server.http() as http:
         server.gate.close()
         (first,) = server.find("worker sums")
-        assert total(ask(server, 1, start=True)) == 1
+        assert total(send_step(server, 1, start=True)) == 1
         with (folder / "config.pbtxt").open("a") as text:
             text.write('parameters { key: "changed" value { string_value: "yes" } }\n')
         http.load("sums").ok()
         until("the old one has ended", lambda: not first.is_running())
-        forgotten = ask(server, 1)
+        forgotten = send_step(server, 1)
         assert forgotten.status == 400 and "must specify the START flag" in forgotten.error
-        assert total(ask(server, 1, start=True)) == 1
+        assert total(send_step(server, 1, start=True)) == 1
         http.unload("sums").ok()
-        assert ask(server, 1).status == 404
+        assert send_step(server, 1).status == 404
         until("it has ended", lambda: not server.find("worker sums"))
 
 
@@ -108,14 +108,14 @@ def test_a_successor_server_takes_over(tmp_path: Path) -> None:
     try:
         server.wait_ready().gate.close()
         with always_ready(server):
-            assert total(ask(server, 1, start=True)) == 1
+            assert total(send_step(server, 1, start=True)) == 1
             servers.append(Server([tmp_path], ["--take-over"], run_dir=server.run_dir, ports=ports))
             servers[1].gate.close()
             server.wait_log("model 'sums': waiting until all open sequences (1) have ended")
-            assert [total(ask(server, 1)) for _ in range(3)] == [2, 3, 4]
-            assert total(ask(server, 1, end=True)) == 5
+            assert [total(send_step(server, 1)) for _ in range(3)] == [2, 3, 4]
+            assert total(send_step(server, 1, end=True)) == 5
             assert server.wait_exit(20) == 0
-            assert total(ask(server, 1, start=True)) == 1
+            assert total(send_step(server, 1, start=True)) == 1
         servers[1].stop()
     finally:
         for each in servers:

@@ -64,7 +64,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, environment=environment, grpc=True)
 
 
-def ask(server: Server, model: str, image: Any) -> tuple[Any, Any]:
+def infer(server: Server, model: str, image: Any) -> tuple[Any, Any]:
     with triton.InferenceServerClient(server.grpc_url) as client:
         infer_input = triton.InferInput("IMAGE", image.shape, "FP32")
         infer_input.set_data_from_numpy(image)
@@ -77,7 +77,7 @@ def ask_all(server: Server, model: str) -> list[list[int]]:
     rng = np.random.default_rng(0)
     images = [rng.random((1, 3, size, size), np.float32) for size in SIZES]
     with ThreadPoolExecutor(len(images)) as threads:
-        answers = list(threads.map(lambda image: ask(server, model, image), images))
+        answers = list(threads.map(lambda image: infer(server, model, image), images))
     for image, (features, _) in zip(images, answers, strict=True):
         np.testing.assert_array_equal(features, image + 1)
     return [saw[0].tolist() for _, saw in answers]
@@ -106,7 +106,7 @@ def test_lengths_and_mask_are_no_inputs_of_clients(server: Server) -> None:
         assert [tensor.name for tensor in client.get_model_metadata("together").inputs] == ["IMAGE"]
     large = np.zeros((1, 3, 400, 8), np.float32)
     with pytest.raises(InferenceServerException, match=r"\[3,400,8\] fits none"):
-        ask(server, "alone", large)
+        infer(server, "alone", large)
 
 
 def test_a_local_client_has_its_output_cut_in_its_region(server: Server) -> None:

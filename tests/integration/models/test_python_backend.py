@@ -97,11 +97,11 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         config = repositories.identity_config(f"model_{number}", "FP32", [1], more=two)
         repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
     with server.http() as http:
-        for number, says in enumerate(arguments.values()):
+        for number, expected_error in enumerate(arguments.values()):
             reply = http.load(f"model_{number}")
             assert reply.status == 400
             where = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
-            assert reply.error.startswith(where + says)
+            assert reply.error.startswith(where + expected_error)
 
 
 FINALIZING = '''
@@ -235,14 +235,14 @@ def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
     with server.http() as http:
         http.load("speaker").ok()
 
-        def ask(way: str) -> Reply:
+        def send_request(way: str) -> Reply:
             tensor = json_input("INPUT0", np.zeros(1, np.int32))
             return http.infer("speaker", {"id": way, "inputs": [tensor]})
 
         for way in ("raise", "error"):
-            assert ask(way).error.endswith("n\\udce4me")
+            assert send_request(way).error.endswith("n\\udce4me")
         for way in ("call", "measure", "nothing"):
-            assert ask(way).tensors()["OUTPUT0"].tolist() == [1]
+            assert send_request(way).tensors()["OUTPUT0"].tolist() == [1]
         assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
 
 
@@ -277,21 +277,21 @@ def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
     config = repositories.identity_config("countdown", "INT32", [1])
     repositories.write(repository, "countdown", config, COUNTDOWN)
 
-    def ask(number: int) -> Reply:
+    def send_request(number: int) -> Reply:
         tensor = json_input("INPUT0", np.array([number], np.int32))
         return http.infer("countdown", {"inputs": [tensor]})
 
     with server.http() as http:
         http.load("countdown").ok()
         for number in (1, -1):
-            reply = ask(number)
+            reply = send_request(number)
             assert reply.status == 500
             assert "deadlock" in reply.error and "(countdown -> countdown)" in reply.error
-        assert ask(0).status == 200
+        assert send_request(0).status == 200
         two = config + "instance_group { kind: KIND_CPU count: 2 }\n"
         repositories.write(repository, "countdown", two, COUNTDOWN)
         http.load("countdown").ok()
-        assert [ask(number).status for number in (0, 1, -1)] == [200, 200, 200]
+        assert [send_request(number).status for number in (0, 1, -1)] == [200, 200, 200]
 
 
 PARTIAL = """
@@ -336,11 +336,11 @@ def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> 
             region["INPUT0"][:] = sevens
             assert (client.infer("partial", region)["OUTPUT0"] == sevens).all()
             region["INPUT0"][:] = absent
-            for ask in (region, {"INPUT0": absent}):
+            for inputs in (region, {"INPUT0": absent}):
                 with pytest.raises(Internal, match=lacks):
-                    client.infer("partial", ask)
+                    client.infer("partial", inputs)
             assert not region["OUTPUT0"].any()
         with pytest.raises(Internal, match=lacks):
             client.infer("partial", INPUT0=np.zeros(1 << 16, np.int32), outputs=["OUTPUT0"])
-    said = "model 'partial' did not return the requested outputs OUTPUT0"
-    assert server.log().count(said) == 1
+    message = "model 'partial' did not return the requested outputs OUTPUT0"
+    assert server.log().count(message) == 1

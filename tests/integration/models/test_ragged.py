@@ -72,7 +72,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, environment=environment, grpc=True)
 
 
-def ask(server: Server, model: str, **arrays: Any) -> dict[str, np.ndarray[Any, Any]]:
+def infer(server: Server, model: str, **arrays: Any) -> dict[str, np.ndarray[Any, Any]]:
     with triton.InferenceServerClient(server.grpc_url) as client:
         inputs = []
         for name, array in arrays.items():
@@ -84,7 +84,7 @@ def ask(server: Server, model: str, **arrays: Any) -> dict[str, np.ndarray[Any, 
 
 def ask_all(server: Server, model: str, requests: list[dict[str, Any]]) -> list[Any]:
     with ThreadPoolExecutor(len(requests)) as threads:
-        return list(threads.map(lambda arrays: ask(server, model, **arrays), requests))
+        return list(threads.map(lambda arrays: infer(server, model, **arrays), requests))
 
 
 def of(*sizes: int) -> list[dict[str, Any]]:

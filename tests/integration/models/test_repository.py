@@ -503,7 +503,7 @@ def test_a_model_that_is_only_in_the_request(empty_server: Explicit) -> None:
 
 
 @contextlib.contextmanager
-def asked(server: Server, http: Http, repository: Path) -> Iterator[Load]:
+def under_load(server: Server, http: Http, repository: Path) -> Iterator[Load]:
     """Run clients of two models during the block; each request must succeed."""
     repositories.add(repository, "simple", "identity")
     for name in ("simple", "identity"):
@@ -516,7 +516,7 @@ def asked(server: Server, http: Http, repository: Path) -> Iterator[Load]:
 def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
     server, repository = empty_server
     counted = [server.metric("nv_inference_request_success")]
-    with server.http() as http, asked(server, http, repository) as asking:
+    with server.http() as http, under_load(server, http, repository) as asking:
         for _ in range(3):
             http.load("simple").ok()
             http.load("identity").ok()
@@ -561,7 +561,7 @@ def test_requests_of_an_old_generation_are_counted(empty_server: Explicit, betwe
 def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    with server.http() as http, asked(server, http, repository):
+    with server.http() as http, under_load(server, http, repository):
         http.load("constant").ok()
         rewrite(repository, BROKEN)
         reply = http.load("constant")

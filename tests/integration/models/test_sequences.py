@@ -132,7 +132,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def ask(
+def add_value(
     http: Http,
     model: str,
     sequence: int | str,
@@ -154,11 +154,11 @@ def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None
     """The model stores state by `correlation_id()`. Numbers and texts are different ids."""
     mine: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
     for sequence in mine:
-        assert ask(http, f"id_{id_type}", sequence, 3, 1) == (200, 3)
+        assert add_value(http, f"id_{id_type}", sequence, 3, 1) == (200, 3)
     for sequence in mine:
-        assert ask(http, f"id_{id_type}", sequence, 4, 2) == (200, 7)
+        assert add_value(http, f"id_{id_type}", sequence, 4, 2) == (200, 7)
     wrong: int | str = "text" if id_type != "STRING" else 9
-    status, text = ask(http, f"id_{id_type}", wrong, 1, 1)
+    status, text = add_value(http, f"id_{id_type}", wrong, 1, 1)
     kinds = ("BYTES", id_type) if id_type != "STRING" else ("UINT64", "BYTES")
     assert (status, text) == (
         400,
@@ -171,9 +171,9 @@ def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None
 def test_3_3_pairs_of_every_datatype(http: Http, pair: str) -> None:
     shape = (1,) if pair == "fp32" else (1, 1)
     for flags, total in ((1, 2), (0, 4), (2, 6), (3, 2)):
-        assert ask(http, f"pair_{pair}", "one", 2, flags, shape)[0] == 400
-        assert ask(http, f"pair_{pair}", 1, 2, flags, shape) == (200, total)
-    assert "must specify the START flag" in ask(http, f"pair_{pair}", 1, 2, 0, shape)[1]
+        assert add_value(http, f"pair_{pair}", "one", 2, flags, shape)[0] == 400
+        assert add_value(http, f"pair_{pair}", 1, 2, flags, shape) == (200, total)
+    assert "must specify the START flag" in add_value(http, f"pair_{pair}", 1, 2, 0, shape)[1]
 
 
 def test_tritonclient_over_both_protocols(server: Server) -> None:

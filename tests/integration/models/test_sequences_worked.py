@@ -39,16 +39,16 @@ def pool(server: Server) -> Iterator[RequestPool]:
         server.gate.release_all()
 
 
-def asking(pool: RequestPool, model: str) -> Ask:
+def step_sender(pool: RequestPool, model: str) -> Ask:
     """Return a function that sends a request of a sequence with the value 1."""
 
-    def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
+    def send_step(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
         parameters: dict[str, Any] = {"sequence_id": sequence}
         parameters |= {"sequence_start": start, "sequence_end": end}
         tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
         return pool.infer(model, {"inputs": [tensor], "parameters": parameters})
 
-    return ask
+    return send_step
 
 
 def by_slot(visit: Visit, slots: int = 2) -> dict[str, list[Any]]:
@@ -66,14 +66,14 @@ def sums(*replies: Future[Reply]) -> list[int]:
 
 def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) -> None:
     """The ids of sequences 0 to 5 are 1 to 6."""
-    ask, gate = asking(pool, "pair"), server.gate
-    begun = [ask(1, start=True)]
+    send_step, gate = step_sender(pool, "pair"), server.gate
+    begun = [send_step(1, start=True)]
     first = gate.next()
-    begun.append(ask(2, start=True))
+    begun.append(send_step(2, start=True))
     second = gate.next()
     assert first.pid != second.pid
     for sequence, waiting in ((3, 1), (4, 2), (5, 3), (6, 4)):
-        begun.append(ask(sequence, start=True))
+        begun.append(send_step(sequence, start=True))
         server.wait_pending("pair", waiting)
     for visit, sequence in ((first, 1), (second, 2)):
         assert by_slot(visit) == {
@@ -96,7 +96,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
             "CORRID": [0, sequence],
         }
     # Sequence 4 ends, and 5 takes its slot.
-    ended = ask(4, end=True)
+    ended = send_step(4, end=True)
     server.wait_pending("pair", 3)
     fourth.release()
     end = gate.next()
@@ -106,7 +106,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
     assert fifth.pid == second.pid
     assert by_slot(fifth)["START"] == [0, 1] and by_slot(fifth)["CORRID"] == [0, 5]
     # Sequence 2 ends, and 6 takes its slot.
-    ended_too = ask(2, end=True)
+    ended_too = send_step(2, end=True)
     server.wait_pending("pair", 2)
     fifth.release()
     end = gate.next()
@@ -128,8 +128,8 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     Then the instance is idle, and the next request of slot 0 and the first of slot 1 run as one
     batch.
     """
-    ask, gate = asking(pool, "single"), server.gate
-    lone = ask(1, start=True)
+    send_step, gate = step_sender(pool, "single"), server.gate
+    lone = send_step(1, start=True)
     visit = gate.next()
     assert by_slot(visit) == {"START": [1, 0], "END": [0, 0], "READY": [1, 0], "CORRID": [1, 0]}
     assert (visit.message["START"], visit.message["READY"]) == ([1], [1])
@@ -137,11 +137,11 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     assert sums(lone) == [1]
     assert gate.is_idle()
     # Both requests wait together while the instance is busy.
-    busy = ask(1)
+    busy = send_step(1)
     visit = gate.next()
-    both = [ask(1)]
+    both = [send_step(1)]
     server.wait_pending("single", 1)
-    both.append(ask(2, start=True))
+    both.append(send_step(2, start=True))
     server.wait_pending("single", 2)
     visit.release()
     assert sums(busy) == [2]
@@ -158,10 +158,10 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
     A lone request in slot 0 is one row, without a row for the idle slot 1, even if it starts
     another sequence. A request in slot 1 is preceded by a null row.
     """
-    ask, gate = asking(pool, "single"), server.gate
+    send_step, gate = step_sender(pool, "single"), server.gate
 
     def alone(sequence: int, **flags: bool) -> tuple[list[int], list[int], list[int]]:
-        response = ask(sequence, **flags)
+        response = send_step(sequence, **flags)
         visit = gate.next()
         visit.release()
         response.result().ok()
@@ -184,13 +184,13 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
 
 def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: RequestPool) -> None:
     """The ids of sequences A to D are 1 to 4. Sequence 5 waits until one of them ends."""
-    ask, gate = asking(pool, "oldest"), server.gate
-    replies = [ask(1, start=True)]
+    send_step, gate = step_sender(pool, "oldest"), server.gate
+    replies = [send_step(1, start=True)]
     visit = gate.next()
     steps = [(2, {"start": True}), (3, {"start": True}), (4, {"start": True}), (1, {}), (4, {})]
     steps += [(4, {"end": True}), (5, {"start": True})]
     for waiting, (sequence, flags) in enumerate(steps, 1):
-        replies.append(ask(sequence, **flags))
+        replies.append(send_step(sequence, **flags))
         server.wait_pending("oldest", waiting)
     seen = [visit.message["CORRID"]]
     ends = []

@@ -98,7 +98,7 @@ sequence_batching {
 
 
 @pytest.fixture(scope="module")
-def asked(models: Path, start: Start) -> Server:
+def perf_server(models: Path, start: Start) -> Server:
     repositories.add(models, "simple", "identity")
     repositories.write(models, "counter", COUNTER_CONFIG, COUNTER)
     repositories.write(models, "strict", STRICT_CONFIG, STRICT)
@@ -108,12 +108,12 @@ def asked(models: Path, start: Start) -> Server:
 
 
 @pytest.fixture
-def perf(asked: Server, tmp_path: Path) -> Perf:
+def perf(perf_server: Server, tmp_path: Path) -> Perf:
     """Run it over a door, and return the last point of its report."""
 
     def run(door: str, *arguments: str) -> dict[str, Any]:
         path = tmp_path / "report.json"
-        assert main(["perf", *arguments, *at(asked, door), *SHORT, f"--json={path}"]) == 0
+        assert main(["perf", *arguments, *at(perf_server, door), *SHORT, f"--json={path}"]) == 0
         point: dict[str, Any] = json.loads(path.read_text())["points"][-1]
         return point
 
@@ -134,19 +134,19 @@ def successes(server: Server) -> float:
 )
 @pytest.mark.parametrize("door", ["http", "native"])
 def test_an_interrupt_prints_what_was_measured(
-    asked: Server, tmp_path: Path, door: str, flags: tuple[str, ...]
+    perf_server: Server, tmp_path: Path, door: str, flags: tuple[str, ...]
 ) -> None:
     path = tmp_path / "report.json"
     command = ["perf", "simple", "--concurrency=4,5", "--stability=1e-9", f"--json={path}"]
-    before = successes(asked)
+    before = successes(perf_server)
     with subprocess.Popen(
-        [sys.executable, "-m", "shmserve", *command, *at(asked, door), *flags],
+        [sys.executable, "-m", "shmserve", *command, *at(perf_server, door), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
     ) as process:
-        until("the load has begun", lambda: successes(asked) > before + 100)
+        until("the load has begun", lambda: successes(perf_server) > before + 100)
         time.sleep(0.8)  # the second case ends its warm-up and some windows
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
@@ -159,7 +159,7 @@ def test_an_interrupt_prints_what_was_measured(
 @pytest.mark.parametrize("memory", ["none", "system"])
 @pytest.mark.parametrize("door", ["http", "grpc", "native"])
 def test_each_door_with_and_without_shared_memory(
-    asked: Server, perf: Perf, door: str, memory: str
+    perf_server: Server, perf: Perf, door: str, memory: str
 ) -> None:
     point = perf(door, "simple", "--concurrency=8", f"--shared-memory={memory}")
     assert point["errors"] == 0
@@ -170,7 +170,7 @@ def test_each_door_with_and_without_shared_memory(
     server = point["server"]["simple"]
     assert server["requests"] == pytest.approx(point["requests"], rel=0.5, abs=50)
     assert server["batch"] >= 1
-    with asked.http() as http:
+    with perf_server.http() as http:
         regions = http.get("/v2/systemsharedmemory/status").ok().json()
     assert not [region for region in regions if region["name"].startswith("perf-")]
 
@@ -216,10 +216,10 @@ def test_errors_are_counted_and_reported(
 
 
 def test_a_report_is_written_drawn_and_compared(
-    asked: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    perf_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [f"--json={tmp_path}/1.json", f"--csv={tmp_path}/1.csv", f"--plot={tmp_path}/1.svg"]
-    server = [*at(asked, "http"), *SHORT]
+    server = [*at(perf_server, "http"), *SHORT]
     assert main(["perf", "simple", "--concurrency=1:2", *server, *files]) == 0
     assert (tmp_path / "1.svg").read_text().startswith("<svg")
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
@@ -230,7 +230,7 @@ def test_a_report_is_written_drawn_and_compared(
 
 
 @pytest.mark.parametrize(
-    ("door", "arguments", "status", "said"),
+    ("door", "arguments", "status", "expected_error"),
     [
         ("http", ["nobody"], 1, "unknown model: 'nobody'"),
         ("grpc", ["nobody"], 1, "unknown model: 'nobody'"),
@@ -253,16 +253,16 @@ def test_a_report_is_written_drawn_and_compared(
     ],
 )
 def test_an_error_is_one_line(
-    asked: Server,
+    perf_server: Server,
     capsys: pytest.CaptureFixture[str],
     door: str,
     arguments: list[str],
     status: int,
-    said: str,
+    expected_error: str,
 ) -> None:
-    assert main(["perf", *arguments, *at(asked, door)]) == status
+    assert main(["perf", *arguments, *at(perf_server, door)]) == status
     error = capsys.readouterr().err
-    assert said in error
+    assert expected_error in error
     assert error.count("\n") == 1
 
 

@@ -112,7 +112,7 @@ def test_tune_writes_its_recommendation_to_the_given_file(
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "expected_error"),
     [
         (("--p99=soon",), "--p99: 'soon' is not a time (30ms, 1.5s, 800us)"),
         (("--p99=0",), "--p99: '0' is not a time"),
@@ -122,10 +122,10 @@ def test_tune_writes_its_recommendation_to_the_given_file(
     ],
 )
 def test_errors_of_tune_are_reported(
-    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], expected_error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", "slow", *flags]) == 2
-    assert says in capsys.readouterr().err
+    assert expected_error in capsys.readouterr().err
 
 
 def test_a_server_that_loads_nothing_on_request_is_named(

@@ -370,7 +370,7 @@ def test_client_infer_that_is_refused(connection_flags: dict[str, str], door: st
         assert expected in done.stderr and done.stderr.count("\n") == 1
 
 
-def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
+def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
     """Run `shmserve client`; return its status and its output on stdout and stderr."""
     status = client.run(arguments)
     captured = capsys.readouterr()
@@ -381,24 +381,24 @@ def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFi
     """They act and print the same over every protocol, with flags before or after the command."""
     printed = []
     for there in connection_flags.values():
-        assert ask(capsys, there, "unload", "halves") == (0, [], "")
-        status, _, text = ask(capsys, "ready", "halves", there)
+        assert run_client(capsys, there, "unload", "halves") == (0, [], "")
+        status, _, text = run_client(capsys, "ready", "halves", there)
         assert status == 1 and "not ready" in text and text.count("\n") == 1
-        assert ask(capsys, "load", there, "halves") == (0, [], "")
+        assert run_client(capsys, "load", there, "halves") == (0, [], "")
         for arguments in (("ready",), ("ready", "halves")):
-            assert ask(capsys, *arguments, there) == (0, [{"ready": True}], "")
-        _, output, _ = ask(capsys, "models", there)
+            assert run_client(capsys, *arguments, there) == (0, [{"ready": True}], "")
+        _, output, _ = run_client(capsys, "models", there)
         assert [row["name"] for row in output] == ["completed", "halves", "text"]
-        _, (config,), _ = ask(capsys, "config", "halves", there)
-        _, every, _ = ask(capsys, there, "stats")
-        _, (stats,), _ = ask(capsys, there, "stats", "halves", "--model-version=1")
+        _, (config,), _ = run_client(capsys, "config", "halves", there)
+        _, every, _ = run_client(capsys, there, "stats")
+        _, (stats,), _ = run_client(capsys, there, "stats", "halves", "--model-version=1")
         assert [row["name"] for row in every] == ["completed", "halves", "text"]
         assert stats["inference_count"] == 0 and every[1].keys() == stats.keys()
         with SharedObject(4096) as shared_object:
             url = connection_flags["http"].removeprefix("--url=http://127.0.0.1:")
             with contextlib.closing(Http(int(url))) as http:
                 http.register("r", shared_object.key, 4096).ok()
-                _, regions, _ = ask(capsys, "regions", there)
+                _, regions, _ = run_client(capsys, "regions", there)
                 http.unregister("r").ok()
         (region,) = [row for row in regions if row["name"] == "r"]
         assert region.pop("key").startswith("/")
@@ -414,7 +414,7 @@ def test_client_without_a_server(
     """No command connects to another server at the default port."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for verb in (("infer", "m", "--input=X=1"), ("models",)):
-        assert ask(capsys, *verb) == (
+        assert run_client(capsys, *verb) == (
             1,
             [],
             f"shmserve client {verb[0]}: no server of this user is running: there is no run "
@@ -437,7 +437,7 @@ def test_client_infer_finds_this_users_server(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "expected_error"),
     [
         (("nothing", "--input", "INPUT0=1"), 1, "'nothing' is not found"),
         (("completed", "--input", "X=1"), 2, "no input 'X'"),
@@ -448,12 +448,12 @@ def test_client_infer_finds_this_users_server(server: Server) -> None:
     ],
 )
 def test_client_infer_that_fails(
-    server: Server, arguments: tuple[str, ...], status: int, told: str
+    server: Server, arguments: tuple[str, ...], status: int, expected_error: str
 ) -> None:
     url = f"http://127.0.0.1:{server.http_port}"
     done = run_command("client", "infer", *arguments, "--url", url)
     assert done.returncode == status
-    assert told in done.stderr
+    assert expected_error in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -74,7 +74,7 @@ def test_it_needs_the_token_of_metrics(guarded_server: Server) -> None:
 
 
 def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
-    with watched.asked(server), Feed(server.metrics_port) as feed:
+    with watched.under_load(server), Feed(server.metrics_port) as feed:
         first = feed.next()
         until("all are asked", lambda: all(answered(server, name) > 8 for name in watched.FEW))
     with Feed(server.metrics_port) as feed:
@@ -115,10 +115,10 @@ def test_the_dashboard_reports_a_dead_worker(server: Server) -> None:
         feed.next()
         worker = server.find_one("worker half")
         worker.kill()
-        news: list[dict[str, Any]] = []
-        while not any(event["event"] == "ProcessEnded" for event in news):
-            news += feed.next()["events"]
-    (ended,) = [event for event in news if event["event"] == "ProcessEnded"]
+        new_events: list[dict[str, Any]] = []
+        while not any(event["event"] == "ProcessEnded" for event in new_events):
+            new_events += feed.next()["events"]
+    (ended,) = [event for event in new_events if event["event"] == "ProcessEnded"]
     assert ended["pid"] == worker.pid and ended["reason"] == "signal 9"
     until("it is back", lambda: server.find("worker half"))
 
@@ -134,7 +134,7 @@ def cell(page: Page, model: str, column: str) -> str:
 
 @needs_chromium
 def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> None:
-    with watched.asked(server):
+    with watched.under_load(server):
         page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
         page.wait("it shows figures", "models.size >= 7 && models.get('simple/1').recent")
         page.wait("it is said what hurts", "models.get('crimes/1').because.includes('fail')")
@@ -173,7 +173,7 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     """The server stores ten minutes of history, so charts include events before the page was
     opened.
     """
-    with watched.asked(server):
+    with watched.under_load(server):
         until("all are asked", lambda: answered(server, "simple") > 8)
         until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_EVERY_S)
     with Feed(server.metrics_port) as feed:

@@ -39,12 +39,12 @@ def events(server: Server) -> Iterator[EventReader]:
         yield reader
 
 
-def heard(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
+def read_until(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
     received: list[Any] = []
-    for told in events.follow():
-        assert not told.lost
-        received.append(told.event)
-        if last(told.event):
+    for entry in events.follow():
+        assert not entry.lost
+        received.append(entry.event)
+        if last(entry.event):
             return received
     raise AssertionError
 
@@ -78,7 +78,7 @@ def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
     with server.http() as http:
         http.load("identity").ok()
         http.unload("identity").ok()
-    received = heard(
+    received = read_until(
         events, lambda e: e == m.ModelChanged("identity", "1", "UNAVAILABLE", "unloaded")
     )
     states = [e.state for e in received if isinstance(e, m.ModelChanged)]
@@ -96,14 +96,14 @@ def test_a_load_that_is_refused(
     with server.http() as http:
         assert http.load(model).status >= 400
         http.unload(model).ok()  # otherwise the failed model would keep the server unready
-    *_, refused = heard(events, lambda event: isinstance(event, m.LoadRefused))
+    *_, refused = read_until(events, lambda event: isinstance(event, m.LoadRefused))
     assert refused.name == model and reason in refused.reason
 
 
 def test_a_killed_worker(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
     victim.kill()
-    received = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
+    received = read_until(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
     assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in received
     assert m.ModelChanged("simple", "1", "LOADING", "a process is being restarted") in received
     server.wait_ready()
@@ -112,7 +112,7 @@ def test_a_killed_worker(server: Server, events: EventReader) -> None:
 def test_a_stopped_worker_and_why_it_ended(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
     stopped(victim)
-    received = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
+    received = read_until(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
     reason = "signal 9: it was stopped for 0.4 s"
     assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", reason) in received
     server.wait_ready()
@@ -122,11 +122,11 @@ def test_regions(server: Server, events: EventReader) -> None:
     with SharedObject(8192) as shared_object, server.http() as http:
         http.register("a", shared_object.key, 4096, 4096).ok()
         registered = m.RegionRegistered("a", shared_object.key, 4096, 4096, os.getuid(), -1)
-        assert registered in heard(events, lambda e: isinstance(e, m.RegionRegistered))
+        assert registered in read_until(events, lambda e: isinstance(e, m.RegionRegistered))
         listed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
         assert f" region a: 4096 bytes, {shared_object.key} from 4096" in listed
         http.unregister("a").ok()
-        assert m.RegionUnregistered("a", "") in heard(
+        assert m.RegionUnregistered("a", "") in read_until(
             events, lambda e: isinstance(e, m.RegionUnregistered)
         )
 
@@ -138,7 +138,7 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
     name = f"shmserve.client {os.getpid()}."
     with shmserve.client.connect(server.run_dir) as program, server.http() as http:
         kept = program.allocate({"x": ((16,), "INT32")})
-        *_, shared = heard(events, lambda e: isinstance(e, m.RegionRegistered))
+        *_, shared = read_until(events, lambda e: isinstance(e, m.RegionRegistered))
         assert shared.name.startswith(name)
         assert kept and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
         row = {field: getattr(shared, field) for field in ("name", "key", "offset", "byte_size")}
@@ -154,7 +154,7 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
         inputs = [{"name": each, **tensor} for each in ("INPUT0", "INPUT1")]
         refused = http.infer("simple", {"inputs": inputs})
         assert "Unable to find shared memory region" in refused.error
-    *_, gone = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
+    *_, gone = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
     assert gone == m.RegionUnregistered(shared.name, "its program has disconnected")
     until("it is gone", lambda: server.metric("shmserve_shm_unnamed_regions") == 0)
 
@@ -164,7 +164,7 @@ def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> 
         http.register("b", shared_object.key, 8192).ok()
         shared_object.truncate(0)
         server.find_one("worker simple.0").send_signal(signal.SIGBUS)
-        received = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
+        received = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
         reason = "it was truncated while a worker used it, and the worker died"
         assert received[-1] == m.RegionUnregistered("b", reason)
         assert m.RegionBlamed("b", reason) in received
@@ -173,7 +173,7 @@ def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> 
 
 def test_counters_are_published_repeatedly(server: Server, events: EventReader) -> None:
     def counters() -> dict[str, int]:
-        *_, counted = heard(events, lambda event: isinstance(event, m.ModelCounted))
+        *_, counted = read_until(events, lambda event: isinstance(event, m.ModelCounted))
         assert (counted.name, counted.version) == ("simple", "1")
         return counted.counters
 

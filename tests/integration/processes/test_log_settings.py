@@ -76,10 +76,10 @@ def settings(http: Http) -> dict[str, Any]:
     return dict(settings.json())
 
 
-def over_grpc(call: Any, **wanted: Any) -> dict[str, Any]:
+def over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
     """Send LogSettings: a bool, int or str sets the member of that type, None sets none."""
     request = pb.LogSettingsRequest()
-    for name, value in wanted.items():
+    for name, value in new_settings.items():
         setting = request.settings[name]
         if value is not None:
             kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
@@ -160,7 +160,7 @@ def test_other_methods_and_paths(http: Http) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "changed"),
+    ("new_settings", "changed"),
     [
         ({}, {}),
         ({"unknown": 1}, {}),
@@ -173,17 +173,17 @@ def test_other_methods_and_paths(http: Http) -> None:
     ],
 )
 def test_changes_over_grpc(
-    server: Server, http: Http, wanted: dict[str, Any], changed: dict[str, Any]
+    server: Server, http: Http, new_settings: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     with stub(server) as call:
-        assert over_grpc(call, **wanted) == {**DEFAULTS, **changed} == settings(http)
+        assert over_grpc(call, **new_settings) == {**DEFAULTS, **changed} == settings(http)
 
 
 INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize(
-    ("wanted", "status", "text"),
+    ("new_settings", "status", "text"),
     [
         *(
             ({name: value}, INVALID, f"expect boolean for '{name}'")
@@ -204,10 +204,10 @@ INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
     ],
 )
 def test_refusals_over_grpc(
-    server: Server, http: Http, wanted: dict[str, Any], status: Any, text: str
+    server: Server, http: Http, new_settings: dict[str, Any], status: Any, text: str
 ) -> None:
     with stub(server) as call, pytest.raises(grpc.RpcError) as refused:
-        over_grpc(call, **wanted)
+        over_grpc(call, **new_settings)
     assert (refused.value.code(), refused.value.details()) == (status, text)
     assert settings(http) == DEFAULTS
 
@@ -235,7 +235,7 @@ def lines(server: Server, role: str, pid: int | None = None) -> list[str]:
     return [" ".join(match) for match in re.findall(start, server.log())]
 
 
-def told(server: Server, level: int) -> Callable[[], bool]:
+def level_is_logged(server: Server, level: int) -> Callable[[], bool]:
     """Return a check that every process has logged its change to this level."""
 
     def holds() -> bool:
@@ -278,7 +278,7 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
         ]
         for level, over_this_listener in enumerate(change, 101):
             over_this_listener(level)
-            until(f"every process has heard of level {level}", told(server, level))
+            until(f"every process has heard of level {level}", level_is_logged(server, level))
             for listener in listeners.values():
                 assert settings(listener)["log_verbose_level"] == level
             assert over_grpc(call)["log_verbose_level"] == level
@@ -308,8 +308,8 @@ def spoken(server: Server, http: Http) -> str:
     """Return the levels of the lines that the model logs about one request."""
     before = len(lines(server, "worker talker"))
     http.infer("talker", ROW).ok()  # the model's log lines are written before its response is sent
-    said = lines(server, "worker talker")[before:]
-    return "".join(line[0] for line in said if " I am " in line)
+    logged = lines(server, "worker talker")[before:]
+    return "".join(line[0] for line in logged if " I am " in line)
 
 
 def in_iso(server: Server, pid: int) -> bool:

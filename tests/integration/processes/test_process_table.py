@@ -58,9 +58,9 @@ async def main():
         between = os.posix_spawn(
             "/bin/sh", command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)]
         )
-        with open(read) as told:
-            child = children.adopt(int(told.readline()), "one")
-            stray = int(told.readline())
+        with open(read) as pipe:
+            child = children.adopt(int(pipe.readline()), "one")
+            stray = int(pipe.readline())
         ends = [os.pidfd_open(pid) for pid in (between, stray)]
     for end in ends:
         select.select([end], [], [])
@@ -103,8 +103,8 @@ async def main():
             ]
         )
         child = children.adopt(pid, "one")
-    with open(read) as told:
-        semaphore, memory = told.readline().split()
+    with open(read) as pipe:
+        semaphore, memory = pipe.readline().split()
     paths = [f"/dev/shm/sem.{semaphore[1:]}", f"/dev/shm/{memory}"]
     print([os.path.exists(path) for path in paths])
     child.kill()

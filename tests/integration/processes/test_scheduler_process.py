@@ -107,7 +107,7 @@ class Stage:
         assert ready == SchedulerReady(self.process.pid)
         self.client = self.join(endpoints.scheduler(run_dir, NUMBER), f"{os.getpid()}.ab")
         self.worker = self.join(endpoints.instances(run_dir, NUMBER), f"0.{os.getpid()}")
-        self.tell(InstanceExpected(0, os.getpid()))
+        self.send_message(InstanceExpected(0, os.getpid()))
         self.worker.send(m.InstanceReady(0, os.getpid()))
 
     def join(self, endpoint: str, identity: str) -> Dealer:
@@ -115,7 +115,7 @@ class Stage:
         self.links.append(link)
         return link
 
-    def tell(self, message: Any) -> None:
+    def send_message(self, message: Any) -> None:
         self.control.post(self.address, message)
         self.control.flush()
 
@@ -132,7 +132,7 @@ class Stage:
 
     def end(self) -> int:
         """Stop the scheduler and then its process; return the exit status."""
-        self.tell(Stop())
+        self.send_message(Stop())
         while SchedulerClosed(NUMBER, "") not in [message for _, message in self.all(self.control)]:
             pass
         self.control.post(self.host, Stop())
@@ -210,7 +210,7 @@ def test_a_scheduler_has_a_title_and_ends_only_on_request(stage: Stage) -> None:
     stage.submit()
     stage.finish(stage.next(stage.worker))
     assert isinstance(stage.next(stage.client), m.Finished)
-    stage.tell(Drain())
+    stage.send_message(Drain())
     stage.until_drained()
     assert stage.end() == 0
 
@@ -224,7 +224,7 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
     stage.next(stage.worker)
     stage.process.send_signal(signal.SIGSTOP)
     late = [stage.submit() for _ in range(3)]
-    stage.tell(Drain())
+    stage.send_message(Drain())
     stage.process.send_signal(signal.SIGCONT)
     until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late))
     stage.submit()
@@ -330,6 +330,6 @@ def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None
     endpoint = endpoints.scheduler(stage.run_dir, NUMBER)
     with subprocess.Popen([sys.executable, "-c", FLOOD, endpoint], stdin=subprocess.PIPE) as flood:
         batch = stage.next(stage.worker)
-        stage.tell(ProcessExited(flood.pid, ""))
+        stage.send_message(ProcessExited(flood.pid, ""))
         assert 1 <= len(batch.requests) <= 8
         assert stage.end() == 0

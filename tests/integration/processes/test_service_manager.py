@@ -43,8 +43,8 @@ def test_a_service_manager_is_notified_of_start_and_stop(
     server = Server([repository], environment={"NOTIFY_SOCKET": manager.address})
     try:
         message = manager.receive("loading slow")
-        assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in message)
-        assert not any("READY=1" in said for said in message)
+        assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in message)
+        assert not any("READY=1" in line for line in message)
         server.gate.next().release()
         assert manager.receive("READY=1")[-1] == "READY=1\nSTATUS=2/2 models ready"
         for child in server.tree()[1:]:
@@ -80,12 +80,12 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
     with running(repository, *flags, environment=notified, grpc=True) as server:
         manager.receive("READY=1")
 
-        def reload(says: str) -> None:
+        def reload(log_text: str) -> None:
             server.process.send_signal(signal.SIGHUP)
             reloading = manager.receive("RELOADING=1")[-1]
             assert "\nMONOTONIC_USEC=" in reloading
             manager.receive("READY=1")
-            server.wait_log(says)
+            server.wait_log(log_text)
 
         def status(token: str) -> int:
             return old.get("/v2/models/simple", {"Authorization": f"Bearer {token}"}).status
@@ -105,9 +105,9 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
             assert server.find("worker later.0")
             with grpc_channel(server.grpc_url) as channel:
-                ask = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+                infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
                 good = (("authorization", "Bearer another-of-tokens"),)
-                assert is_right(ask(simple_request(), timeout=20, metadata=good))
+                assert is_right(infer(simple_request(), timeout=20, metadata=good))
             # A replacement gateway has the new tokens, too.
             server.find_one("gateway http 0").kill()
             until("a gateway", lambda: server.answers("/v2/health/ready"))
@@ -185,7 +185,7 @@ def test_registrations_outlive_the_server(
 ) -> None:
     """The service manager stores the descriptors and passes them to the next server."""
     repositories.add(repository, "identity")
-    ask: InferInMemory | None = None
+    infer_in_memory: InferInMemory | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for _ in range(3):
@@ -198,19 +198,21 @@ def test_registrations_outlive_the_server(
             try:
                 manager.receive("READY=1")
                 with contextlib.closing(Http(port)) as http:
-                    if ask is None:
-                        ask = InferInMemory(http)
-                        http.register("other", ask.shared.key, 4096).ok()
+                    if infer_in_memory is None:
+                        infer_in_memory = InferInMemory(http)
+                        http.register("other", infer_in_memory.shared.key, 4096).ok()
                         http.unregister("other").ok()
                         manager.receive("FDSTOREREMOVE=1")
-                    assert ask(http, 1) == ""
-                    assert [region["name"] for region in http.regions().json()] == [ask.shared.name]
+                    assert infer_in_memory(http, 1) == ""
+                    assert [region["name"] for region in http.regions().json()] == [
+                        infer_in_memory.shared.name
+                    ]
             finally:
                 server.send_signal(number)
                 server.wait(30)
                 manager.receive_all()
-    assert ask is not None
-    ask.shared.unlink()
+    assert infer_in_memory is not None
+    infer_in_memory.shared.unlink()
 
 
 def ready(port: int) -> bool:

@@ -60,8 +60,8 @@ def installed_systemd(systemd: Systemd) -> Systemd:
     hidden = ("/home", "/root", "/tmp")
     if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
         pytest.skip("this Python is in a folder that a service does not see")
-    said = systemd.run(*COMMAND, "install")
-    assert "run        systemctl daemon-reload" in said and "status" not in said
+    output = systemd.run(*COMMAND, "install")
+    assert "run        systemctl daemon-reload" in output and "status" not in output
     for service in ("shmserve", "shmserve@"):
         folder = systemd.path(f"/etc/systemd/system/{service}.service.d")
         (folder / "90-test.conf").write_text(DROP_IN)
@@ -141,16 +141,16 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
 
     # Members of the group are served and have their own shared memory. Other users cannot connect.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
-    ask = (sys.executable, "-c", ASK)
-    assert systemd.run(*ask, user=CLIENT, groups=group) == "32\n64"
-    assert "may not connect" in systemd.run(*ask, user=CLIENT)
+    client_command = (sys.executable, "-c", ASK)
+    assert systemd.run(*client_command, user=CLIENT, groups=group) == "32\n64"
+    assert "may not connect" in systemd.run(*client_command, user=CLIENT)
     assert status_of(systemd, groups=group) == "200"
     assert status_of(systemd, groups="") == "000"
 
     # The service restarts on request, and after a failure.
     systemd.run("kill", "-9", systemd.show(SERVICE, "MainPID"))
     wait_restarts(systemd, 1)
-    assert systemd.run(*ask, user=CLIENT, groups=group) == "32\n64"
+    assert systemd.run(*client_command, user=CLIENT, groups=group) == "32\n64"
 
     token = systemd.path("/etc/shmserve/token")
     token.write_text(f"{TOKEN}\n")
@@ -207,8 +207,8 @@ def test_further_servers(installed_systemd: Systemd) -> None:
     ready = (*curl, "http://127.0.0.1:9000/v2/health/ready")
     until("it is ready", lambda: systemd.run(*ready) == "200")
     assert "shmserve@blue.service" in systemd.run("systemctl", "list-units")
-    said = systemd.run(*COMMAND, "remove")
-    assert "status" not in said
+    output = systemd.run(*COMMAND, "remove")
+    assert "status" not in output
     assert "shmserve@" not in systemd.run("systemctl", "list-units", "--state=active")
 
 

@@ -89,17 +89,17 @@ def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> Non
     assert not run_dir.exists()
     with first(repository, run_dir) as server:
         (run_dir / "handover").rename(run_dir / "hidden")
-        said = refusal(run_dir, repository)
-        assert "the server of 'RUN_DIR' has a version that cannot hand over: stop it, and" in said
+        text = refusal(run_dir, repository)
+        assert "the server of 'RUN_DIR' has a version that cannot hand over: stop it, and" in text
         (run_dir / "hidden").rename(run_dir / "handover")
         assert_untouched(server)
 
 
 def test_a_service_managers(repository: Path, run_dir: Path) -> None:
     with managed() as manager, first(repository, run_dir, NOTIFY_SOCKET=manager.address) as server:
-        said = refusal(run_dir, repository)
+        text = refusal(run_dir, repository)
         assert (
-            "cannot be taken over: a service manager started the server and must restart it" in said
+            "cannot be taken over: a service manager started the server and must restart it" in text
         )
         assert_untouched(server)
 
@@ -107,13 +107,13 @@ def test_a_service_managers(repository: Path, run_dir: Path) -> None:
 @needs_users
 def test_another_users(repository: Path, run_dir: Path) -> None:
     with first(repository, run_dir) as server:
-        said = f"--take-over: '{run_dir}' belongs to another user"
+        text = f"--take-over: '{run_dir}' belongs to another user"
         run_dir.parent.chmod(0o755)
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgument, match=text):
             as_user(ALICE, lambda: Offer.of(run_dir))
         for path in (run_dir, run_dir / "handover"):
             path.chmod(0o777)  # insecure permissions: the old and the new server both check them
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgument, match=text):
             as_user(ALICE, lambda: Offer.of(run_dir))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             as_user(ALICE, lambda: link.connect(str(run_dir / "handover")))

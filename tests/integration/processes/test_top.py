@@ -86,7 +86,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 def test_it_is_used_by_keys(server: Server) -> None:
     url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}/metrics"
-    with watched.asked(server), terminal(url) as opened:
+    with watched.under_load(server), terminal(url) as opened:
         screen = opened.wait(r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken/1: .*no such weight")
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
         assert re.search(r"\d of 7 ready", screen[0])

@@ -103,10 +103,10 @@ def by_native(server: Server) -> Any:
         return result.parameters["explanation"]
 
 
-@pytest.mark.parametrize("ask", [by_http, by_grpc, by_native])
-def test_a_request_asks_why(server: Server, ask: Callable[[Server], Any]) -> None:
+@pytest.mark.parametrize("send_request", [by_http, by_grpc, by_native])
+def test_a_request_asks_why(server: Server, send_request: Callable[[Server], Any]) -> None:
     for _ in range(3):  # cached responses of earlier requests are not returned
-        trace_id = ask(server)
+        trace_id = send_request(server)
         assert trace_id["batch_size"] == 1
         assert trace_id["batch_closed"] == "idle"
         parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
@@ -184,13 +184,13 @@ def test_slow_requests_of_programs_are_logged(server: Server) -> None:
     assert "boom" in trace_text["error"]
 
 
-def told_by_http(server: Server) -> Any:
+def trace_by_http(server: Server) -> Any:
     with server.http() as http:
         (output,) = http.infer("tell", X, {"TraceParent": TRACEPARENT}).ok().json()["outputs"]
         return output["data"][0]
 
 
-def told_by_grpc(server: Server) -> Any:
+def trace_by_grpc(server: Server) -> Any:
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         infer_input = grpcclient.InferInput("X", [1], "FP32")
         infer_input.set_data_from_numpy(ROW[0])
@@ -198,14 +198,16 @@ def told_by_grpc(server: Server) -> Any:
     return result.as_numpy("Y").item().decode()
 
 
-def told_natively(server: Server) -> Any:
+def trace_by_native(server: Server) -> Any:
     with shmserve.client.connect(server.run_dir) as client:
         return client.infer("tell", X=ROW[0], traceparent=TRACEPARENT)["Y"].item().decode()
 
 
-@pytest.mark.parametrize("ask", [told_by_http, told_by_grpc, told_natively])
-def test_a_trace_is_taken_and_passed_on(server: Server, ask: Callable[[Server], Any]) -> None:
-    context = json.loads(ask(server))["traceparent"]
+@pytest.mark.parametrize("send_request", [trace_by_http, trace_by_grpc, trace_by_native])
+def test_a_trace_is_taken_and_passed_on(
+    server: Server, send_request: Callable[[Server], Any]
+) -> None:
+    context = json.loads(send_request(server))["traceparent"]
     assert re.fullmatch(rf"00-{TRACE}-[0-9a-f]{{16}}-01", context)
     assert context != TRACEPARENT
 
@@ -280,9 +282,11 @@ def stream_by_native(server: Server) -> Any:
     return last.parameters["explanation"]
 
 
-@pytest.mark.parametrize("ask", [stream_by_http, stream_by_grpc, stream_by_native])
-def test_a_stream_is_explained_at_its_end(server: Server, ask: Callable[[Server], Any]) -> None:
-    trace_id = ask(server)
+@pytest.mark.parametrize("send_request", [stream_by_http, stream_by_grpc, stream_by_native])
+def test_a_stream_is_explained_at_its_end(
+    server: Server, send_request: Callable[[Server], Any]
+) -> None:
+    trace_id = send_request(server)
     assert trace_id["compute_infer_us"] >= 10_000
     parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
     assert min(parts) >= 0
@@ -444,7 +448,7 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "status", "says"),
+    ("settings", "status", "expected_error"),
     [
         ({"trace_level": ["OFF", "TIMESTAMPS"]}, 400, "Expect only one trace level 'OFF'"),
         ({"trace_level": "SOME"}, 400, "Unable to parse 'trace_level', got: SOME"),
@@ -459,19 +463,19 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_trace_settings_are_refused(
-    server: Server, settings: dict[str, Any], status: int, says: str
+    server: Server, settings: dict[str, Any], status: int, expected_error: str
 ) -> None:
     with server.http() as http:
         reply = http.post("/v2/trace/setting", settings)
         assert reply.status == status
-        assert says in reply.error
+        assert expected_error in reply.error
         reply = http.get("/v2/models/nope/trace/setting")
         assert (reply.status, reply.error) == (400, "Request for unknown model : nope")
         assert http.get("/v2/trace/setting").json()["trace_level"] == ["OFF"]
     if "trace_rate" in settings and isinstance(settings["trace_rate"], str):
         with (
             grpcclient.InferenceServerClient(server.grpc_url) as client,
-            pytest.raises(InferenceServerException, match=says),
+            pytest.raises(InferenceServerException, match=expected_error),
         ):
             client.update_trace_settings(None, settings)
 
@@ -549,12 +553,12 @@ def server_and_collector(models: Path) -> Iterator[tuple[Server, Collector]]:
             yield started, collected_spans
 
 
-def spans_of(made: Collector, count: int) -> dict[str, Any]:
+def spans_of(trace_collector: Collector, count: int) -> dict[str, Any]:
     """Wait for `count` spans; return them by name, the first of each."""
-    until(f"{count} spans have come", lambda: len(made.spans) >= count)
-    assert len(made.spans) == count
-    spans = {span.name: span for span in reversed(made.spans)}
-    made.spans.clear()
+    until(f"{count} spans have come", lambda: len(trace_collector.spans) >= count)
+    assert len(trace_collector.spans) == count
+    spans = {span.name: span for span in reversed(trace_collector.spans)}
+    trace_collector.spans.clear()
     return spans
 
 

@@ -31,7 +31,7 @@ def add(repository: Path, name: str, group: str) -> None:
     config.write_text("\n".join([*lines, group]))
 
 
-def ask(server: Server, model: str, value: int) -> int:
+def send_request(server: Server, model: str, value: int) -> int:
     with server.http() as http:
         tensors = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
         return http.infer(model, {"inputs": tensors}).status
@@ -84,9 +84,9 @@ def test_models_that_need_the_same_take_turns(
     waiting: list[Future[int]] = []
     for number in range(4):
         model = ("one", "two")[number % 2]
-        waiting.append(pool.submit(ask, server, model, number))
+        waiting.append(pool.submit(send_request, server, model, number))
     first = gate.next()
-    free = pool.submit(ask, server, "small", 9)
+    free = pool.submit(send_request, server, "small", 9)
     second = gate.next()
     assert second.batch == [9]
     second.release()
@@ -108,7 +108,7 @@ def test_without_the_flag_nothing_is_limited(
     add(repository, "one", limited(2))
     server = serve(repository, "--rate-limit-resource=R:1")
     gate = server.gate
-    waiting = [pool.submit(ask, server, "one", number) for number in range(2)]
+    waiting = [pool.submit(send_request, server, "one", number) for number in range(2)]
     for visit in (gate.next(), gate.next()):
         visit.release()
     assert [future.result() for future in waiting] == [200, 200]

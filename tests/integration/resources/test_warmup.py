@@ -216,7 +216,7 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "warmup", "says"),
+    ("name", "warmup", "expected_error"),
     [
         (
             "broken",
@@ -258,17 +258,17 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
     ],
 )
 def test_a_sample_that_fails_fails_the_load(
-    empty_server: tuple[Server, Path], name: str, warmup: str, says: str
+    empty_server: tuple[Server, Path], name: str, warmup: str, expected_error: str
 ) -> None:
     """Rule 3.9.5."""
     server, repository = empty_server
     add(repository, name, warmup, values=b"1234")
     with server.http() as http:
         http.post("/v2/logging", {"log_verbose_level": 1}).ok()
-        assert says in http.load(name).error
+        assert expected_error in http.load(name).error
         assert http.get(f"/v2/models/{name}/ready").status == 400
         http.post("/v2/logging", {"log_verbose_level": 0}).ok()
-    if "failed to run" in says:
+    if "failed to run" in expected_error:
         where = f"model '{name}' instance {name}_0_0"
         for log_text in (
             "is running warmup sample 's' for iteration 1",

@@ -31,24 +31,24 @@ class SimulatedPeer:
     came: int = 0  # the value of `said` when the peer connected
     busy_until_ns: int = 0
 
-    def hears(self, news: Publication) -> bool:
+    def receives(self, update: Publication) -> bool:
         """Return whether the peer receives a publication.
 
         Ensembles finish their requests at a withdrawn model.
         """
         if self.ensemble is None:
             return True
-        return isinstance(news, ModelPublished) and self.ensemble.uses(news.name)
+        return isinstance(update, ModelPublished) and self.ensemble.uses(update.name)
 
-    def receive(self, news: Publication | ReadinessChanged) -> None:
-        key = news.name, news.version
-        if isinstance(news, ModelPublished):
-            self.known[key] = news
-            self.known_endpoints.add(news.endpoint)
-            if news.latest:
-                self.latest[news.name] = news
-        elif isinstance(news, ReadinessChanged):
-            self.known[key] = replace(self.known[key], ready=news.ready)
+    def receive(self, update: Publication | ReadinessChanged) -> None:
+        key = update.name, update.version
+        if isinstance(update, ModelPublished):
+            self.known[key] = update
+            self.known_endpoints.add(update.endpoint)
+            if update.latest:
+                self.latest[update.name] = update
+        elif isinstance(update, ReadinessChanged):
+            self.known[key] = replace(self.known[key], ready=update.ready)
         else:
             self.known.pop(key, None)
 
@@ -69,7 +69,7 @@ class SimulatedAudience:
         self.by_endpoint: dict[str, ObservedVersion] = {}
         # The value of `said` at the first publication of each version.
         self.first: dict[ObservedVersion, int] = {}
-        self.said = 0
+        self.update_count = 0
 
     @property
     def gateways(self) -> list[SimulatedPeer]:
@@ -81,66 +81,66 @@ class SimulatedAudience:
 
     # --- the interface of SupervisorContext
 
-    def announce(self, news: Publication) -> int:
+    def announce(self, update: Publication) -> int:
         """Send a publication to all peers that it concerns; they acknowledge it later."""
-        key = news.name, news.version
+        key = update.name, update.version
         last = self.last.get(key)
-        if last == news or _same(last, news):
-            self._complain(f"9: {news.name} {news.version} is published as it was")
-        self.said += 1
-        if isinstance(news, ModelPublished):
+        if last == update or _same(last, update):
+            self._complain(f"9: {update.name} {update.version} is published as it was")
+        self.update_count += 1
+        if isinstance(update, ModelPublished):
             self.by_endpoint.update({version.endpoint: version for version in self._executor.alive})
-            self.first.setdefault(self.by_endpoint[news.endpoint], self.said)
+            self.first.setdefault(self.by_endpoint[update.endpoint], self.update_count)
         else:
             self._executor.oracles.withdrawn(*key)
-        self.last[key] = news
+        self.last[key] = update
         peers = {
             version: peer
             for version, peer in self._peers.items()
             if peer.ensemble is None
-            or (isinstance(news, ModelPublished) and peer.ensemble.uses(news.name))
+            or (isinstance(update, ModelPublished) and peer.ensemble.uses(update.name))
         }
         number = self.acknowledgements.begin(peers)
         self._world.note(
-            "announced", number, type(news).__name__, *key, getattr(news, "endpoint", "")
+            "announced", number, type(update).__name__, *key, getattr(update, "endpoint", "")
         )
         for version, peer in peers.items():
-            self._send(version, peer, news, number)
+            self._send(version, peer, update, number)
         return number
 
     def is_acknowledged(self, number: int) -> bool:
         return self.acknowledgements.is_acknowledged(number)
 
-    def publish_readiness(self, news: ReadinessChanged) -> None:
+    def publish_readiness(self, update: ReadinessChanged) -> None:
         """Send a change of readiness to the gateways, without acknowledgement."""
-        last = self.last.get((news.name, news.version))
-        if not isinstance(last, ModelPublished) or last.ready == news.ready:
-            self._complain(f"9: the readiness of {news.name} {news.version} is what it was")
+        last = self.last.get((update.name, update.version))
+        if not isinstance(last, ModelPublished) or last.ready == update.ready:
+            self._complain(f"9: the readiness of {update.name} {update.version} is what it was")
             return
-        self.last[news.name, news.version] = replace(last, ready=news.ready)
-        self.said += 1
+        self.last[update.name, update.version] = replace(last, ready=update.ready)
+        self.update_count += 1
         for key, peer in self._peers.items():
             if peer.ensemble is None:
-                self._send(key, peer, news)
+                self._send(key, peer, update)
 
     # --- peers that connect and disconnect
 
     def enter_gateway(self) -> None:
         """Add a gateway, which first receives all current publications."""
-        key, peer = object(), SimulatedPeer(came=self.said)
+        key, peer = object(), SimulatedPeer(came=self.update_count)
         self._peers[key] = peer
-        for news in self._executor.publications.snapshot():
-            self._send(key, peer, news)
+        for update in self._executor.publications.snapshot():
+            self._send(key, peer, update)
 
     def enter_ensemble(self, address: Hashable, version: ObservedVersion) -> None:
         """Add the process of an ensemble, which receives publications from now on."""
         self._peers[address] = SimulatedPeer(version)
 
-    def deliver(self, address: Hashable, news: Publication) -> None:
+    def deliver(self, address: Hashable, update: Publication) -> None:
         """Send the endpoint of a step's model to an ensemble."""
         peer = self._peers.get(address)
         if peer is not None:
-            self._send(address, peer, news)
+            self._send(address, peer, update)
 
     def left(self, key: Hashable) -> None:
         if self._peers.pop(key, None) is not None:
@@ -156,19 +156,23 @@ class SimulatedAudience:
         self,
         key: Hashable,
         peer: SimulatedPeer,
-        news: Publication | ReadinessChanged,
+        update: Publication | ReadinessChanged,
         number: int = 0,
     ) -> None:
         world = self._world
         late = 2 * SECOND if world.chance(0.02) else draw_lag(world)
         peer.busy_until_ns = max(peer.busy_until_ns, world.now_ns + late)
-        world.after(peer.busy_until_ns - world.now_ns, self._arrive, key, peer, news, number)
+        world.after(peer.busy_until_ns - world.now_ns, self._arrive, key, peer, update, number)
 
     def _arrive(
-        self, key: Hashable, peer: SimulatedPeer, news: Publication | ReadinessChanged, number: int
+        self,
+        key: Hashable,
+        peer: SimulatedPeer,
+        update: Publication | ReadinessChanged,
+        number: int,
     ) -> None:
         if self._peers.get(key) is peer:
-            peer.receive(news)
+            peer.receive(update)
             if number:
                 late = draw_lag(self._world)
                 self._world.after(late, self.acknowledgements.acknowledged, key, number)
@@ -179,7 +183,7 @@ def draw_lag(world: World) -> int:
     return 0 if world.chance(0.3) else world.between(100_000, 300_000_000)
 
 
-def _same(last: Publication | None, news: Publication) -> bool:
-    if not (isinstance(last, ModelPublished) and isinstance(news, ModelPublished)):
+def _same(last: Publication | None, update: Publication) -> bool:
+    if not (isinstance(last, ModelPublished) and isinstance(update, ModelPublished)):
         return False
-    return replace(last, ready=news.ready) == news
+    return replace(last, ready=update.ready) == update

@@ -110,9 +110,9 @@ class LifecycleOracles:
     def check_again(self) -> None:
         """Check that a second query of the core changes nothing."""
         executor = self._executor
-        before = executor.actions, executor.audience.said, len(self.orders)
+        before = executor.actions, executor.audience.update_count, len(self.orders)
         executor.lifecycle.acknowledged()
-        if before != (executor.actions, executor.audience.said, len(self.orders)):
+        if before != (executor.actions, executor.audience.update_count, len(self.orders)):
             self.broke(f"2: asking again gave something new after {executor.world.trace[-1]}")
 
     def looked(self) -> None:
@@ -176,8 +176,8 @@ class LifecycleOracles:
             version = serving[number]
             if version.config.source != spec.config.source:
                 self.broke(f"8: {version} has another configuration than was loaded last")
-            if not version.instances.failure and version.wanted not in counts_of(spec.config):
-                self.broke(f"8: {version} has {version.wanted} instances")
+            if not version.instances.failure and version.active_count not in counts_of(spec.config):
+                self.broke(f"8: {version} has {version.active_count} instances")
             if not version.was_ready:
                 self.broke(f"6: {version} was never ready")
             old, old_spec = before.get(number, (None, None))
@@ -210,9 +210,9 @@ class LifecycleOracles:
 
     def _check_no_user(self, name: str) -> None:
         audience = self._executor.audience
-        for news in audience.last.values():
-            if isinstance(news, ModelPublished):
-                user = audience.by_endpoint[news.endpoint]
+        for update in audience.last.values():
+            if isinstance(update, ModelPublished):
+                user = audience.by_endpoint[update.endpoint]
                 if user.uses(name):
                     self.broke(f"4: {name} is withdrawn, and {user} is not")
 
@@ -220,8 +220,11 @@ class LifecycleOracles:
 
     def killed(self, version: ObservedVersion) -> None:
         audience = self._executor.audience
-        for news in audience.last.values():
-            if isinstance(news, ModelPublished) and audience.by_endpoint[news.endpoint] is version:
+        for update in audience.last.values():
+            if (
+                isinstance(update, ModelPublished)
+                and audience.by_endpoint[update.endpoint] is version
+            ):
                 self.broke(f"3: {version} is killed, and published")
         self._check_unknown(version, "killed")
 
@@ -248,18 +251,18 @@ class LifecycleOracles:
     def updated(self, order: Order) -> None:
         self._executor.updating.discard(order)
 
-    def _check_unknown(self, version: ObservedVersion, how: str) -> None:
+    def _check_unknown(self, version: ObservedVersion, state: str) -> None:
         audience = self._executor.audience
         endpoints = {endpoint for endpoint, has in audience.by_endpoint.items() if has is version}
         for gateway in audience.gateways:
-            if any(news.endpoint in endpoints for news in gateway.known.values()):
-                self.broke(f"3: {version} is {how}, and a gateway would send it a request")
+            if any(update.endpoint in endpoints for update in gateway.known.values()):
+                self.broke(f"3: {version} is {state}, and a gateway would send it a request")
         for peer in audience.ensembles:
-            news = peer.latest.get(version.spec.name)
-            if news is None or news.endpoint not in endpoints:
+            update = peer.latest.get(version.spec.name)
+            if update is None or update.endpoint not in endpoints:
                 continue
             if not self._in_circle(version) and peer.ensemble is not version:
-                self.broke(f"3: {version} is {how}, and {peer.ensemble} would send it a step")
+                self.broke(f"3: {version} is {state}, and {peer.ensemble} would send it a step")
 
     def _in_circle(self, version: ObservedVersion) -> bool:
         """Return whether live generations depend on each other in a cycle."""
@@ -299,10 +302,10 @@ class LifecycleOracles:
         return all(self._step_could_serve(step.name, depth) for step in version.spec.steps)
 
     def _step_could_serve(self, name: str, depth: int) -> bool:
-        for (known, _), news in self._executor.audience.last.items():
-            if known == name and isinstance(news, ModelPublished) and news.latest:
+        for (known, _), update in self._executor.audience.last.items():
+            if known == name and isinstance(update, ModelPublished) and update.latest:
                 return self._could_serve(
-                    self._executor.audience.by_endpoint[news.endpoint], depth + 1
+                    self._executor.audience.by_endpoint[update.endpoint], depth + 1
                 )
         return False
 
@@ -326,12 +329,12 @@ class LifecycleOracles:
             could = number in model.serving and self._could_serve(shown[number])
             if (status.state is ModelState.READY) is not could:
                 self.broke(f"12: {model.name} {number} is {status.state}; it could serve: {could}")
-            news = self._executor.audience.last.get((model.name, number))
-            if isinstance(news, ModelPublished):
-                could = self._could_serve(self._executor.audience.by_endpoint[news.endpoint])
+            update = self._executor.audience.last.get((model.name, number))
+            if isinstance(update, ModelPublished):
+                could = self._could_serve(self._executor.audience.by_endpoint[update.endpoint])
                 # A version in transition is checked after the transition.
-                if news.ready is not could and not moves:
-                    self.broke(f"12: {model.name} {number} is published as ready: {news.ready}")
+                if update.ready is not could and not moves:
+                    self.broke(f"12: {model.name} {number} is published as ready: {update.ready}")
 
     # --- processes
 
@@ -417,13 +420,13 @@ class LifecycleOracles:
     def _check_known(self, serving: set[ObservedVersion]) -> None:
         expected = {(v.spec.name, v.spec.version): (v.endpoint, v.ready) for v in serving}
         for gateway in self._executor.audience.gateways:
-            known = {key: (news.endpoint, news.ready) for key, news in gateway.known.items()}
+            known = {key: (update.endpoint, update.ready) for key, update in gateway.known.items()}
             if known != expected:
                 self.broke(f"5: a gateway knows {known}, and {expected} is so")
         latest = {(v.spec.name): v for v in sorted(serving, key=lambda v: v.spec.version)}
         for peer in self._executor.audience.ensembles:
             assert peer.ensemble is not None
             for step in peer.ensemble.spec.steps:
-                news, version = peer.latest.get(step.name), latest.get(step.name)
-                if news is None or version is None or news.endpoint != version.endpoint:
-                    self.broke(f"5: {peer.ensemble} sends steps to {news}, and not to {version}")
+                update, version = peer.latest.get(step.name), latest.get(step.name)
+                if update is None or version is None or update.endpoint != version.endpoint:
+                    self.broke(f"5: {peer.ensemble} sends steps to {update}, and not to {version}")

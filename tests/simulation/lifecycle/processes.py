@@ -108,7 +108,7 @@ class SimulatedProcesses:
         if world.chance(0.02):
             world.after(draw_lag(world), self.die, child, "signal 11")
         first = m.Started() if version is None else m.WorkerStarted(child.pid)
-        world.after(draw_lag(world), self._say, child.pid, first)
+        world.after(draw_lag(world), self._deliver, child.pid, first)
         world.after(0, self._entered, child)
         return child
 
@@ -163,7 +163,7 @@ class SimulatedProcesses:
     def flush(self) -> None:
         """Do nothing, because messages are sent immediately."""
 
-    def _say(self, address: Address, message: Any) -> None:
+    def _deliver(self, address: Address, message: Any) -> None:
         if pid_of(address) not in self.alive:
             return
         handler = self._handlers.get(address)
@@ -196,7 +196,7 @@ class SimulatedProcesses:
             case m.CompleteConfig(config):
                 if child.fate in ("loads", "dies") or self.world.chance(0.5):
                     completed = m.ConfigCompleted(dict(config.source))
-                    self.world.after(late, self._say, child.pid, completed)
+                    self.world.after(late, self._deliver, child.pid, completed)
                 else:
                     self._fail(child)
             case m.Attach(endpoint):
@@ -206,7 +206,7 @@ class SimulatedProcesses:
                 if self.world.chance(0.2):  # a delay longer than the start of a scheduler
                     late = self.world.between(300 * MS, 2 * SECOND)
                 if child.fate in ("loads", "dies"):
-                    self.world.after(late, self._say, child.pid, m.InstanceLoaded(0.0))
+                    self.world.after(late, self._deliver, child.pid, m.InstanceLoaded(0.0))
                 else:
                     self._fail(child)
                 if child.fate == "dies":
@@ -217,18 +217,18 @@ class SimulatedProcesses:
         if child.fate != "hangs":
             late = draw_lag(self.world)
             failed = _BROKEN if child.fate == "broken" else _PASSING
-            self.world.after(late, self._say, child.pid, failed)
+            self.world.after(late, self._deliver, child.pid, failed)
             self.world.after(late + draw_lag(self.world), self.die, child, "exit status 1")
 
     def _open(self, child: SimulatedChild, start: SchedulerStart) -> None:
         address = SchedulerAddress(child.pid, start.number)
         if self.world.chance(0.03):
-            self._say(child.pid, m.SchedulerClosed(start.number, "there is no memory"))
+            self._deliver(child.pid, m.SchedulerClosed(start.number, "there is no memory"))
             return
         version = self.executor.version_of(start.number)
         if version is not None and start.kind == "ensemble" and address in self._handlers:
             self.audience.enter_ensemble(address, version)
-        self._say(address, m.SchedulerReady(child.pid))
+        self._deliver(address, m.SchedulerReady(child.pid))
 
     def _scheduler_hears(
         self, child: SimulatedChild, address: SchedulerAddress, message: Any
@@ -237,15 +237,15 @@ class SimulatedProcesses:
         match message:
             case m.Stop():
                 self.audience.left(address)
-                self._say(child.pid, m.SchedulerClosed(address.number, ""))
+                self._deliver(child.pid, m.SchedulerClosed(address.number, ""))
             case m.Drain():
                 late = self.world.between(1 * MS, 2 * SECOND)
-                self.world.after(late, self._say, address, m.Drained())
+                self.world.after(late, self._deliver, address, m.Drained())
             case m.InstanceExpected(index, process):
                 child.expected[address.number, index] = process
             case m.RetireInstance(index):
                 retired = m.InstanceRetired(child.expected.get((address.number, index), 0))
-                self.world.after(late, self._say, address, retired)
+                self.world.after(late, self._deliver, address, retired)
 
     # --- events
 
@@ -265,7 +265,7 @@ class SimulatedProcesses:
                 if address.number == number:
                     self.world.fault("worker overruns", child)
                     kill = m.KillInstance(child.pid, "it takes too long")
-                    self.world.after(draw_lag(self.world), self._say, address, kill)
+                    self.world.after(draw_lag(self.world), self._deliver, address, kill)
 
     def host_dies(self) -> None:
         """Kill a random host process and all of its schedulers."""

@@ -24,7 +24,7 @@ class LifecycleRun:
         self._random = self.world.random
 
     @property
-    def asked(self) -> int:
+    def request_count(self) -> int:
         """Return the number of orders, including orders caused by others."""
         return len(self.executor.oracles.orders)
 

@@ -63,7 +63,7 @@ class ObservedVersion(ModelVersion):
         return self.instances._instances
 
     @property
-    def wanted(self) -> int:
+    def active_count(self) -> int:
         """Return the number of instances that do not retire."""
         return sum(memory_range.state not in _LEAVING for memory_range in self.memory_ranges)
 

@@ -10,13 +10,13 @@ import tritonclient.grpc as triton
 
 from tests.support.servers import Server
 
-Told = queue.Queue[Any]
+StreamResults = queue.Queue[Any]
 
 
 @contextmanager
-def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, Told]]:
+def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, StreamResults]]:
     """Yield a stream, and the queue of its responses and errors."""
-    results: Told = queue.Queue()
+    results: StreamResults = queue.Queue()
     with triton.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: results.put(error or result.get_response()))
         yield client, results
@@ -46,16 +46,16 @@ def send_repeat(
     client.async_stream_infer(model, inputs, enable_empty_final_response=True)
 
 
-def ended(told: Told) -> int:
+def ended(results: StreamResults) -> int:
     """Return the number of responses until the final one, which has no outputs."""
     for count in range(10_000):
-        if told.get(timeout=30).parameters["triton_final_response"].bool_param:
+        if results.get(timeout=30).parameters["triton_final_response"].bool_param:
             return count
     raise AssertionError("there is no end")
 
 
-def failed(told: Told) -> str:
+def failed(results: StreamResults) -> str:
     """Return the error that ends the responses."""
-    while not isinstance(result := told.get(timeout=30), triton.InferenceServerException):
+    while not isinstance(result := results.get(timeout=30), triton.InferenceServerException):
         pass
     return str(result)

@@ -168,7 +168,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         length = int(self.headers["Inference-Header-Content-Length"])
         request = json.loads(body[:length])
-        self.server.asked.append((self.path, request))  # type: ignore[attr-defined]
+        self.server.requests.append((self.path, request))  # type: ignore[attr-defined]
         (tensor,) = request["inputs"]
         size = tensor["parameters"]["binary_data_size"]
         assert len(body) == length + size
@@ -192,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[HTTPServer]:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.asked = []  # type: ignore[attr-defined]
+        server.requests = []  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -220,7 +220,7 @@ def test_infer(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     }
     size = {"binary_data_size": 8}
     sent = {"name": "X", "datatype": "INT32", "shape": [1, 2], "parameters": size}
-    ((path, request),) = server.asked  # type: ignore[attr-defined]
+    ((path, request),) = server.requests  # type: ignore[attr-defined]
     assert path == "/v2/models/m/infer"
     assert request == {"inputs": [sent], "parameters": {"binary_data_output": True}}
 
@@ -232,7 +232,7 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
     assert run("m", url(server), "--input=X=[[]]", *options) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     assert output == {"name": "Y", "datatype": "INT32", "shape": [1, 0], "data": [[]]}
-    ((path, request),) = server.asked  # type: ignore[attr-defined]
+    ((path, request),) = server.requests  # type: ignore[attr-defined]
     assert path == "/v2/models/m/versions/3/infer"
     assert request["id"] == "a b"
     parameters = {"explain": True, "top": 0.5, "k": -3, "mode": "a=b", "quoted": "1", "empty": ""}

@@ -210,7 +210,7 @@ def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warnin
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected_error"),
     [
         (["install", "--program=/home/me/shmserve"], "the units cannot read '/home/me/shmserve'"),
         (["install", "--program=/tmp/x"], "elsewhere, with a Python that is elsewhere, too"),
@@ -220,10 +220,10 @@ def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warnin
     ],
 )
 def test_impossible_options_are_rejected(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected_error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["systemd", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    assert expected_error in capsys.readouterr().err
 
 
 def test_words_mean_themselves_to_systemd() -> None:

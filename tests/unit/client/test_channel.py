@@ -174,21 +174,21 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
 ) -> None:
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
-        said: list[Exception] = []
+        errors: list[Exception] = []
 
         def callback(_: RequestChannel) -> None:
             until("the client is closed", lambda: session._closed)
             try:
                 session.connection()
             except Disconnected as error:
-                said.append(error)
+                errors.append(error)
 
         session._connection.call(callback)
         closing = threading.Thread(target=session.close, daemon=True)
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
-        assert str(said[0]) == "this client is closed"
+        assert str(errors[0]) == "this client is closed"
 
 
 def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) -> None:
@@ -208,19 +208,19 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
         lost.call(submit)
         assert submitted.wait(10)
     assert at_work.wait(10)
-    said: list[Exception] = []
+    errors: list[Exception] = []
 
-    def ask() -> None:
+    def open_connection() -> None:
         try:
             session.connection()
         except Disconnected as error:
-            said.append(error)
+            errors.append(error)
 
-    asking = threading.Thread(target=ask, daemon=True)
+    opening = threading.Thread(target=open_connection, daemon=True)
     with listener(tmp_path):
-        asking.start()
-        asking.join(10)
-        assert not asking.is_alive() and not said and session._connection is not lost
+        opening.start()
+        opening.join(10)
+        assert not opening.is_alive() and not errors and session._connection is not lost
     go_on.set()
     lost._thread.join(10)
     session.close()

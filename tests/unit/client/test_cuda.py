@@ -118,11 +118,11 @@ class SupervisorContext:
 
     def _run(self, submit: m.Submit) -> m.Finished | m.Failed:
         (reply,) = self.worker.raw_batch([(submit.schema, submit.data)])
-        (made,) = self.worker.finished.replies
-        assert reply.code == made.code
-        if made.code:
-            return m.Failed(submit.id, made.code, made.message, 0, False)
-        return m.Finished(submit.id, made.schema, made.data)
+        (worker_reply,) = self.worker.finished.replies
+        assert reply.code == worker_reply.code
+        if worker_reply.code:
+            return m.Failed(submit.id, worker_reply.code, worker_reply.message, 0, False)
+        return m.Finished(submit.id, worker_reply.schema, worker_reply.data)
 
     def drop(self) -> None:
         """Take the news that a worker gets from the supervisor."""
@@ -185,7 +185,7 @@ def client(context: SupervisorContext, exporting: FakeExporting) -> Iterator[Ser
         yield native_client
 
 
-def ask(
+def infer(
     host: SupervisorContext, client: Server, *args: Any, **options: Any
 ) -> shmserve.client.Result:
     future: Future[Any] = client.infer_async("m", *args, **options)
@@ -201,13 +201,13 @@ def test_a_region_on_the_device_is_used_in_place(
         assert repr(region["x"]) == "<FP32 (1, 4) on cuda:1>"
         for turn in range(3):
             region["x"].fill(ROW + turn)
-            result = ask(context, client, region)
+            result = infer(context, client, region)
             assert type(result["y"]) is DeviceView
             assert (region["y"].numpy() == (ROW + turn) * 2).all()
             assert (result["y"].numpy() == (ROW + turn) * 2).all()
             # Inputs are copied on the device until the model is known not to write to them.
             assert context.worker.finished.copied_in == (0 if turn else 16)
-            assert cuda.asked[-1] == ("synchronize", 1)
+            assert cuda.calls[-1] == ("synchronize", 1)
         assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes by host memory"
         assert cuda.opened == 1
 
@@ -216,15 +216,15 @@ def test_a_view_as_an_input_and_an_output(context: SupervisorContext, client: Se
     region = client.allocate({"in": ((4, 4), "FP32"), "out": ((4, 4), "FP32")}, device="cuda")
     region["in"].fill(7)
     two = region.view("in", (2, 4))
-    result = ask(context, client, x=two, outputs={"y": region.view("out", (2, 4))})
+    result = infer(context, client, x=two, outputs={"y": region.view("out", (2, 4))})
     assert result["y"].shape == (2, 4)
     assert region["out"].numpy().tolist() == [[14] * 4] * 2 + [[0] * 4] * 2
     # From the device to a message, and from a message to the device.
-    assert (ask(context, client, x=two)["y"] == 14).all()
-    ask(context, client, x=ROW, outputs={"y": region.view("out", (1, 4))})
+    assert (infer(context, client, x=two)["y"] == 14).all()
+    infer(context, client, x=ROW, outputs={"y": region.view("out", (1, 4))})
     assert (region["out"].numpy()[0] == ROW * 2).all()
     with pytest.raises(InvalidArgument, match="unexpected shape"):
-        ask(context, client, x=region.view("in", (2, 3)))
+        infer(context, client, x=region.view("in", (2, 3)))
 
 
 def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
@@ -266,7 +266,7 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
             use()
     del use
     with pytest.raises(shmserve.client.Released):
-        ask(context, client, x=view)
+        infer(context, client, x=view)
     with pytest.raises(shmserve.client.Released):
         region.view("x")
     del view, region
@@ -294,7 +294,7 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
 ) -> None:
     client = shmserve.client.connect(context.folder)
     region = client.allocate(TENSORS, device="cuda:0")
-    ask(context, client, region)
+    infer(context, client, region)
     assert cuda.opened == 1
     work = pack_inference(
         inference(tensor("x", ROW, region.memory_range("x")), outputs=(RequestedOutput("y"),))
@@ -322,8 +322,8 @@ def test_one_mapping_for_one_handle_under_all_its_requests(
     first = client.allocate(TENSORS, device="cuda:0")
     second = client.allocate(TENSORS, device="cuda:0")
     for region in (first, second, first, second):
-        ask(context, client, region)
-    assert cuda.opened == 2 and cuda.asked.count(("open", 0)) == 2
+        infer(context, client, region)
+    assert cuda.opened == 2 and cuda.calls.count(("open", 0)) == 2
 
 
 def test_a_dead_exporter_fails_its_own_requests_only(
@@ -332,8 +332,8 @@ def test_a_dead_exporter_fails_its_own_requests_only(
     dead, alive = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
     cuda.revoke(exporting.allocated[dead.segment.address])
     with pytest.raises(InvalidArgument, match="cannot be opened: its owner has exited"):
-        ask(context, client, dead)
-    ask(context, client, alive)
+        infer(context, client, dead)
+    infer(context, client, alive)
 
 
 def test_pinned_host_memory(
@@ -341,7 +341,7 @@ def test_pinned_host_memory(
 ) -> None:
     with client.allocate(TENSORS, pin=True) as region:
         region["x"][:] = ROW
-        ask(context, client, region)
+        infer(context, client, region)
         assert (region["y"] == ROW * 2).all()
         assert list(cuda.pinned.values()) == [4096]
         limits = (8191, 8191)

@@ -106,16 +106,16 @@ def test_large_responses_are_credited_sooner(
     assert values(stream) == [3]
 
 
-@pytest.mark.parametrize("how", ["close", "collected"])
+@pytest.mark.parametrize("ending", ["close", "collected"])
 def test_closing_a_stream_cancels_it_and_ignores_later_responses(
-    channel: ThreadChannel, scheduler: Peer, tmp_path: Path, how: str
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path, ending: str
 ) -> None:
     ended: list[str] = []
     stream: ResponseStream | None = opened(channel, tmp_path, ended)
     number = scheduler.next(m.Submit).id
     scheduler.send(responded(number, 0), responded(number, 1))
     assert stream is not None and values([next(stream)]) == [0]
-    if how == "close":
+    if ending == "close":
         stream.close()
         assert list(stream) == []
         stream.close()

@@ -101,7 +101,7 @@ def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_error"),
     [
         ("", "has no token"),
         ("# nothing\n", "has no token"),
@@ -111,11 +111,11 @@ def test_tokens_are_kept_as_digests(tokens_file: Path) -> None:
         (f"{ALL}\n{ALL} inference\n", "line 2: duplicate token"),
     ],
 )
-def test_wrong_files(tokens_file: Path, text: str, said: str) -> None:
+def test_wrong_files(tokens_file: Path, text: str, expected_error: str) -> None:
     tokens_file.write_text(text)
     with pytest.raises(InvalidArgument) as caught:
         read_tokens(tokens_file)
-    assert said in caught.value.message
+    assert expected_error in caught.value.message
     assert ALL not in caught.value.message
 
 
@@ -150,7 +150,7 @@ def test_restrictions_are_parsed_as_in_triton() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_error"),
     [
         ("health", "option format is '<config name>:<setting>=<value>'. Got health"),
         ("health:k", "option format is"),
@@ -165,10 +165,10 @@ def test_restrictions_are_parsed_as_in_triton() -> None:
         ),
     ],
 )
-def test_wrong_restrictions(text: str, said: str) -> None:
+def test_wrong_restrictions(text: str, expected_error: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_restrictions("--http-restricted-api", [text])
-    assert said in caught.value.message
+    assert expected_error in caught.value.message
     with pytest.raises(InvalidArgument, match="can not be specified in multiple"):
         parse_restrictions("--http-restricted-api", ["trace:k=v", "trace:k=w"])
 

@@ -203,12 +203,12 @@ BODIES = {
 def test_over_http(gateway: Rig, path: str) -> None:
     """The request has no effect."""
     http = Http(gateway.port)
-    said = len(gateway.received)
+    received_count = len(gateway.received)
     reply = http.post(path, BODIES[path])
     http.close()
     assert reply.status == 400
     assert "duplicate key '" in reply.error
-    assert len(gateway.received) == said
+    assert len(gateway.received) == received_count
 
 
 def test_in_the_head_of_a_binary_request(gateway: Rig) -> None:

@@ -139,7 +139,7 @@ class Unix:
         return b"".join(word.to_bytes(4, "little") for word in words)
 
 
-def said(kind: ListenerKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
+def peer_or_error(kind: ListenerKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
     try:
         return ClientIdentity(ListenerRules(kind, OPEN, allow), sock).peer()
     except ShmserveError as error:
@@ -168,7 +168,7 @@ def test_which_listeners_have_shared_memory(
 ) -> None:
     """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
     with tcp_pair() as (ours, _):
-        assert said(kind, allow, Unix(1001) if kind is ListenerKind.UNIX else ours) == peer
+        assert peer_or_error(kind, allow, Unix(1001) if kind is ListenerKind.UNIX else ours) == peer
 
 
 def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
@@ -179,8 +179,8 @@ def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
     with tcp_pair() as (ours, theirs):
         theirs.close()
         for allow in (None, True):
-            assert said(ListenerKind.LOOPBACK, allow, ours) is PermissionDenied
-            assert said(ListenerKind.UNIX, allow, ours) is PermissionDenied
+            assert peer_or_error(ListenerKind.LOOPBACK, allow, ours) is PermissionDenied
+            assert peer_or_error(ListenerKind.UNIX, allow, ours) is PermissionDenied
 
 
 def test_the_text_is_tritons() -> None:

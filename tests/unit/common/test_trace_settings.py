@@ -18,7 +18,7 @@ def test_flags_set_what_tritons_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "expected_error"),
     [
         (["rate"], "'rate' is not SETTING=VALUE, where SETTING is one of mode, level"),
         (["file=/x"], "'file=/x' is not SETTING=VALUE"),
@@ -30,8 +30,8 @@ def test_flags_set_what_tritons_set() -> None:
         (["mode=opentelemetry", "opentelemetry,bsp_schedule_delay=0"], "=0 is not a number"),
     ],
 )
-def test_unknown_trace_settings_are_refused(flags: list[str], says: str) -> None:
+def test_unknown_trace_settings_are_refused(flags: list[str], expected_error: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_trace_config(flags)
     assert caught.value.message.startswith("--trace-config: ")
-    assert says in caught.value.message
+    assert expected_error in caught.value.message

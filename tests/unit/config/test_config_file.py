@@ -23,9 +23,12 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     value = flag.choices[-1] if flag.choices else text
     written = f'"{value}"' if flag.kind is str else value
     options = read(tmp_path, f"{name}: {written}")
-    said = command_line.parse([f"--{name}={value}"])
-    assert {**options.values, "config": None} == said.values
-    assert (options.repeated, options.without_effect) == (said.repeated, said.without_effect)
+    from_flags = command_line.parse([f"--{name}={value}"])
+    assert {**options.values, "config": None} == from_flags.values
+    assert (options.repeated, options.without_effect) == (
+        from_flags.repeated,
+        from_flags.without_effect,
+    )
 
 
 def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
@@ -57,7 +60,7 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "error"),
     [
         ("http-prot: 1", "1: http-prot: there is no such flag; did you mean http-port?"),
         ("http_port: 1", "1: http_port: there is no such flag; did you mean http-port?"),
@@ -82,11 +85,11 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_names_file_line_key_and_what_is_allowed(
-    tmp_path: Path, text: str, says: str
+    tmp_path: Path, text: str, error: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read(tmp_path, text)
-    assert caught.value.message.startswith(f"--config: '{tmp_path}/shmserve.yaml' line {says}")
+    assert caught.value.message.startswith(f"--config: '{tmp_path}/shmserve.yaml' line {error}")
 
 
 def test_all_errors_are_reported_together(

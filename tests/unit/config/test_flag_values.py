@@ -18,7 +18,7 @@ def test_the_size_of_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configs", "byte_size", "says"),
+    ("configs", "byte_size", "expected_error"),
     [
         (["local"], None, "is not CACHE,SETTING=VALUE"),
         (["local,size"], None, "is not CACHE,SETTING=VALUE"),
@@ -35,10 +35,10 @@ def test_the_size_of_the_cache() -> None:
     ],
 )
 def test_wrong_cache_flags_are_refused(
-    configs: list[str], byte_size: int | None, says: str
+    configs: list[str], byte_size: int | None, expected_error: str
 ) -> None:
     """Section 3.8."""
-    with pytest.raises(InvalidArgument, match=says):
+    with pytest.raises(InvalidArgument, match=expected_error):
         cache_byte_size(configs, byte_size)
 
 

@@ -273,11 +273,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
-    read, text, said = MISTAKES[mistake]
+    read, text, expected_parts = MISTAKES[mistake]
     with pytest.raises(ShmserveError) as caught:
         read(tmp_path, text)
     message = caught.value.message
-    for part in said:
+    for part in expected_parts:
         assert part in message, message
 
 
@@ -306,11 +306,11 @@ TOGETHER = {
 
 @pytest.mark.parametrize("read", TOGETHER, ids=lambda read: read.__name__[3:])
 def test_all_mistakes_are_reported_together(tmp_path: Path, read: Callable) -> None:
-    text, said = TOGETHER[read]
+    text, expected_parts = TOGETHER[read]
     with pytest.raises(ShmserveError) as caught:
         read(tmp_path, text)
     message = caught.value.message
-    assert [part for part in said if part not in message] == [], message
+    assert [part for part in expected_parts if part not in message] == [], message
 
 
 def test_meaningless_flags_are_reported_together(tmp_path: Path) -> None:

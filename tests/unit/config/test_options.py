@@ -103,7 +103,7 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected_error"),
     [
         ("histogram_latencies", "'histogram_latencies' is not SETTING=VALUE"),
         ("=true", "'=true' is not SETTING=VALUE"),
@@ -123,8 +123,8 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         ("summary_quantiles=.5:", "summary_quantiles='.5:': Invalid option: [.5:]. Error: stod"),
     ],
 )
-def test_unknown_metrics_settings_are_refused(text: str, says: str) -> None:
-    assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {says}"
+def test_unknown_metrics_settings_are_refused(text: str, expected_error: str) -> None:
+    assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {expected_error}"
 
 
 # The flags that `tritonserver --help` of version 2.51 lists, and those of other versions.

@@ -330,15 +330,15 @@ def test_a_disconnect_does_not_cancel_a_load(gateway: Rig, http: Http) -> None:
     del gateway.payloads[m.LoadModel]
     path = "/v2/repository/models/slow/load"
 
-    def asked() -> list[m.LoadModel]:
+    def load_requests() -> list[m.LoadModel]:
         return [message for message in gateway.received_of(m.LoadModel) if message.name == "slow"]
 
     with raw_connection(gateway.port) as connection:
         connection.sendall(
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode()
         )
-        until("the supervisor is asked", asked)
-    (message,) = asked()
+        until("the supervisor is asked", load_requests)
+    (message,) = load_requests()
     gateway.send(m.Answered(message.id, {}), m.Refused(message.id, "INTERNAL", "late"))
     gateway.payloads[m.LoadModel] = {}
     http.post("/v2/repository/models/next/load").ok()
@@ -447,14 +447,14 @@ def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) 
     gateway.publish({**SIMPLE, "name": "silent"}, silent)
     answers: list[int] = []
 
-    def ask(path: str) -> None:
+    def send_request(path: str) -> None:
         connection = Http(gateway.port)
         answers.append(connection.get(path).status)
         connection.close()
 
     # Two at once: each waits its own time.
     askers = [
-        threading.Thread(target=ask, args=(path,))
+        threading.Thread(target=send_request, args=(path,))
         for path in ("/v2/models/silent/stats", "/v2/models/stats")
     ]
     for asker in askers:

@@ -152,9 +152,9 @@ def test_a_generative_model_has_token_rates() -> None:
     times = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
     before = report(0, generated=10, **more, **times)
     after = report(1, generated=40, **more, **times)
-    made = build_row(after, before, 2.0)
-    assert made["generation"]["blocks"] == {"free": 9} and made["generation"]["preemptions"] == 3
-    assert made["recent"]["tokens_rate"] == 15.0 and made["recent"]["first_token_ms"] == []
+    row = build_row(after, before, 2.0)
+    assert row["generation"]["blocks"] == {"free": 9} and row["generation"]["preemptions"] == 3
+    assert row["recent"]["tokens_rate"] == 15.0 and row["recent"]["first_token_ms"] == []
 
 
 @example([1] * 8 + [1_000_001, 10_000_001], 0.9)  # the last digit of the sum exceeds the quantile

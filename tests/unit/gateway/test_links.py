@@ -29,13 +29,13 @@ WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
 
 
 @dataclass(slots=True, eq=False)
-class Asked(GatewayRequest):
-    """A request that records its responses."""
+class RecordingRequest(GatewayRequest):
+    """A request that records the messages that it receives."""
 
-    heard: list[Any] = field(default_factory=list)
+    messages: list[Any] = field(default_factory=list)
 
     def handle_response(self, message: Any) -> None:
-        self.heard.append(message)
+        self.messages.append(message)
 
 
 class Rig:
@@ -49,9 +49,11 @@ class Rig:
         self.received: list[Any] = []
         self._peer = b""
 
-    def ask(self, number: int, release: Callable[[], None] = lambda: None) -> Asked:
+    def send_request(
+        self, number: int, release: Callable[[], None] = lambda: None
+    ) -> RecordingRequest:
         submit = m.Submit(number, b"", [], 0, 0, 0, 0, "mine")
-        request = Asked(submit, self.schedulers, release)
+        request = RecordingRequest(submit, self.schedulers, release)
         self.schedulers.submit(request, self.endpoint)
         return request
 
@@ -88,13 +90,13 @@ def answer(number: int = 1) -> m.Finished:
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 
 
-def run(tmp_path: Path, story: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
-    async def told() -> None:
+def run(tmp_path: Path, scenario: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
+    async def run_scenario() -> None:
         rig = Rig(tmp_path)
         with contextlib.closing(rig):
-            await asyncio.wait_for(story(rig), 10)
+            await asyncio.wait_for(scenario(rig), 10)
 
-    asyncio.run(told())
+    asyncio.run(run_scenario())
 
 
 @pytest.mark.parametrize("answered", ["before", "after"])
@@ -106,10 +108,10 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str
         built_request: Any = SimpleNamespace(trace=None, responses=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified: list[Any] = []
-        how = (message, rig.schedulers, lambda: None, built_request, notified.append, True)
-        request = UnaryInference(*how)
+        arguments = (message, rig.schedulers, lambda: None, built_request, notified.append, True)
+        request = UnaryInference(*arguments)
         if kind is HttpInference:
-            request = HttpInference(*how, MagicMock(), MagicMock())
+            request = HttpInference(*arguments, MagicMock(), MagicMock())
         rig.schedulers.submit(request, rig.endpoint)
         if answered == "before":
             rig.schedulers.handle(rig.endpoint, answer())
@@ -139,7 +141,7 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
 
         link.flush = noted  # type: ignore[method-assign]
         for number in (1, 2):
-            rig.ask(number)
+            rig.send_request(number)
             rig.read(answer())
         assert await rig.receive(4)
         rig.schedulers.handle(rig.endpoint, m.Finished(1, b"", []))
@@ -156,13 +158,13 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     """Each response is delivered, and the end. Responses after a cancellation are released."""
     finished = answer()
     body = (finished.schema, finished.data)
-    heard: list[Any] = []
+    responses: list[Any] = []
     released: list[str] = []
 
     async def stream(rig: Rig) -> None:
         for number in (1, 2):
-            request = rig.ask(number, partial(released.append, f"of {number}"))
-            request.heard = heard
+            request = rig.send_request(number, partial(released.append, f"of {number}"))
+            request.messages = responses
             rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.credit(request, 4)
             if number == 2:
@@ -170,12 +172,12 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
             rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
-        others = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
+        notices = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
         release = m.Release(4321, [4096], 1)
-        assert others == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
+        assert notices == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
 
     run(tmp_path, stream)
-    assert [(message.id, message.final) for message in heard] == [
+    assert [(message.id, message.final) for message in responses] == [
         *((1, False), (1, False), (1, True)),
         (2, False),
     ]
@@ -183,21 +185,21 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
 
 
 def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
-    async def story(rig: Rig) -> None:
-        first, second = rig.ask(1), rig.ask(2)
+    async def scenario(rig: Rig) -> None:
+        first, second = rig.send_request(1), rig.send_request(2)
         await rig.receive(2)
         await rig.send_response(m.Finished(2, b"", []), m.Failed(1, "INTERNAL", "no", 0, False))
         await held(lambda: not rig.schedulers)
-        assert [type(message) for message in first.heard] == [m.Failed]
-        assert [type(message) for message in second.heard] == [m.Finished]
+        assert [type(message) for message in first.messages] == [m.Failed]
+        assert [type(message) for message in second.messages] == [m.Finished]
         assert first.ended and second.ended
 
-    run(tmp_path, story)
+    run(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("end", ["cancelled", "reported", "lost"])
 def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end: str) -> None:
-    async def story(rig: Rig) -> None:
+    async def scenario(rig: Rig) -> None:
         rig.schedulers.successors.add("ipc://old", rig.endpoint)
         future = rig.schedulers.report("ipc://old")
         (request,) = await rig.receive(1)
@@ -216,7 +218,7 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end: str) -> 
         await asyncio.sleep(0)
         assert not rig.schedulers._pending_statistics
 
-    run(tmp_path, story)
+    run(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("inflight", [False, True])
@@ -225,8 +227,8 @@ def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: boo
     scheduler.
     """
 
-    async def story(rig: Rig) -> None:
-        request = rig.ask(1) if inflight else None
+    async def scenario(rig: Rig) -> None:
+        request = rig.send_request(1) if inflight else None
         (link,) = rig.schedulers._table
         rig.router.close()
         await held(lambda: not link.connected)
@@ -234,11 +236,11 @@ def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: boo
         rig.schedulers.fail_over(rig.endpoint, "")
         assert not list(rig.schedulers._table)
         if request is not None:
-            (failed,) = request.heard
+            (failed,) = request.messages
             assert failed.message.startswith("[request id: mine] ")
             assert "no other serves the model" in failed.message
 
-    run(tmp_path, story)
+    run(tmp_path, scenario)
 
 
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"

@@ -17,8 +17,8 @@ from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.gateway_rig import SIMPLE, publication
 
 
-def published(**others: Any) -> Any:
-    return publication({**SIMPLE, **others}, MagicMock(endpoint="ipc:///nowhere"))
+def published(**fields: Any) -> Any:
+    return publication({**SIMPLE, **fields}, MagicMock(endpoint="ipc:///nowhere"))
 
 
 def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None:
@@ -119,14 +119,14 @@ def test_served_names_precede_a_models_own() -> None:
 
 def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
     gateway = named(generator("a", "gpt"), served=(("", "only"), ("asleep", "z")))
-    ask = gateway.supervisor.send_request
-    assert resolve_alias(gateway, "night") == "night" and not ask.called
+    send_request = gateway.supervisor.send_request
+    assert resolve_alias(gateway, "night") == "night" and not send_request.called
     gateway.models.on_demand |= {"asleep", "a"}
     for name, own in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
-        assert resolve_alias(gateway, name) == own and not ask.called
+        assert resolve_alias(gateway, name) == own and not send_request.called
     assert resolve_alias(gateway, "night") == "asleep"
     assert resolve_alias(gateway, "stale") == "stale"  # "a" is loaded, and has no such alias
     with pytest.raises(NotFound, match="none or several"):
         resolve_alias(gateway, "only")
-    ask.return_value = {"names": {}}
+    send_request.return_value = {"names": {}}
     assert resolve_alias(gateway, "only") == "a"

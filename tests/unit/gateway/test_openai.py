@@ -222,9 +222,9 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     given: dict[str, Any], most: int
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
-    asked = asyncio.run(bodies.parse_chat(text_gateway(), body))
+    parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
-    assert [asked.parameters[name] for name in limits if name in asked.parameters] == [most]
+    assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [most]
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])

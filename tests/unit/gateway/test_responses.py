@@ -21,8 +21,10 @@ def chat(**body: Any) -> dict[str, Any]:
     return {name: value for name, value in chat_body.items() if value not in (None, [])}
 
 
-def events(made: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
-    frames = made.frames([[made.add(0, delta)] for delta in deltas]) + made.ending(usage=False)
+def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
+    frames = response.frames([[response.add(0, delta)] for delta in deltas]) + response.ending(
+        usage=False
+    )
     events = []
     for frame in frames:
         name, data = frame.decode().rstrip("\n").split("\n")
@@ -60,10 +62,10 @@ def test_items_are_messages_with_calls_and_results() -> None:
     ]
     function = {"name": "f", "arguments": "{}"}
     calls = [{"id": name, "type": "function", "function": function} for name in "cd"]
-    said = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": calls}
+    message = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": calls}
     assert chat(input=items)["messages"] == [
         {"role": "user", "content": "hi"},
-        said,
+        message,
         {"role": "tool", "tool_call_id": "c", "content": "1"},
         {"role": "tool", "tool_call_id": "d", "content": "2"},
         {"role": "assistant", "content": "b"},

@@ -41,9 +41,9 @@ def test_no_trace_is_created_without_need() -> None:
     assert not tracer.active
     assert tracer.begin_trace("m", "1", "", 0, "", False) is None
     assert tracer.begin_trace("m", "1", "", 0, "nonsense", False) is None
-    asked = tracer.begin_trace("m", "1", "", 0, "", True)
-    assert asked is not None
-    assert not asked.sampled
+    trace = tracer.begin_trace("m", "1", "", 0, "", True)
+    assert trace is not None
+    assert not trace.sampled
     called = tracer.begin_trace("m", "1", "", 0, SAMPLED, False)
     assert called is not None
     assert called.scheduler.trace_id == "1" * 32

@@ -95,9 +95,9 @@ def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
 
 def test_text_that_is_no_unicode_travels_escaped() -> None:
     """A text may contain the bytes of a file name that is not UTF-8."""
-    said = LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
+    sent = LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
     load_failed = LoadFailed("INTERNAL", "no such file: n\\udce4me")
-    assert frames.unpack(frames.pack([said])) == [load_failed]
+    assert frames.unpack(frames.pack([sent])) == [load_failed]
 
 
 def test_another_version_is_refused() -> None:

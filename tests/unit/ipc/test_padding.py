@@ -105,7 +105,7 @@ SIZES = st.tuples(st.integers(0, 40), st.integers(0, 40))
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=3),
 )
 def test_waste_is_bounded(
-    asked: list[tuple[tuple[int, int], int]], most: float, buckets: list[tuple[int, int]]
+    shapes_and_units: list[tuple[tuple[int, int], int]], most: float, buckets: list[tuple[int, int]]
 ) -> None:
     """At most `max_waste` of a batch is padding, unless its requests would need as much padding
     alone. Every request fits into the batch, and the counts are exact.
@@ -114,10 +114,10 @@ def test_waste_is_bounded(
     pad = padding({"max_waste": most, "buckets": listed}, (-1, -1))
     batch = pad.batch()
     taken: list[tuple[tuple[int, int], int]] = []
-    for each, units in asked:
+    for each, units in shapes_and_units:
         if batch.may_join(pad.key(b"", {"IMAGE": each}), units):
             taken.append((each, units))
-    assert taken[0] == asked[0]
+    assert taken[0] == shapes_and_units[0]
     target = shape(pad, *(each for each, _ in taken))
     assert target is not None
     total = prod(target) * sum(units for _, units in taken)

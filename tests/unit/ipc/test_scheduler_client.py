@@ -95,7 +95,7 @@ class Request(InflightRequest):
     def __init__(self, client: Client, endpoint: str = OLD, **of_submit: Any) -> None:
         super().__init__(submit(**of_submit))
         self.client = client
-        self.heard: list[Response] = []
+        self.received: list[Response] = []
         self.freed = 0
         self.patient = True
         self.repeats = False
@@ -105,7 +105,7 @@ class Request(InflightRequest):
         return self.patient
 
     def respond(self, message: Response) -> None:
-        self.heard.append(message)
+        self.received.append(message)
         if self.repeats and isinstance(message, m.Finished):
             self.repeats = False
             self.client.submit(self, self.endpoint)
@@ -134,7 +134,7 @@ def lent(number: int = 1, *, offset: int = 4096) -> m.Finished:
 
 
 def failure(request: Request) -> m.Failed:
-    message = request.heard[-1]
+    message = request.received[-1]
     assert isinstance(message, m.Failed)
     return message
 
@@ -145,29 +145,29 @@ def test_a_response_ends_a_request_and_frees_its_memory(client: Client) -> None:
         assert client
         client.receive(message)
         client.receive(message)  # a duplicate belongs to no request
-        assert (request.heard, request.freed, bool(client)) == ([message], 1, False)
+        assert (request.received, request.freed, bool(client)) == ([message], 1, False)
 
 
 def test_responses_before_the_last_free_nothing(client: Client) -> None:
     request = Request(client)
     client.receive(responded())
     client.receive(responded())
-    assert (len(request.heard), request.freed, request.responses) == (2, 0, 2)
+    assert (len(request.received), request.freed, request.responses) == (2, 0, 2)
     client.receive(responded(final=True))
-    assert (len(request.heard), request.freed) == (3, 1)
+    assert (len(request.received), request.freed) == (3, 1)
 
 
 def test_an_early_failure_keeps_the_memory_until_it_is_settled(client: Client) -> None:
     request = Request(client)
     client.receive(failed(early=True))
-    assert len(request.heard) == 1 and client and request.freed == 0
+    assert len(request.received) == 1 and client and request.freed == 0
     client.receive(lent())  # a later response of the worker is discarded
     assert client.links.of(m.Release) == [(OLD, m.Release(4321, [4096], 1))]
     client.receive(m.Settled(1), NEW)  # a message from another scheduler is ignored
     assert request.freed == 0
     client.receive(m.Settled(1))
     client.receive(m.Settled(1))
-    assert len(request.heard) == 1 and request.freed == 1 and not client
+    assert len(request.received) == 1 and request.freed == 1 and not client
 
 
 def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> None:
@@ -177,7 +177,7 @@ def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> Non
     client.receive(lent(2), NEW)
     client.receive(lent(2))
     client.receive(lent(2))
-    assert len(request.heard) == 1
+    assert len(request.received) == 1
     client.links.opened.add(NEW)
     client.receive(lent(2), NEW)
     release = m.Release(4321, [4096], 1)
@@ -199,34 +199,34 @@ def test_a_refused_request_is_resubmitted_to_the_current_scheduler(client: Clien
     request = Request(client)
     client.serving = NEW
     client.receive(failed(code="UNAVAILABLE"))
-    assert (request.heard, request.freed, request.endpoint) == ([], 0, NEW)
+    assert (request.received, request.freed, request.endpoint) == ([], 0, NEW)
     assert client.links.of(m.Submit) == [(OLD, request.submit), (NEW, request.submit)]
     # The successor fails, too, and there is no further scheduler.
     client.receive(failed(code="UNAVAILABLE"), NEW)
-    assert (len(request.heard), request.freed) == (1, 1)
+    assert (len(request.received), request.freed) == (1, 1)
 
 
 def test_a_finder_may_keep_a_request(client: Client) -> None:
     request = Request(client)
     client.serving = None
     client.receive(failed(code="UNAVAILABLE"))
-    assert (request.heard, request.freed, bool(client)) == ([], 0, False)
+    assert (request.received, request.freed, bool(client)) == ([], 0, False)
     client.submit(request, NEW)
     client.lose(NEW, "")
-    assert (request.heard, request.freed, bool(client)) == ([], 0, False)
+    assert (request.received, request.freed, bool(client)) == ([], 0, False)
 
 
-@pytest.mark.parametrize("how", ["begun", "left", "early", "another code"])
-def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, how: str) -> None:
+@pytest.mark.parametrize("cause", ["begun", "left", "early", "another code"])
+def test_a_refusal_ends_a_request_that_cannot_be_resent(client: Client, cause: str) -> None:
     request = Request(client)
     client.serving = NEW
-    if how == "begun":
+    if cause == "begun":
         client.receive(responded())
-    request.patient = how != "left"
-    code = "INTERNAL" if how == "another code" else "UNAVAILABLE"
-    client.receive(failed(code=code, early=how == "early"))
+    request.patient = cause != "left"
+    code = "INTERNAL" if cause == "another code" else "UNAVAILABLE"
+    client.receive(failed(code=code, early=cause == "early"))
     assert failure(request).code == code
-    assert request.freed == (how != "early")
+    assert request.freed == (cause != "early")
 
 
 def test_a_request_that_is_submitted_again_keeps_its_memory(client: Client) -> None:
@@ -263,7 +263,7 @@ def test_a_request_without_a_link_fails_once(client: Client) -> None:
     client.links.full = True
     request = Request(client)
     assert failure(request).message == "[request id: <id_unknown>] no link can be made"
-    assert (len(request.heard), request.freed, bool(client)) == (1, 1, False)
+    assert (len(request.received), request.freed, bool(client)) == (1, 1, False)
 
 
 # --- losses
@@ -295,8 +295,8 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
     client.lose(OLD, successor)
     settled = (begun, once, left, early, answered)
     assert [each.freed for each in settled] == [1] * 5 and other.freed == 0
-    assert [type(message) for message in answered.heard] == [m.Finished]
-    assert left.heard == []
+    assert [type(message) for message in answered.received] == [m.Finished]
+    assert left.received == []
     failures = [
         (begun, LOST_AFTER_RESPONSE),
         (once, CANNOT_RUN_AGAIN),
@@ -386,11 +386,13 @@ EVENTS = (
 
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=30))
-def test_each_request_is_ended_once_and_its_memory_freed_once(story: list[tuple[str, int]]) -> None:
+def test_each_request_is_ended_once_and_its_memory_freed_once(
+    events: list[tuple[str, int]],
+) -> None:
     """Holds for any messages of a scheduler in any order."""
     client = Client()
     requests = {number: Request(client, number=number) for number in (1, 2, 3)}
-    for event, number in story:
+    for event, number in events:
         endpoint = requests[number].endpoint
         match event:
             case "finished":
@@ -422,11 +424,11 @@ def check(client: Client, request: Request) -> None:
     number = request.submit.id
     last = [
         message
-        for message in request.heard
+        for message in request.received
         if not isinstance(message, m.Responded) or message.final
     ]
     assert len(last) <= 1 and request.freed <= 1
-    assert request.heard[-1:] == last or not last  # the final response is the last message
+    assert request.received[-1:] == last or not last  # the final response is the last message
     if number in client.pending:
         assert not last and not request.freed and number not in client.settling
         assert request.endpoint not in client.successors
@@ -470,4 +472,4 @@ def test_a_caller_may_handle_a_finished_request_itself() -> None:
     assert client.remove_finished(OLD, m.Finished(2, b"schema", [])) is None, "unknown"
     assert client.remove_finished(OLD, finished) is request and not client
     assert client.remove_finished(OLD, finished) is None, "it has ended"
-    assert (request.heard, request.freed) == ([], 0)
+    assert (request.received, request.freed) == ([], 0)

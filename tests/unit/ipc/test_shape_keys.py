@@ -79,9 +79,9 @@ def test_the_count_must_be_between_required_and_total(names: str, got: str) -> N
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
     with pytest.raises(InvalidArgument) as caught:
         signature().check("7", tensors, [])
-    said = caught.value.message
-    assert said.startswith("[request id: 7] expected number of inputs between 2 and 3 " + got)
-    assert "missing required input(s) ['FIXED','FREE']" in said
+    message = caught.value.message
+    assert message.startswith("[request id: 7] expected number of inputs between 2 and 3 " + got)
+    assert "missing required input(s) ['FIXED','FREE']" in message
 
 
 def test_more_inputs_than_the_model_has_are_rejected() -> None:

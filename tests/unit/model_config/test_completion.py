@@ -206,8 +206,8 @@ def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
     written = parse_pbtxt(
         'name: "m" parameters { key: "target_p99_ms" value { string_value: "7" } }'
     )
-    said = {"batching_strategy": "adaptive", "target_p99_ms": "9", "other": "x"}
-    parameters = {name: {"string_value": value} for name, value in said.items()}
+    strategy_settings = {"batching_strategy": "adaptive", "target_p99_ms": "9", "other": "x"}
+    parameters = {name: {"string_value": value} for name, value in strategy_settings.items()}
     merged = merge_autocomplete(written, {"parameters": parameters}).parameters
     values = {name: merged[name].string_value for name in merged}
     assert values == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
@@ -254,6 +254,6 @@ def test_unlikely_values_are_warned_of() -> None:
 @pytest.mark.parametrize(("written", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
 def test_a_model_sets_its_instances_if_the_configuration_does_not(written: str, count: int) -> None:
     config, source = read_pbtxt(f'backend: "native" {written}', "m/config.pbtxt")
-    said = {"instance_group": [{"count": 3}]}
-    merged = merge_autocomplete(normalise(config, "m", 0), said, source)
+    completed = {"instance_group": [{"count": 3}]}
+    merged = merge_autocomplete(normalise(config, "m", 0), completed, source)
     assert [group.count for group in merged.instance_group] == [count]

@@ -20,7 +20,7 @@ GOOD = {
 }
 
 
-def said(padding: Any, most: int = 8, complete: bool = True) -> str:
+def padding_error(padding: Any, most: int = 8, complete: bool = True) -> str:
     text = padding if isinstance(padding, str) else json.dumps(padding)
     config = parse_pbtxt(
         f"""
@@ -43,8 +43,8 @@ def said(padding: Any, most: int = 8, complete: bool = True) -> str:
 
 
 def test_a_whole_one_is_in_order() -> None:
-    assert said(GOOD) == ""
-    assert said({}) == ""
+    assert padding_error(GOOD) == ""
+    assert padding_error({}) == ""
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_a_whole_one_is_in_order() -> None:
     ],
 )
 def test_a_mistake_in_padding_is_reported(padding: Any, text: str) -> None:
-    message = said(padding)
+    message = padding_error(padding)
     assert text in message and message.endswith("for m")
     assert "parameters[\"padding\"]: parameter 'padding' " in message
 
 
 def test_it_takes_a_batch() -> None:
-    assert "requires a max_batch_size of at least 1" in said(GOOD, most=0)
+    assert "requires a max_batch_size of at least 1" in padding_error(GOOD, most=0)
 
 
 def test_before_a_model_has_completed_itself_only_the_form_counts() -> None:
-    assert said({"NONE": {}}, complete=False) == ""
-    assert said([1], complete=False)
+    assert padding_error({"NONE": {}}, complete=False) == ""
+    assert padding_error([1], complete=False)

@@ -102,7 +102,7 @@ def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_error"),
     [
         ("{", "is not JSON"),
         ('{"data": []}', "has no request"),
@@ -114,10 +114,10 @@ def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
         ('[{"Z": [1, 2]}]', "no input 'Z'"),
     ],
 )
-def test_the_error_explains_an_invalid_file(tmp_path: Path, text: str, said: str) -> None:
+def test_the_error_explains_an_invalid_file(tmp_path: Path, text: str, expected_error: str) -> None:
     path = tmp_path / "d.json"
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match=f"--data: .*{said}"):
+    with pytest.raises(InvalidArgument, match=f"--data: .*{expected_error}"):
         data.read_requests(BATCHED, DataOptions(source=str(path)))
 
 
@@ -136,7 +136,7 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_error"),
     [
         ("", "no function `requests`"),
         ("def requests(i): yield 3", "request 0 of .* is not a mapping"),
@@ -145,10 +145,12 @@ def test_a_program_yields_requests(tmp_path: Path) -> None:
         ("x = ", "failed: SyntaxError"),
     ],
 )
-def test_the_error_explains_a_failing_program(tmp_path: Path, text: str, said: str) -> None:
+def test_the_error_explains_a_failing_program(
+    tmp_path: Path, text: str, expected_error: str
+) -> None:
     path = tmp_path / "d.py"
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match=f"--data: .*{said}"):
+    with pytest.raises(InvalidArgument, match=f"--data: .*{expected_error}"):
         data.read_requests(BATCHED, DataOptions(source=str(path)))
 
 

@@ -31,16 +31,16 @@ class InstantDoor:
     def encode(self, request: Any) -> Any:
         return request
 
-    def lane(self, heard: LaneObserver) -> InstantLane:
-        return InstantLane(self, heard)
+    def lane(self, observer: LaneObserver) -> InstantLane:
+        return InstantLane(self, observer)
 
     def close(self) -> None:
         pass
 
 
 class InstantLane:
-    def __init__(self, door: InstantDoor, heard: LaneObserver) -> None:
-        self.door, self.heard = door, heard
+    def __init__(self, door: InstantDoor, observer: LaneObserver) -> None:
+        self.door, self.observer = door, observer
 
     def send(self, request: Any) -> None:
         self.door.sent.append(request)
@@ -48,7 +48,7 @@ class InstantLane:
             self.door.poller.call_soon(self.answer(request))
 
     def answer(self, request: str) -> Any:
-        return lambda: self.heard.ended(request if request.startswith("error") else "")
+        return lambda: self.observer.ended(request if request.startswith("error") else "")
 
     def close(self) -> None:
         pass

@@ -31,11 +31,11 @@ def test_the_table_attributes_the_time() -> None:
 def test_the_report_warns_of_unreliable_figures() -> None:
     assert report.notes(POINT) == []
     bad = replace(POINT, kind="rate", value=4000.0, settled=False, errors=3, error="no")
-    said = "; ".join(report.notes(replace(bad, client_busy=0.95)))
-    assert "differ" in said
-    assert "3 requests failed; mostly: no" in said
-    assert "load generator was CPU-bound" in said
-    assert "did not keep up" in said
+    text = "; ".join(report.notes(replace(bad, client_busy=0.95)))
+    assert "differ" in text
+    assert "3 requests failed; mostly: no" in text
+    assert "load generator was CPU-bound" in text
+    assert "did not keep up" in text
 
 
 def test_chance_alone_is_no_server_that_does_not_keep_up() -> None:

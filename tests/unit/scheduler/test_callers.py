@@ -24,8 +24,8 @@ def line(pid: int, batch: inference.Execute, model: str = "m") -> str:
     return Caller(pid, batch.requests[0].key, model).line
 
 
-def failures(made: Rig) -> list[str]:
-    return [answer.message for answer in made.answers() if isinstance(answer, Failed)]
+def failures(scheduler_rig: Rig) -> list[str]:
+    return [answer.message for answer in scheduler_rig.answers() if isinstance(answer, Failed)]
 
 
 def test_a_call_of_its_only_instance_fails_at_once() -> None:

@@ -824,10 +824,12 @@ def families(rig: Rig) -> Any:
 
 def test_request_options_reach_the_worker() -> None:
     rig, _ = ready_rig({})
-    said: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
-    said |= {"correlation_id": 4, "correlation_text": "text"}
-    rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **said)
+    fields: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
+    fields |= {"correlation_id": 4, "correlation_text": "text"}
+    rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
     _, batch = rig.execute()
     (work,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
-    assert work == m.Work(work.key, pid, schema_of(), [b"packed"], **said, deadline_ns=rig.now + MS)
+    assert work == m.Work(
+        work.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS
+    )

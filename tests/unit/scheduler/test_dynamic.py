@@ -40,7 +40,7 @@ def test_nothing_to_do_without_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "how", "expected"),
+    ("units", "batching", "expected"),
     [
         # Without a delay, the queued requests run at once.
         ((1, 1, 1), rules(8), Batch(3, CloseReason.IDLE)),
@@ -64,8 +64,8 @@ def test_nothing_to_do_without_requests() -> None:
         ((5, 4), rules(8, (), DELAY), Batch(1, CloseReason.FULL)),
     ],
 )
-def test_sizes(units: tuple[int, ...], how: Batching, expected: Batch) -> None:
-    assert decide(NOW, items(*units), how, 0) == expected
+def test_sizes(units: tuple[int, ...], batching: Batching, expected: Batch) -> None:
+    assert decide(NOW, items(*units), batching, 0) == expected
 
 
 def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
@@ -77,10 +77,10 @@ def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
 
 def test_the_delay_counts_from_the_oldest_request() -> None:
     queue = [Item(enqueued_ns=NOW - 10), Item(enqueued_ns=NOW - 70_000), Item()]
-    how = rules(8, (), DELAY)
-    assert decide(NOW, queue, how, 0) == WaitUntil(NOW + 30_000)
-    assert decide(NOW + 29_999, queue, how, 0) == WaitUntil(NOW + 30_000)
-    assert decide(NOW + 30_000, queue, how, 0) == Batch(3, CloseReason.DELAY)
+    batching = rules(8, (), DELAY)
+    assert decide(NOW, queue, batching, 0) == WaitUntil(NOW + 30_000)
+    assert decide(NOW + 29_999, queue, batching, 0) == WaitUntil(NOW + 30_000)
+    assert decide(NOW + 30_000, queue, batching, 0) == Batch(3, CloseReason.DELAY)
 
 
 def test_after_the_delay_everything_runs_even_past_a_preferred_size() -> None:
@@ -91,10 +91,10 @@ def test_after_the_delay_everything_runs_even_past_a_preferred_size() -> None:
 
 def test_other_shapes_close_a_batch_and_only_the_first_request_is_compared() -> None:
     queue = [Item(shape_key=b"a"), Item(shape_key=b"a"), Item(shape_key=b"b"), Item(shape_key=b"a")]
-    how = rules(8, (), DELAY)
-    assert decide(NOW, queue, how, 0) == Batch(2, CloseReason.SHAPE)
-    assert decide(NOW, queue[2:], how, 0) == Batch(1, CloseReason.SHAPE)
-    assert decide(NOW, queue[3:], how, 0) == WaitUntil(NOW + DELAY)
+    batching = rules(8, (), DELAY)
+    assert decide(NOW, queue, batching, 0) == Batch(2, CloseReason.SHAPE)
+    assert decide(NOW, queue[2:], batching, 0) == Batch(1, CloseReason.SHAPE)
+    assert decide(NOW, queue[3:], batching, 0) == WaitUntil(NOW + DELAY)
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12)
@@ -102,7 +102,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, 
 
 @given(SHAPES, st.floats(0, 1), st.integers(1, 8))
 def test_padded_shapes_share_a_batch_up_to_their_bound(
-    asked: list[tuple[int, int]], most_waste: float, most: int
+    lengths_and_units: list[tuple[int, int]], most_waste: float, most: int
 ) -> None:
     """A batch has the first requests that fit and may be padded together, in order.
 
@@ -110,10 +110,11 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
     """
     pads = Padding([Pad("X", (-1,), 0, (), "", "", most_waste)], {})
     queued = [
-        Item(min(units, most), shape_key=pads.key(b"", {"X": (length,)})) for length, units in asked
+        Item(min(units, most), shape_key=pads.key(b"", {"X": (length,)}))
+        for length, units in lengths_and_units
     ]
-    how = replace(rules(most), padding=pads)
-    decision = decide(NOW, queued, how, 0)
+    batching = replace(rules(most), padding=pads)
+    decision = decide(NOW, queued, batching, 0)
     assert isinstance(decision, Batch)
     taken = queued[: decision.count]
     batch = pads.batch()
@@ -130,18 +131,18 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
 
 def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:
     queue = [Item(), Item(flush_by_ns=NOW + 60_000)]
-    how = rules(8, (), DELAY)
-    assert decide(NOW, queue, how, 20_000) == WaitUntil(NOW + 40_000)
-    assert decide(NOW + 40_000, queue, how, 20_000) == Batch(2, CloseReason.DEADLINE)
+    batching = rules(8, (), DELAY)
+    assert decide(NOW, queue, batching, 20_000) == WaitUntil(NOW + 40_000)
+    assert decide(NOW + 40_000, queue, batching, 20_000) == Batch(2, CloseReason.DEADLINE)
     far = [Item(flush_by_ns=NOW + 60 * DELAY)]
-    assert decide(NOW, far, how, 20_000) == WaitUntil(NOW + DELAY)
+    assert decide(NOW, far, batching, 20_000) == WaitUntil(NOW + DELAY)
 
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
     """Draw a queue of admitted requests, rules, and a reserve."""
     most = draw(st.integers(1, 12))
-    how = Batching(
+    batching = Batching(
         most,
         frozenset(draw(st.sets(st.integers(1, most), min_size=1, max_size=3))),
         draw(st.sampled_from([0, 1, 50, 1000])),
@@ -153,58 +154,58 @@ def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
         enqueued_ns=st.integers(NOW - 1500, NOW),
         flush_by_ns=st.one_of(st.just(NEVER), st.integers(NOW, NOW + 2000)),
     )
-    return draw(st.lists(item, max_size=16)), how, draw(st.sampled_from([0, 10, 500]))
+    return draw(st.lists(item, max_size=16)), batching, draw(st.sampled_from([0, 10, 500]))
 
 
-def fits(queue: list[Item], count: int, how: Batching) -> bool:
+def fits(queue: list[Item], count: int, batching: Batching) -> bool:
     """Return whether the first `count` requests may run together."""
     chosen = queue[:count]
-    return sum(item.units for item in chosen) <= how.max_batch_size and all(
+    return sum(item.units for item in chosen) <= batching.max_batch_size and all(
         item.shape_key == chosen[0].shape_key for item in chosen
     )
 
 
-def reached(queue: list[Item], how: Batching) -> int:
+def reached(queue: list[Item], batching: Batching) -> int:
     """Return the maximum number of requests that may run together."""
     count = 0
-    while count < len(queue) and fits(queue, count + 1, how):
+    while count < len(queue) and fits(queue, count + 1, batching):
         count += 1
     return count
 
 
 @given(situations())
 def test_a_batch_is_legal_and_its_reason_true(situation: tuple[list[Item], Batching, int]) -> None:
-    queue, how, reserve = situation
-    decision = decide(NOW, queue, how, reserve)
+    queue, batching, reserve = situation
+    decision = decide(NOW, queue, batching, reserve)
     if not isinstance(decision, Batch):
         return
     count, total = decision.count, sum(item.units for item in queue[: decision.count])
-    limit = reached(queue, how)
+    limit = reached(queue, batching)
     after = queue[count] if count < len(queue) else None
     oldest = min(item.enqueued_ns for item in queue[:limit])
-    waited_enough = how.delay_ns > 0 and NOW - oldest >= how.delay_ns
+    waited_enough = batching.delay_ns > 0 and NOW - oldest >= batching.delay_ns
     assert 1 <= count <= limit
-    assert fits(queue, count, how)
+    assert fits(queue, count, batching)
     match decision.reason:
         case CloseReason.FULL:
-            assert total == how.max_batch_size or (
-                after is not None and total + after.units > how.max_batch_size
+            assert total == batching.max_batch_size or (
+                after is not None and total + after.units > batching.max_batch_size
             )
         case CloseReason.SHAPE:
             assert after is not None and after.shape_key != queue[0].shape_key
             assert count == limit
         case CloseReason.PREFERRED:
             assert not waited_enough
-            assert total in how.preferred or (
-                after is None or total + after.units > max(how.preferred)
+            assert total in batching.preferred or (
+                after is None or total + after.units > max(batching.preferred)
             )
         case CloseReason.DELAY:
             assert waited_enough and count == limit
         case CloseReason.IDLE:
-            assert how.delay_ns == 0 and count == len(queue)
+            assert batching.delay_ns == 0 and count == len(queue)
         case CloseReason.DEADLINE:
             assert min(item.flush_by_ns for item in queue[:count]) - reserve <= NOW
-            assert how.delay_ns > 0 and count == len(queue)
+            assert batching.delay_ns > 0 and count == len(queue)
         case CloseReason.RETRY:
             pytest.fail("the batcher knows no retries")
 
@@ -213,15 +214,15 @@ def test_a_batch_is_legal_and_its_reason_true(situation: tuple[list[Item], Batch
 def test_waiting_is_bounded_and_ends_in_a_batch(
     situation: tuple[list[Item], Batching, int],
 ) -> None:
-    queue, how, reserve = situation
-    decision = decide(NOW, queue, how, reserve)
+    queue, batching, reserve = situation
+    decision = decide(NOW, queue, batching, reserve)
     assert (decision is None) == (not queue)
     if isinstance(decision, WaitUntil):
-        assert NOW < decision.ns <= min(item.enqueued_ns for item in queue) + how.delay_ns
+        assert NOW < decision.ns <= min(item.enqueued_ns for item in queue) + batching.delay_ns
         # The batcher waits only if all queued requests fit into one batch that can still grow.
-        assert fits(queue, len(queue), how)
-        assert sum(item.units for item in queue) < max(how.preferred)
-        at_the_end = decide(decision.ns, queue, how, reserve)
+        assert fits(queue, len(queue), batching)
+        assert sum(item.units for item in queue) < max(batching.preferred)
+        at_the_end = decide(decision.ns, queue, batching, reserve)
         assert isinstance(at_the_end, Batch) and at_the_end.count == len(queue)
 
 
@@ -229,16 +230,16 @@ def test_waiting_is_bounded_and_ends_in_a_batch(
 def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
     situation: tuple[list[Item], Batching, int],
 ) -> None:
-    queue, how, reserve = situation
+    queue, batching, reserve = situation
     now, left = NOW, list(queue)
     while left:
-        decision = decide(now, left, how, reserve)
+        decision = decide(now, left, batching, reserve)
         assert decision is not None
         if isinstance(decision, WaitUntil):
             now = decision.ns
             continue
         for item in left[: decision.count]:
-            assert now <= max(NOW, item.enqueued_ns + how.delay_ns)
+            assert now <= max(NOW, item.enqueued_ns + batching.delay_ns)
         del left[: decision.count]
 
 

@@ -27,7 +27,7 @@ SECOND = 10**9
 
 
 @pytest.mark.parametrize(
-    ("said", "believed"),
+    ("arrival", "expected"),
     [
         (NOW - 1, NOW - 1),
         (NOW - SECOND, NOW - SECOND),
@@ -37,13 +37,13 @@ SECOND = 10**9
         (-(2**63), NOW),
     ],
 )
-def test_when_a_request_arrived_is_believed_within_a_second(said: int, believed: int) -> None:
+def test_when_a_request_arrived_is_believed_within_a_second(arrival: int, expected: int) -> None:
     """A reported arrival one day ago would distort the mean of all requests for months."""
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"))
-    submit = m.Submit(1, *work, said, 0, 0, 0, "mine")
+    submit = m.Submit(1, *work, arrival, 0, 0, 0, "mine")
     checked = rules.validate(FIRST, submit, NOW)
-    assert checked.arrived_ns == believed
+    assert checked.arrived_ns == expected
     assert (checked.request_id, (checked.schema, checked.data)) == ("mine", work)
 
 

@@ -41,8 +41,8 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
 def test_no_records_without_a_trace_or_limit() -> None:
     local_traces, control_link = traces()
     assert not local_traces.active
-    asked = submit(1, CALLER.message)
-    assert local_traces.start_trace(PEER, asked) is asked
+    submitted = submit(1, CALLER.message)
+    assert local_traces.start_trace(PEER, submitted) is submitted
     local_traces.end_trace(PEER, Finished(1, b"", []))
     assert not control_link and not local_traces.measured
 

@@ -24,7 +24,7 @@ class AgainstAList(RuleBasedStateMachine):
         super().__init__()
         self.queue = PriorityQueue()
         self.naive: list[tuple[tuple[int, bool, int], ScheduledRequest]] = []
-        self.made: list[ScheduledRequest] = []
+        self.requests: list[ScheduledRequest] = []
         self.memory_ranges = 0
 
     def _expected(self) -> list[ScheduledRequest]:
@@ -38,7 +38,7 @@ class AgainstAList(RuleBasedStateMachine):
     def append(self, level: int) -> None:
         self.memory_ranges += 1
         new_request = request(self.memory_ranges, level)
-        self.made.append(new_request)
+        self.requests.append(new_request)
         self.queue.append(new_request)
         self.naive.append(((level, False, self.memory_ranges), new_request))
 
@@ -54,11 +54,11 @@ class AgainstAList(RuleBasedStateMachine):
             self.queue.delay(chosen)
             self.naive.append(((chosen.level, True, self.memory_ranges), chosen))
 
-    @precondition(lambda self: self.made)
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         """Remove a request, which may have been removed before."""
-        chosen = data.draw(st.sampled_from(self.made))
+        chosen = data.draw(st.sampled_from(self.requests))
         there = chosen in self._expected()
         self._drop([chosen])
         assert self.queue.remove(chosen) is there

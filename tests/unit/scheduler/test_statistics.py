@@ -116,8 +116,8 @@ def test_a_request_that_fails_before_the_model_is_no_execution() -> None:
     rig, peer = ready_rig({})
     rig.submit()
     _, batch = rig.execute()
-    (asked,) = batch.requests
-    replies = [m.Reply(asked.key, "INVALID_ARG", "incomplete string")]
+    (request,) = batch.requests
+    replies = [m.Reply(request.key, "INVALID_ARG", "incomplete string")]
     now = rig.now
     rig.worker(peer, m.BatchFinished(batch.batch, now, now, now, now, replies, executed=False))
     report = rig.report()
@@ -152,9 +152,9 @@ def test_gauges_show_what_is_here_now() -> None:
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4), st.integers(0, 50))
-def test_timing_never_exceeds_what_can_be_true(said: list[int], ran: int) -> None:
+def test_timing_never_exceeds_what_can_be_true(reported: list[int], ran: int) -> None:
     started, now = 1000, 1000 + ran
-    start, input_end, output_start, end = said
+    start, input_end, output_start, end = reported
     message = m.BatchFinished(1, start, input_end, output_start, end, [])
     timing = Timing.clamped(message, started, now)
     assert started <= timing.compute_start_ns <= now

@@ -10,7 +10,7 @@ from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
-def asked(rig: Rig) -> list[Any]:
+def messages(rig: Rig) -> list[Any]:
     """Return the messages to the supervisor since the last call: requests and returns of
     tickets.
     """
@@ -29,14 +29,14 @@ def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
     """Section 3.9."""
     rig = limited({})
     rig.submit()
-    assert (asked(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
+    assert (messages(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
     rig.submit(2)  # the batch grows while it waits for the ticket
-    assert asked(rig) == []
+    assert messages(rig) == []
     rig.supervisor(m.TicketGranted(1))
     peer, batch = rig.execute()
     assert len(batch.requests) == 3
     rig.finish(peer, batch)
-    assert asked(rig) == [m.TicketReturned(1, True)]
+    assert messages(rig) == [m.TicketReturned(1, True)]
 
 
 def test_the_next_ticket_is_requested_before_the_old_one_is_returned() -> None:
@@ -45,19 +45,19 @@ def test_the_next_ticket_is_requested_before_the_old_one_is_returned() -> None:
     rig.submit(2)
     rig.supervisor(m.TicketGranted(1))
     peer, batch = rig.execute()
-    asked(rig)
+    messages(rig)
     rig.finish(peer, batch)
-    assert asked(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
+    assert messages(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
 
 
 def test_no_instance_is_asked_for_without_a_request() -> None:
-    assert asked(limited({}, 3)) == []
+    assert messages(limited({}, 3)) == []
 
 
 def test_as_many_are_asked_for_as_could_run() -> None:
     rig = limited(None, 3)
     rig.submit(2)
-    assert asked(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
+    assert messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 
@@ -65,9 +65,9 @@ def test_as_many_are_asked_for_as_could_run() -> None:
 def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
     rig = limited({"max_queue_delay_microseconds": 1000})
     rig.submit()
-    assert asked(rig) == []
+    assert messages(rig) == []
     rig.pass_time(2 * MS)
-    assert asked(rig) == [m.AskTicket(1, 0)]
+    assert messages(rig) == [m.AskTicket(1, 0)]
 
 
 def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is() -> None:
@@ -78,8 +78,8 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
     rig = limited({}, max_batch_size=64, parameters=ADAPTIVE)
 
     def grant() -> None:
-        asks = [message for message in asked(rig) if isinstance(message, m.AskTicket)]
-        rig.supervisor(*[m.TicketGranted(message.ticket) for message in asks])
+        requests = [message for message in messages(rig) if isinstance(message, m.AskTicket)]
+        rig.supervisor(*[m.TicketGranted(message.ticket) for message in requests])
 
     for _ in range(60):  # bursts of 8 requests at intervals of 2 ms; a batch takes 60 ms
         for _ in range(8):
@@ -91,23 +91,23 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
                 rig.pass_time(60 * MS)
                 rig.finish(peer, batch)
     rig.core._dispatch._batcher._waiting.waits = True  # type: ignore[attr-defined]
-    asked(rig)
+    messages(rig)
     began = rig.now
     last = rig.submit(2)[1]
-    asks: list[Any] = []
-    while not asks:  # more requests seem to be in transit, because other requests are cancelled
+    requests: list[Any] = []
+    while not requests:  # more requests seem to be in transit, because other requests are cancelled
         rig.pass_time(2 * MS)
         (new,) = rig.submit()
         rig.client(Cancel(last))
-        last, asks = new, asked(rig)
+        last, requests = new, messages(rig)
     assert 10 * MS < rig.now - began <= 62 * MS
     for _ in range(5):  # the ticket is granted late
         rig.pass_time(2 * MS)
         (new,) = rig.submit()
         rig.client(Cancel(last))
         last = new
-        assert asked(rig) == []
-    rig.supervisor(m.TicketGranted(asks[0].ticket))
+        assert messages(rig) == []
+    rig.supervisor(m.TicketGranted(requests[0].ticket))
     assert len(rig.executes()) == 1
 
 
@@ -116,7 +116,7 @@ def test_an_unneeded_ticket_is_returned() -> None:
     (number,) = rig.submit()
     rig.client(Cancel(number))
     rig.supervisor(m.TicketGranted(1))
-    assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
+    assert messages(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
 
 
 def test_tickets_of_an_exited_worker_are_returned() -> None:
@@ -124,10 +124,10 @@ def test_tickets_of_an_exited_worker_are_returned() -> None:
     rig.submit()
     rig.supervisor(m.TicketGranted(1))
     rig.execute()
-    asked(rig)
+    messages(rig)
     rig.supervisor(ProcessExited(100, "signal 9"))
     # The request is retried with a new ticket.
-    assert asked(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]
+    assert messages(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 
@@ -136,16 +136,16 @@ def test_a_ticket_for_an_exited_process_is_returned() -> None:
     rig = limited()
     rig.submit()
     rig.supervisor(ProcessExited(100, "signal 9"), m.TicketGranted(1))
-    assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
+    assert messages(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
     rig.start(0, 105)
-    assert asked(rig) == [m.AskTicket(2, 0)]
+    assert messages(rig) == [m.AskTicket(2, 0)]
 
 
 def test_sequences_ask_for_the_instance_of_their_slot() -> None:
     rig = limited(None, 2, max_batch_size=1, sequences={"direct": {}})
     rig.submit(correlation_id=1, flags=1)
     rig.submit(correlation_id=2, flags=1)
-    assert asked(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
+    assert messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
     rig.supervisor(m.TicketGranted(1))
@@ -156,4 +156,4 @@ def test_without_the_limiter_no_tickets_are_requested() -> None:
     rig, _ = ready_rig()
     rig.submit()
     rig.execute()
-    assert asked(rig) == []
+    assert messages(rig) == []

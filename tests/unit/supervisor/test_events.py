@@ -42,7 +42,7 @@ def run_dir() -> Iterator[Path]:
 
 @contextlib.asynccontextmanager
 async def published(
-    run_dir: Path, on_subscription: Callable[[str, bool], None] = lambda prefix, wanted: None
+    run_dir: Path, on_subscription: Callable[[str, bool], None] = lambda prefix, subscribed: None
 ) -> AsyncIterator[EventPublisher]:
     publisher = EventPublisher()
     publisher.open(endpoints.events(run_dir), on_subscription)
@@ -83,7 +83,7 @@ def test_a_publisher_before_its_opening_has_no_subscribers() -> None:
 
 async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
     records: list[tuple[str, bool]] = []
-    async with published(run_dir, lambda *news: records.append(news)) as publisher:
+    async with published(run_dir, lambda *change: records.append(change)) as publisher:
         publisher.publish(STARTED)  # number 1 is the first that is sent
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
             await until_async(lambda: publisher.is_followed(publications.PROCESSES))
@@ -161,7 +161,7 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
 
     async def live() -> tuple[int, int]:
         holder: list[EventFeed] = []
-        async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
+        async with published(run_dir, lambda *change: holder[0].subscribed(*change)) as publisher:
             holder.append(feed(publisher, {}, []))
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
@@ -186,7 +186,7 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
 # --- what is, and what happens
 
 
-def feed(publisher: EventPublisher, states: dict[Any, Any], asked: list[str]) -> EventFeed:
+def feed(publisher: EventPublisher, states: dict[Any, Any], calls: list[str]) -> EventFeed:
     process: Any = type("Process", (), {"pid": 7, "title": STARTED.title})()
     return EventFeed(
         publisher,
@@ -194,7 +194,7 @@ def feed(publisher: EventPublisher, states: dict[Any, Any], asked: list[str]) ->
         lambda: [process],
         list,
         lambda: READY,
-        lambda: asked.append("counters"),
+        lambda: calls.append("counters"),
     )
 
 
@@ -212,7 +212,7 @@ async def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
     pending_calls: list[str] = []
     holder: list[EventFeed] = []
-    async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
+    async with published(run_dir, lambda *change: holder[0].subscribed(*change)) as publisher:
         holder.append(feed(publisher, states, pending_calls))
         holder[0].models_changed()  # no process receives it
         with EventReader(run_dir) as reader:

@@ -163,9 +163,9 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
     registry.close()
 
 
-@pytest.mark.parametrize(("tensors", "told"), [(2000, True), (20_000, False)])
+@pytest.mark.parametrize(("tensors", "fits"), [(2000, True), (20_000, False)])
 async def test_a_model_with_many_inputs_ends_no_connection(
-    folder: Path, tensors: int, told: bool
+    folder: Path, tensors: int, fits: bool
 ) -> None:
     """Holds for a client that is connected during the load, and for a later one."""
     wide = _model("wide", tensors)
@@ -181,17 +181,17 @@ async def test_a_model_with_many_inputs_ends_no_connection(
     with contextlib.ExitStack() as stack:
         stack.callback(local_clients.connections.close)
         there = stack.enter_context(come(folder))
-        assert _names(await _told(there, 3)) == {"plain"}
+        assert _names(await _receive(there, 3)) == {"plain"}
         number = known.begin(local_clients.numbers())
         local_clients.announce(replace(wide, acknowledge=number))
-        (news,) = await _told(there, 1, hello=False)
-        assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
-        there.send(frames.pack([Acknowledged(news.acknowledge)]))
+        (message,) = await _receive(there, 1, hello=False)
+        assert isinstance(message, m.ModelPublished if fits else m.ModelWithdrawn)
+        there.send(frames.pack([Acknowledged(message.acknowledge)]))
         while not known.is_acknowledged(number):
             await known.next_complete()
         models.insert(0, wide)
         later = stack.enter_context(come(folder))
-        assert _names(await _told(later, 4)) == ({"plain", "wide"} if told else {"plain"})
+        assert _names(await _receive(later, 4)) == ({"plain", "wide"} if fits else {"plain"})
 
 
 def test_the_tensors_that_a_welcome_lists() -> None:
@@ -219,11 +219,11 @@ def _model(name: str, tensors: int) -> m.ModelPublished:
     return m.ModelPublished(name, "1", ModelSpec.of(config), {}, "ipc:///run/1", True, True, 0.0, 0)
 
 
-def _names(told: list[Any]) -> set[str]:
-    return {message.name for message in told if isinstance(message, m.ModelPublished)}
+def _names(messages: list[Any]) -> set[str]:
+    return {message.name for message in messages if isinstance(message, m.ModelPublished)}
 
 
-async def _told(link: socket.socket, count: int, *, hello: bool = True) -> list[Any]:
+async def _receive(link: socket.socket, count: int, *, hello: bool = True) -> list[Any]:
     if hello:
         link.send(frames.pack([Hello(frames.VERSION)]))
     loop = asyncio.get_running_loop()

@@ -262,7 +262,7 @@ def test_all_parts_together_are_never_more_than_the_bound(steps: list[tuple[bool
     shares = CacheShares(1000)
     notified: dict[int, int] = {}
 
-    def hears(member: int) -> Callable[[ResizeCache], None]:
+    def record_size(member: int) -> Callable[[ResizeCache], None]:
         def on_granted(message: ResizeCache) -> None:
             notified[member] = message.byte_size
 
@@ -270,7 +270,7 @@ def test_all_parts_together_are_never_more_than_the_bound(steps: list[tuple[bool
 
     for joins, member in steps:
         if joins:
-            notified[member] = shares.join(member, hears(member))
+            notified[member] = shares.join(member, record_size(member))
         else:
             shares.remove(member)
             notified.pop(member, None)

@@ -48,18 +48,18 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
     manager.status("e")
     manager.close()
     manager.status("f")
-    said = [sock.recv(1000) for _ in range(7)]
-    reloading = said.pop(4).decode().split()
+    notifications = [sock.recv(1000) for _ in range(7)]
+    reloading = notifications.pop(4).decode().split()
     assert before_us <= int(reloading.pop(1).removeprefix("MONOTONIC_USEC="))
     assert reloading == ["RELOADING=1", "STATUS=reloading"]
     with pytest.raises(BlockingIOError):
         sock.recv(1000)
     ready, stopping = b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"
-    assert said == [b"STATUS=a", b"STATUS=b", ready, b"WATCHDOG=1", ready, stopping]
+    assert notifications == [b"STATUS=a", b"STATUS=b", ready, b"WATCHDOG=1", ready, stopping]
 
 
 @pytest.mark.parametrize(
-    ("said", "watchdog_s"),
+    ("expected_environment", "watchdog_s"),
     [
         ({}, 0.0),
         ({"WATCHDOG_USEC": "1500000"}, 1.5),
@@ -69,9 +69,11 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
     ],
 )
 def test_it_may_ask_for_signs_of_life(
-    address_and_socket: tuple[str, socket.socket], said: dict[str, str], watchdog_s: float
+    address_and_socket: tuple[str, socket.socket],
+    expected_environment: dict[str, str],
+    watchdog_s: float,
 ) -> None:
-    environment = {"NOTIFY_SOCKET": address_and_socket[0], **said}
+    environment = {"NOTIFY_SOCKET": address_and_socket[0], **expected_environment}
     manager = ServiceManager.from_environment(environment)
     assert (manager.watchdog_s, environment) == (watchdog_s, {})
     manager.close()
@@ -104,12 +106,12 @@ def test_notifications_queue_up_without_watchdog_messages(
         while not got or got[-1][0] != names[-1]:
             await asyncio.sleep(0)
             try:
-                said, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
+                data, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
             except BlockingIOError:
                 continue
             except ValueError:  # a watchdog message sent while the queue had space
                 continue
-            got.append((said.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
+            got.append((data.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
             os.close(fd)
         manager.alive()
         manager.close()
@@ -186,7 +188,7 @@ print([name for name in os.environ if name.startswith("LISTEN_")])
 """
 
 
-def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
+def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
     """Return what a process finds that received these sockets as its first descriptors."""
 
     def memory_range() -> None:
@@ -216,9 +218,9 @@ def test_sockets_are_taken_by_their_names() -> None:
     ):
         ports = [listener.getsockname()[1] for listener in (http, grpc)]
         addresses = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
-        assert ask([http, grpc], "http:grpc") == [str(addresses), "[]"]
-        assert ask([http], "http", pid="1") == ["{}", "[]"]
-        (wrong, left) = ask([http, grpc], "http:other")
+        assert inherited_sockets([http, grpc], "http:grpc") == [str(addresses), "[]"]
+        assert inherited_sockets([http], "http", pid="1") == ["{}", "[]"]
+        (wrong, left) = inherited_sockets([http, grpc], "http:other")
         assert wrong == (
             "LISTEN_FDNAMES: unknown socket name 'other' (allowed for FileDescriptorName=: http, "
             "grpc, "
@@ -229,6 +231,6 @@ def test_sockets_are_taken_by_their_names() -> None:
 
 def test_a_socket_that_does_not_listen_is_refused() -> None:
     with socket.socket() as sock:
-        assert ask([sock], "http")[0] == (
+        assert inherited_sockets([sock], "http")[0] == (
             "LISTEN_FDS: descriptor 3 ('http') is not a listening socket"
         )

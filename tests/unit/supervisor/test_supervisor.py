@@ -62,18 +62,18 @@ def test_a_start_that_fails_when_it_is_cut_short(
 
 @pytest.mark.parametrize("role", ["gateway", "host", "worker", "workspace", ""])
 async def test_an_exit_is_one_message_for_the_handler_of_the_role(role: str) -> None:
-    hears = supervisor()
-    context = hears.context
+    mocked = supervisor()
+    context = mocked.context
     context.control.dismiss.return_value = role
     child = Child(7, "it", asyncio.get_running_loop().create_future(), cause="it was slow")
     child.exited.set_result("signal 9")
-    hears._process_exited(child)
+    mocked._process_exited(child)
     context.broadcast.assert_called_once()
     assert context.broadcast.call_args.args[0] == ProcessExited(7, "signal 9")
     assert {
-        "gateway": hears.regions.draining.gateway_exited.mock_calls,
+        "gateway": mocked.regions.draining.gateway_exited.mock_calls,
         "host": context.tickets.exited.mock_calls,
-        "worker": hears.readiness.exited.mock_calls,
+        "worker": mocked.readiness.exited.mock_calls,
     } == {known: [call(7)] if known == role else [] for known in ("gateway", "host", "worker")}
 
 
@@ -85,16 +85,16 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("shmserve.supervisor.supervisor._EXIT_REPORT_DELAY_S", 0.0)
 
     async def live() -> list[Any]:
-        hears = supervisor()
+        mocked = supervisor()
         for pid in (7, 8):
             child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
             child.exited.set_result("exit status 0")
-            hears._process_exited(child)
-        broadcasts = hears.context.broadcast.mock_calls
+            mocked._process_exited(child)
+        broadcasts = mocked.context.broadcast.mock_calls
         assert broadcasts == [call(ProcessExited(pid, "exit status 0"), *READERS) for pid in (7, 8)]
         broadcasts.clear()
         outcomes = asyncio.Event()
-        hears.context.broadcast.side_effect = lambda *_: outcomes.set()
+        mocked.context.broadcast.side_effect = lambda *_: outcomes.set()
         await outcomes.wait()
         return list(broadcasts)
 

@@ -17,12 +17,12 @@ class Control:
 
     def __init__(self) -> None:
         self.acknowledgements = Acknowledgements()
-        self.asked: asyncio.Queue[int] = asyncio.Queue()
+        self.pings: asyncio.Queue[int] = asyncio.Queue()
 
     def announce(self, make: type[Ping], *roles: str) -> int:
         assert roles == ("gateway", "host")
         number = self.acknowledgements.begin([7, 8])
-        self.asked.put_nowait(make(number).acknowledge)
+        self.pings.put_nowait(make(number).acknowledge)
         return number
 
     async def until_acknowledged(self, number: int) -> None:
@@ -44,19 +44,19 @@ def test_one_that_does_not_answer_is_named_and_there_is_no_sign(
             Watchdog(control, processes, manager).run()  # type: ignore[arg-type]
         )
         for signs in range(2):
-            number = await control.asked.get()
+            number = await control.pings.get()
             assert manager.alive.call_count == signs
             control.answer(number, 7, 8)
-        number = await control.asked.get()
+        number = await control.pings.get()
         control.answer(number, 7)
         for _ in itertools.takewhile(
             lambda _: "do not respond" not in caplog.text, itertools.count()
         ):
             await asyncio.sleep(0)
         assert caplog.text.strip().endswith("these processes do not respond: b (pid 8)")
-        assert (manager.alive.call_count, control.asked.qsize()) == (2, 0)
+        assert (manager.alive.call_count, control.pings.qsize()) == (2, 0)
         control.answer(number, 8)
-        await control.asked.get()
+        await control.pings.get()
         assert manager.alive.call_count == 3
         watching.cancel()
 
@@ -69,7 +69,7 @@ async def test_the_watchdog_ends_when_the_last_answer_arrives_with_the_stop() ->
         Watchdog(control, MagicMock(), manager).run()  # type: ignore[arg-type]
     )
     for peer in (7, 8):
-        control.answer(await control.asked.get() if peer == 7 else 1, peer)
+        control.answer(await control.pings.get() if peer == 7 else 1, peer)
     watching.cancel()
     await asyncio.wait({watching}, timeout=10)
     assert watching.cancelled()

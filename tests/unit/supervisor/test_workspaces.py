@@ -56,18 +56,18 @@ class SentMessages:
         return offsets
 
 
-def ask(number: int, byte_size: int) -> LeaseWorkspace:
+def lease_request(number: int, byte_size: int) -> LeaseWorkspace:
     return LeaseWorkspace(number, DEVICE, byte_size)
 
 
 def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
     sent = SentMessages()
     workspaces = Workspaces({DEVICE: 2 * MB}, sent)
-    workspaces.handle(10, ask(1, MB))
+    workspaces.handle(10, lease_request(1, MB))
     assert sent.granted() == []
     workspaces.allocated(DEVICE, memory_of(77))
-    workspaces.handle(11, ask(1, MB))
-    workspaces.handle(12, ask(1, MB))
+    workspaces.handle(11, lease_request(1, MB))
+    workspaces.handle(12, lease_request(1, MB))
     assert sent.granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
     workspaces.handle(10, ReturnWorkspace(DEVICE, 77, 0))
     assert sent.granted() == [(12, 1, 77, 0)]
@@ -78,11 +78,11 @@ def test_leases_of_released_memory_are_dropped() -> None:
     sent = SentMessages()
     workspaces = Workspaces({DEVICE: 2 * MB}, sent)
     workspaces.allocated(DEVICE, memory_of(77))
-    workspaces.handle(10, ask(1, 2 * MB))
-    workspaces.handle(11, ask(1, 2 * MB))
+    workspaces.handle(10, lease_request(1, 2 * MB))
+    workspaces.handle(11, lease_request(1, 2 * MB))
     assert sent.granted() == [(10, 1, 77, 0)]
     workspaces.holder_exited(DEVICE)
-    workspaces.handle(12, ask(5, MB))
+    workspaces.handle(12, lease_request(5, MB))
     assert sent.granted() == []
     workspaces.allocated(DEVICE, memory_of(78))
     assert sent.granted() == [(11, 1, 78, 0)]
@@ -118,7 +118,7 @@ def test_a_holder_that_dies_is_started_again() -> None:
         assert [child.title for child in processes.started] == ["workspace cuda:1"]
         processes.started[0].kill()
         await turns(1)
-        processes.context.workspaces.handle(10, ask(1, MB))
+        processes.context.workspaces.handle(10, lease_request(1, MB))
         assert sent.messages == []
         await turns()
         first, second = processes.started

@@ -123,8 +123,8 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     for shuffled in (requests[::-1], [requests[0], requests[2]]):
         raw, shape, view = gather.gather("X", shuffled)
         assert not view
-        want = np.concatenate([rows[request.work.key] for request in shuffled])
-        assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), want)
+        expected = np.concatenate([rows[request.work.key] for request in shuffled])
+        assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), expected)
     assert len(buffers) == 1, "one buffer, kept"
 
 
@@ -418,11 +418,11 @@ def test_any_layout_is_written_row_major(
         inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested_outputs)
     )
     assert reply.code == "", reply.message
-    want = np.ascontiguousarray(
+    expected = np.ascontiguousarray(
         data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
     )
     got = region.read(64, 48) if placed else reply.array("Y").tobytes()
-    assert got == want.tobytes()
+    assert got == expected.tobytes()
 
 
 def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:

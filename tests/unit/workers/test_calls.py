@@ -416,21 +416,21 @@ def test_a_coroutine_is_notified_of_losses_and_errors(
 def test_threads_take_answers_for_each_other(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
     running = [callees.run(call, router, request([n])) for n in range(6)]
-    asked = 0
+    query_count = 0
     submits: list[m.Submit] = []
 
     def all_are_submitted() -> bool:
-        nonlocal asked
+        nonlocal query_count
         # Each thread that begins before the first lookup is answered looks up the endpoint itself.
         if not callees.supervisor.is_silent():
             callees.answer_find("s1")
-            asked += 1
+            query_count += 1
         if not scheduler.is_silent():
             submits.append(scheduler.next(m.Submit))
         return len(submits) == 6
 
     until("all are submitted", all_are_submitted)
-    assert asked <= 6
+    assert query_count <= 6
     for submit in submits:
         scheduler.send(doubled(submit))
     assert [values(future.result()) for future in running] == [[2.0 * n] for n in range(6)]

@@ -33,7 +33,7 @@ def question(number: int) -> FindModel:
     return FindModel(number, "other", "")
 
 
-def asked(router: Router) -> FindModel:
+def received_lookup(router: Router) -> FindModel:
     ((_, message),) = arrived(router)
     assert isinstance(message, FindModel)
     return message
@@ -43,9 +43,9 @@ def test_an_answer_and_a_refusal(link_and_router: tuple[SupervisorLink, Router])
     control, router = link_and_router
 
     def supervise() -> None:
-        router.post(NAME, Answered(asked(router).id, {"version": "1"}))
+        router.post(NAME, Answered(received_lookup(router).id, {"version": "1"}))
         router.flush()
-        router.post(NAME, Refused(asked(router).id, "NOT_FOUND", "no such model"))
+        router.post(NAME, Refused(received_lookup(router).id, "NOT_FOUND", "no such model"))
         router.flush()
 
     thread = threading.Thread(target=supervise)
@@ -66,16 +66,16 @@ def test_a_message_that_arrives_with_a_response_wakes_the_loop(
     control, router = link_and_router
     losses: list[Loss] = []
     control.follow_models(losses.append)
-    news = ModelWithdrawn("other", "1", 0)
+    withdrawal = ModelWithdrawn("other", "1", 0)
     asking = threading.Thread(target=control.ask, args=(question,))
     asking.start()
-    number = asked(router).id
+    number = received_lookup(router).id
     control.pump()
-    for message in (MemoryDropped(7), news, m.Stop(), Answered(number, {})):
+    for message in (MemoryDropped(7), withdrawal, m.Stop(), Answered(number, {})):
         router.post(NAME, message)
     router.flush()
     asking.join()
-    assert losses == [news]
+    assert losses == [withdrawal]
     control.wait()
     assert list(control.inbox) == [MemoryDropped(7), m.Stop()]
 
@@ -87,7 +87,7 @@ def test_the_loop_does_not_wait_for_a_message_it_has_read(
     control, router = link_and_router
 
     def supervise() -> None:
-        number = asked(router).id
+        number = received_lookup(router).id
         for message in (m.Attach("ipc://successor"), Answered(number, {})):
             router.post(NAME, message)
         router.flush()

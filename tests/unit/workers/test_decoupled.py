@@ -43,23 +43,23 @@ def response(*values, error=None):
     error = pb_utils.TritonError(error) if error else None
     return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array(values, "f4"))], error)
 
-def told(call):
+def error_of(call):
     try:
         return call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 class TritonPythonModel:
-    said = []
+    records = []
 """
 
 
 class Model(Streams):
     """A decoupled model whose class has the given body."""
 
-    def __init__(self, made: Rig) -> None:
-        super().__init__(made)
-        self.backend = PythonBackend(made.context)
+    def __init__(self, worker_rig: Rig) -> None:
+        super().__init__(worker_rig)
+        self.backend = PythonBackend(worker_rig.context)
 
     def serve(self, body: str) -> Model:
         path = self.rig.context.version_dir / "model.py"
@@ -73,9 +73,9 @@ class Model(Streams):
         return self
 
     @property
-    def said(self) -> list[Any]:
-        said: list[Any] = self.backend._model.said
-        return said
+    def records(self) -> list[Any]:
+        records: list[Any] = self.backend._model.records
+        return records
 
 
 @pytest.fixture
@@ -242,24 +242,24 @@ def test_texts_of_what_is_refused(model: Model) -> None:
         def execute(self, requests):
             sender = requests[0].get_response_sender()
             send = sender.send
-            self.said += [
-                told(lambda: send()),
-                told(lambda: send(None, 0)),
-                told(lambda: send(flags=2)),
-                told(lambda: send("x")),
-                told(lambda: send(response(1), "x")),
-                told(lambda: send(response(1), -1)),
-                told(lambda: send(response(1), None)),
-                told(lambda: send(response(1), FINAL)),
-                told(lambda: send(response(1))),
-                told(lambda: send(flags=FINAL)),
+            self.records += [
+                error_of(lambda: send()),
+                error_of(lambda: send(None, 0)),
+                error_of(lambda: send(flags=2)),
+                error_of(lambda: send("x")),
+                error_of(lambda: send(response(1), "x")),
+                error_of(lambda: send(response(1), -1)),
+                error_of(lambda: send(response(1), None)),
+                error_of(lambda: send(response(1), FINAL)),
+                error_of(lambda: send(response(1))),
+                error_of(lambda: send(flags=FINAL)),
             ]
         """
     )
     model.begin(0)
     assert model.responses(1) == [[1], "end"]
     needed = "Inference Response object must be provided when the response flags is set to zero."
-    *refused, sent, again, ended = model.said
+    *refused, sent, again, ended = model.records
     assert refused[:3] == [
         f"TritonModelException: {needed}",
         f"TritonModelException: {needed}",
@@ -338,7 +338,9 @@ def test_a_collected_sender_ends_its_request(model: Model) -> None:
     assert model.responses(2) == [[5], LET_GO, "end"]
 
 
-def test_a_dropped_sender_of_a_finished_request(model: Model) -> None:
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_request_ends_once(model: Model, is_kept: bool) -> None:
+    """A cancelled request ends when it is collected, a kept request when the model ends it."""
     model.serve(
         """
         def execute(self, requests):
@@ -346,9 +348,13 @@ def test_a_dropped_sender_of_a_finished_request(model: Model) -> None:
         """
     )
     model.begin(0)
-    model.cancel(1)
-    model.backend._model.kept.clear()
+    kept = model.backend._model.kept
+    if not is_kept:
+        model.cancel(1)
+        kept.clear()
     model.rig.instance._writer.end_abandoned()
+    if is_kept:
+        kept[0].get_response_sender().send(flags=1)
     assert model.responses(1) == ["end"]
 
 
@@ -388,19 +394,6 @@ def test_a_thread_that_raises(
     for key in (1, 2):
         assert model.responses(key) == [[1], f"{FAILED}ValueError: mine", "end"]
     assert "thread 'mine' of the model failed" in caplog.text
-
-
-def test_a_kept_request_keeps_its_sender(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            self.kept = requests
-        """
-    )
-    model.begin(0)
-    model.rig.instance._writer.end_abandoned()
-    model.backend._model.kept[0].get_response_sender().send(flags=1)
-    assert model.responses(1) == ["end"]
 
 
 def test_rescheduling_is_refused_where_there_was_no_end(model: Model) -> None:
@@ -469,20 +462,20 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
             threading.Thread(target=self.wait, args=(requests[0],)).start()
         def wait(self, request):
             sender = request.get_response_sender()
-            self.said.append((request.is_cancelled(), sender.is_cancelled()))
+            self.records.append((request.is_cancelled(), sender.is_cancelled()))
             while not request.is_cancelled():
                 pass
-            self.said.append(sender.is_cancelled())
-            self.said.append(sender.send(response(1)))
-            self.said.append(sender.send(flags=FINAL))
+            self.records.append(sender.is_cancelled())
+            self.records.append(sender.send(response(1)))
+            self.records.append(sender.send(flags=FINAL))
         """
     )
     model.begin(0)
-    until("it has begun", lambda: bool(model.said))
+    until("it has begun", lambda: bool(model.records))
     model.cancel(1)
     assert model.responses(1) == ["end"]
-    until("it is over", lambda: len(model.said) == 4)
-    assert model.said == [(False, False), True, None, None]
+    until("it is over", lambda: len(model.records) == 4)
+    assert model.records == [(False, False), True, None, None]
 
 
 def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
@@ -511,28 +504,36 @@ def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
 # --- back-pressure
 
 
-def test_a_client_that_does_not_read_stops_send(model: Model, pump: Callable[[], None]) -> None:
+@pytest.mark.parametrize(
+    ("size", "count", "most_unread"),
+    [(1, 100, FIRST_CREDIT), (MAX_UNREAD_BYTES // 8, 4, 2)],
+    ids=["responses", "bytes"],
+)
+def test_a_client_that_does_not_read_stops_send(
+    model: Model, pump: Callable[[], None], size: int, count: int, most_unread: int
+) -> None:
     model.serve(
-        """
+        f"""
         def execute(self, requests):
             threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
             sender = request.get_response_sender()
-            for n in range(100):
-                self.said.append(n)
-                sender.send(response(n))
+            for n in range({count}):
+                self.records.append(n)
+                sender.send(response(*np.full({size}, n, "f4")))
             sender.send(flags=FINAL)
         """
     )
     model.begin(0)
     pump()
-    assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
+    assert len(model.responses(1, most_unread)) == most_unread
     assert model.rig.sent(0.1) == []
-    assert len(model.said) == FIRST_CREDIT + 1
-    for granted in range(0, 100 - FIRST_CREDIT, 4):
-        model.credit(1, 4)
-        model.responses(1, FIRST_CREDIT + granted + 4)
-    assert model.responses(1) == [*([n] for n in range(100)), "end"]
+    assert len(model.records) == most_unread + 1
+    for granted in range(most_unread + 2, count + 1, 2):
+        model.credit(1, 2)
+        model.responses(1, granted)
+    *responses, end = model.responses(1)
+    assert [values[0] for values in responses] == list(range(count)) and end == "end"
 
 
 def test_so_it_is_in_execute_itself(model: Model) -> None:
@@ -582,27 +583,6 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
         model.credit(1, 1)
     assert model.responses(1) == ["in its place"] * 3 + ["end"]
     region.close()
-
-
-def test_bytes_that_are_not_read_stop_send_too(model: Model, pump: Callable[[], None]) -> None:
-    size = MAX_UNREAD_BYTES // 2
-    model.serve(
-        f"""
-        def execute(self, requests):
-            threading.Thread(target=self.answer, args=(requests[0],)).start()
-        def answer(self, request):
-            sender = request.get_response_sender()
-            for n in range(4):
-                sender.send(response(*np.full({size} // 4, n, "f4")))
-            sender.send(flags=FINAL)
-        """
-    )
-    model.begin(0)
-    pump()
-    assert len(model.responses(1, 2)) == 2
-    assert model.rig.sent(0.1) == []
-    model.credit(1, 2)
-    assert len(model.responses(1)) == 5
 
 
 def test_a_client_that_never_reads_is_disconnected(

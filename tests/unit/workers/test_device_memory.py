@@ -111,11 +111,11 @@ def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
     assert mappings.view(Range(second, 8, 2)).tolist() == [8, 9]
     mappings.view(Range(first, 0, 1)).fill_(99)
     assert exported.content[0] == 99
-    assert cuda.asked == [("open", 0)]
+    assert cuda.calls == [("open", 0)]
     mappings.unmap(first.id)
     assert cuda.opened == 1
     mappings.unmap(second.id)
-    assert cuda.asked == [("open", 0), ("close", 0)]
+    assert cuda.calls == [("open", 0), ("close", 0)]
     mappings.unmap(second.id)  # without effect: the memory is unknown by now
 
 
@@ -153,7 +153,7 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
         mappings.unmap(region.id)
     assert cuda.opened == 0
     assert memory.handle_count == 0
-    assert len(cuda.asked) == 2000
+    assert len(cuda.calls) == 2000
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_the_uuid_is_compared_before_anything_is_opened(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported = cuda.export(64, device=1)
     memory.open(exported.memory(uuid=cuda.uuid(1))).close()
-    cuda.asked.clear()
+    cuda.calls.clear()
     with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
         memory.open(exported.memory(uuid=cuda.uuid(0)))
-    assert cuda.asked == []
+    assert cuda.calls == []
     open_already = memory.open(exported.memory())
     with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
         memory.open(exported.memory(uuid=cuda.uuid(0)))
@@ -313,14 +313,14 @@ def test_a_batch_of_one_is_computed_on_the_device(
     memory = exported.memory()
     for turn in range(3):
         exported.write(0, ROW + turn)
-        cuda.asked.clear()
+        cuda.calls.clear()
         (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
         assert reply.code == "", reply.message
         assert reply.answer is not None
         assert reply.answer.outputs[0].data == Range(memory, 32, 16)
         assert (exported.read(32, ROW) == (ROW + turn) * 2).all()
         # The reply is sent after the device has finished its work.
-        assert cuda.asked[-1] == ("synchronize", 0)
+        assert cuda.calls[-1] == ("synchronize", 0)
         # Inputs are copied on the device until the model is known not to write to them.
         assert worker.finished.copied_in == (0 if turn else 16)
     assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes through the host"
@@ -401,7 +401,7 @@ def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeD
     gc.collect()
     assert worker.context.device_memory is not None
     worker.context.device_memory.close_unused()
-    assert ("close", 0) in cuda.asked
+    assert ("close", 0) in cuda.calls
 
 
 def test_a_model_that_writes_into_its_inputs_gets_copies(
@@ -619,20 +619,20 @@ def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unma
     memory = pinned(region)
     kept = mappings.view(Range(memory, 4096, 8))
     mappings.view(Range(memory, 0, 8192))
-    assert list(cuda.pinned.values()) == [8192] and cuda.asked == [("pin", 1)]
+    assert list(cuda.pinned.values()) == [8192] and cuda.calls == [("pin", 1)]
     plain = Region(4096)
     mappings.view(Range(plain.memory, 0, 8))
     assert len(cuda.pinned) == 1, "nobody asked for it"
     mappings.unmap(memory.id)
     assert not cuda.pinned and bytes(kept) == bytes(8), "a view of it stays valid"
     mappings.unmap_all()
-    for made in (region, plain):
-        made.close()
+    for block in (region, plain):
+        block.close()
 
 
 def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
     cuda.device_memory().pin(memoryview(b""), 0)()
-    assert not cuda.asked
+    assert not cuda.calls
 
 
 def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
@@ -646,7 +646,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
         assert len(mappings.view(Range(pinned(region), 0, 8))) == 8
         mappings.unmap_all()
         region.close()
-    assert not cuda.asked
+    assert not cuda.calls
 
 
 def test_memory_that_is_not_mapped_is_not_pinned(cuda: FakeCuda) -> None:
@@ -654,6 +654,6 @@ def test_memory_that_is_not_mapped_is_not_pinned(cuda: FakeCuda) -> None:
     region = Region(4096)
     copied = dataclasses.replace(region.memory, pinned=True, copied=True)
     assert len(mappings.read(Range(copied, 0, 8))) == 8
-    assert not cuda.asked
+    assert not cuda.calls
     mappings.unmap_all()
     region.close()

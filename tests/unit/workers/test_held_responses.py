@@ -145,7 +145,7 @@ class Sender(Streams):
         self.streams[stream].send(Response([output]) if values else None, final)
 
     @property
-    def told(self) -> list[Any]:
+    def new_messages(self) -> list[Any]:
         """Return the messages sent since the last call, by request."""
         router = self.rig.scheduler
         messages = [message for _, message in router.receive()] if router.wait(0) else []
@@ -177,24 +177,24 @@ def clock(model: Sender, monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_first_response_and_the_end_leave_at_once(model: Sender, clock: Clock) -> None:
     model.begin(0, 0)
     model.send(1)
-    assert model.told == [(1, [1])]
+    assert model.new_messages == [(1, [1])]
     model.send(2)
     model.send(3)
-    assert model.told == []
+    assert model.new_messages == []
     # The first response of another request is sent at once, together with the held response.
     model.send(7, stream=1)
-    assert model.told == [(1, [2]), (1, [3]), (2, [7])]
+    assert model.new_messages == [(1, [2]), (1, [3]), (2, [7])]
     model.send(4)
     model.send(final=True)
-    assert model.told == [(1, [4]), (1, "end")]
+    assert model.new_messages == [(1, [4]), (1, "end")]
     model.send(8, stream=1)
-    assert model.told == []
+    assert model.new_messages == []
     clock.pass_ns(HOLD_NS)
     model.send(9, stream=1)
-    assert model.told == [(2, [8]), (2, [9])]
+    assert model.new_messages == [(2, [8]), (2, [9])]
     model.send(10, stream=1)
     clock.pass_ns(2 * HOLD_NS)  # the model computes and sends no response in the meantime
-    assert model.told == [(2, [10])]
+    assert model.new_messages == [(2, [10])]
 
 
 def test_rare_responses_are_sent_at_once(model: Sender, clock: Clock) -> None:
@@ -202,7 +202,7 @@ def test_rare_responses_are_sent_at_once(model: Sender, clock: Clock) -> None:
     for number in range(5):
         clock.pass_ns(HOLD_NS)
         model.send(number)
-        assert model.told == [(1, [number])]
+        assert model.new_messages == [(1, [number])]
     assert clock.due_ns is None
 
 
@@ -210,12 +210,12 @@ def test_responses_with_arena_memory_are_sent_immediately(model: Sender, clock: 
     """The delivery of such a response decides whether its memory is free again."""
     model.begin(0)
     model.send(1)
-    assert model.told == [(1, [1])]
+    assert model.new_messages == [(1, [1])]
     large = np.arange(32 * 1024, dtype=np.float32)
     model.send(*large)
-    assert model.told == [(1, large.tolist())]
+    assert model.new_messages == [(1, large.tolist())]
     model.send(2)
-    assert model.told == []
+    assert model.new_messages == []
 
 
 def test_a_batch_that_returns_takes_what_waits_with_it(model: Sender, clock: Clock) -> None:
@@ -233,7 +233,7 @@ def test_nothing_waits_while_credit_is_awaited(model: Sender, clock: Clock) -> N
     model.begin(0)
     for number in range(FIRST_CREDIT):
         model.send(number)
-    assert model.told == [(1, [0])]
+    assert model.new_messages == [(1, [0])]
     blocked = threading.Thread(target=model.send, args=(99,))
     blocked.start()
     assert model.responses(1, FIRST_CREDIT - 1) == [[n] for n in range(1, FIRST_CREDIT)]

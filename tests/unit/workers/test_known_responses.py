@@ -56,22 +56,22 @@ RESPONSES = st.lists(
 )
 @given(responses=RESPONSES)
 def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> None:
-    made: list[Response] = []
-    worker.serve(FunctionBackend(worker.context, lambda requests: [made[-1]]), CONFIG)
+    model_responses: list[Response] = []
+    worker.serve(FunctionBackend(worker.context, lambda requests: [model_responses[-1]]), CONFIG)
     for count, (outputs, expected, parameters) in enumerate(responses * 3):
         arrays = {
             name: (np.arange(np.prod(shape)) + count).astype(kind).reshape(shape)
             for name, kind, shape in outputs
         }
         kinds = {"A": "FP32", "B": "INT32", "C": "INT32"}
-        made.append(
+        model_responses.append(
             Response(
                 [Output(name, kinds[name], array) for name, array in arrays.items()],
                 {"n": 1} if parameters else {},
             )
         )
-        asked = [RequestedOutput(name) for name in expected]
-        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=asked))
+        requested = [RequestedOutput(name) for name in expected]
+        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
         visible = {
             name: array for name, array in arrays.items() if name in (expected or ("A", "B"))
         }
@@ -97,7 +97,7 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
     """
     region = Region(64)
     memory_range = region.memory_range(32, 16)
-    asked = [RequestedOutput("A", memory_range, or_input)]
+    requested = [RequestedOutput("A", memory_range, or_input)]
     size = np.dtype("f4").itemsize
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -118,7 +118,7 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
         numbers = np.arange(4, dtype="f4") + count
         sent = tensor("X", numbers, region.write(0, numbers))
         region.write(32, np.full(4, -1, "f4"))
-        (reply,) = worker.batch(inference(sent, outputs=asked))
+        (reply,) = worker.batch(inference(sent, outputs=requested))
         assert reply.answer is not None, reply.message
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
@@ -147,10 +147,10 @@ def test_texts_of_all_sizes_are_written(worker: Rig, placed: bool) -> None:
 
     worker.serve(FunctionBackend(worker.context, execute), config)
     memory_range = region.memory_range(0, 2 * INLINE_LIMIT) if placed else None
-    asked = [RequestedOutput("T", memory_range), RequestedOutput("N")]
+    requested = [RequestedOutput("T", memory_range), RequestedOutput("N")]
     for count, text in enumerate(texts * 2):
         number = np.full(1, count, np.int32)
-        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=asked))
+        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
         assert reply.answer is not None, reply.message
         output = reply.answer.outputs[0]
         assert isinstance(output.data, Range) == (placed or len(text) == INLINE_LIMIT)

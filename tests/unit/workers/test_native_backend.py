@@ -162,7 +162,7 @@ class Model:
     ]
     serve(worker)
 
-    def given(*texts: bytes) -> list[Any]:
+    def inputs_of(*texts: bytes) -> list[Any]:
         n = len(texts)
         return [
             tensor("t", np.zeros((n, 1), np.uint16), datatype="BF16"),
@@ -170,12 +170,12 @@ class Model:
             tensor("s", np.array([[text] for text in texts], dtype=object)),
         ]
 
-    first, second = worker.batch(inference(*given(b"a")), inference(*given(b"b", b"c")))
+    first, second = worker.batch(inference(*inputs_of(b"a")), inference(*inputs_of(b"b", b"c")))
     assert [output.data for reply in (first, second) for output in reply.answer.outputs] == [  # type: ignore[union-attr]
         b"\3\0\0\0<a>",
         b"\3\0\0\0<b>\3\0\0\0<c>",
     ]
-    (reply,) = worker.batch(inference(*given(b"a"), tensor("o", np.array([[7]], np.int64))))
+    (reply,) = worker.batch(inference(*inputs_of(b"a"), tensor("o", np.array([[7]], np.int64))))
     assert reply.answer is not None, reply.message
     assert reply.answer.outputs[0].data == b"\1\0\0\x007"
 
@@ -251,11 +251,11 @@ class Model:
 """
     write(worker, text % ("'adaptive'", "12.5"))
     strategy, target = {"string_value": "adaptive"}, {"string_value": "12.5"}
-    said = complete(worker)["parameters"]
-    assert (said["batching_strategy"], said["target_p99_ms"]) == (strategy, target)
+    parameters = complete(worker)["parameters"]
+    assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target)
     written = {"target_p99_ms": {"string_value": "3"}}
-    said = complete(worker, blank(parameters=written))["parameters"]
-    assert said == {**written, "batching_strategy": strategy}
+    parameters = complete(worker, blank(parameters=written))["parameters"]
+    assert parameters == {**written, "batching_strategy": strategy}
     for values, what in (
         (("7", "None"), "'Model.batching_strategy' must be a string, got 7"),
         (("None", "'5'"), "'Model.target_p99_ms' must be a number of milliseconds, got '5'"),

@@ -30,7 +30,7 @@ class Pair(NamedTuple):
     z: FP32[ndarray, -1]
 
 class Model:
-    said = []
+    records = []
 """
 FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
 ARRAY = "FP32[ndarray, -1]"
@@ -59,9 +59,9 @@ class Model(Streams):
         super().__init__(worker, "x", "output", self.config["max_batch_size"] > 0)
 
     @property
-    def said(self) -> list[Any]:
-        said: list[Any] = self.backend._model.said
-        return said
+    def records(self) -> list[Any]:
+        records: list[Any] = self.backend._model.records
+        return records
 
 
 KINDS = {
@@ -169,7 +169,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
         while True:
             yield x
     except GeneratorExit:
-        self.said.append("closed")
+        self.records.append("closed")
         raise
 """
     model = Model(worker, body)
@@ -178,7 +178,7 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
         assert model.responses(1, FIRST_CREDIT) == [[7]] * FIRST_CREDIT
         model.cancel(1)
         assert model.responses(1)[-1] == "end"
-    assert model.said == ["closed"]
+    assert model.records == ["closed"]
 
 
 def test_a_disconnecting_client_cancels_the_asynchronous_generator(worker: Rig) -> None:
@@ -188,7 +188,7 @@ async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
         yield x
         await asyncio.Event().wait()
     finally:
-        self.said.append("closed")
+        self.records.append("closed")
 """
     model = Model(worker, body)
     with model.pumping():
@@ -196,7 +196,7 @@ async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
         assert model.responses(1, 1) == [[7]]
         model.cancel(1)
         assert model.responses(1) == [[7], "request cancelled", "end"]
-        until("it is closed", lambda: model.said == ["closed"])
+        until("it is closed", lambda: model.records == ["closed"])
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -210,19 +210,19 @@ def load(self, context):
 
 {kind} predict(self, x: {ARRAY}) -> {iterator}[{ARRAY}]:
     yield x
-    self.said.append("computes")
+    self.records.append("computes")
     while not self.context.cancelled:
         time.sleep(0.001)
-    self.said.append("seen")
+    self.records.append("seen")
 """
     model = Model(worker, body)
     with model.pumping():
         model.begin(7)
         assert model.responses(1, 1) == [[7]]
-        until("it goes on", lambda: model.said == ["computes"])
+        until("it goes on", lambda: model.records == ["computes"])
         model.cancel(1)
         assert model.responses(1) == [[7], *["request cancelled"] * ("async" in kind), "end"]
-        until("it is seen", lambda: model.said == ["computes", "seen"])
+        until("it is seen", lambda: model.records == ["computes", "seen"])
     assert not model.backend._model.context.cancelled, "outside of a request"
 
 
@@ -236,14 +236,14 @@ async def predict(self, x: {ARRAY}) -> {f"{result}[{ARRAY}]" if stream else ARRA
 
 {kind} is_ready(self):
     assert torch.is_inference_mode_enabled()
-    return self.said[-1]
+    return self.records[-1]
 """
     model = Model(worker, body)
     assert model.backend.checks_ready
-    for said in (True, False):
-        model.said.append(said)
-        assert model.backend.is_ready() is said
-    model.said.append(1)
+    for records in (True, False):
+        model.records.append(records)
+        assert model.backend.is_ready() is records
+    model.records.append(1)
     with pytest.raises(Internal, match="`is_ready` must return a bool, found type '<class 'int'>'"):
         model.backend.is_ready()
 
@@ -283,19 +283,19 @@ def test_so_many_run_at_a_time(worker: Rig) -> None:
 max_streams = 2
 go = threading.Event()
 def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
-    self.said.append(int(x[0]))
-    if len(self.said) == 2:
+    self.records.append(int(x[0]))
+    if len(self.records) == 2:
         threading.Timer(0.1, self.go.set).start()
     self.go.wait(10)
-    self.said.append(-int(x[0]))
+    self.records.append(-int(x[0]))
     yield x
 """
     model = Model(worker, body)
     model.begin(1, 2, 3)
     for key in (1, 2, 3):
         assert model.responses(key) == [[key], "end"]
-    assert sorted(model.said[:2]) == [1, 2]
-    assert model.said.index(3) > 2, "it began when one had ended"
+    assert sorted(model.records[:2]) == [1, 2]
+    assert model.records.index(3) > 2, "it began when one had ended"
 
 
 def test_a_coroutine(worker: Rig) -> None:

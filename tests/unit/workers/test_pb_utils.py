@@ -94,10 +94,10 @@ def test_dlpack_import_and_export(kind: str) -> None:
     tensor = Tensor("x", array)
     assert tensor.__dlpack_device__() == (1, 0)
     for source in (tensor, tensor.to_dlpack(), torch.from_numpy(array)):
-        made = Tensor.from_dlpack("y", source)
-        assert (made.name(), made.shape()) == ("y", [2, 3])
-        assert made.triton_dtype() == tensor.triton_dtype()
-        assert (made.as_numpy() == array).all()
+        imported = Tensor.from_dlpack("y", source)
+        assert (imported.name(), imported.shape()) == ("y", [2, 3])
+        assert imported.triton_dtype() == tensor.triton_dtype()
+        assert (imported.as_numpy() == array).all()
     assert (from_dlpack(tensor) == torch.from_numpy(array)).all()
     assert (np.from_dlpack(tensor) == array).all()
     if kind != "bool":
@@ -667,22 +667,22 @@ def test_values_are_numbers() -> None:
 def test_values_go_with_their_family() -> None:
     """A value is removed with the last live family object that has created it."""
     counters = pb_utils.MetricFamily("c", "first", pb_utils.MetricFamily.COUNTER)
-    others = pb_utils.MetricFamily("c", "again", pb_utils.MetricFamily.COUNTER)
+    other_family = pb_utils.MetricFamily("c", "again", pb_utils.MetricFamily.COUNTER)
     one, both = counters.Metric({"n": "1"}), counters.Metric({"n": "2"})
-    also = others.Metric({"n": "2"})
+    also = other_family.Metric({"n": "2"})
     both.increment(3)
     del both
-    assert len(told()["c"]) == 2  # the value remains as long as its family
+    assert len(reported_labels()["c"]) == 2  # the value remains as long as its family
     del counters
-    assert told() == {"c": [(("n", "2"),)]} and also.value() == 3
+    assert reported_labels() == {"c": [(("n", "2"),)]} and also.value() == 3
     for use in (lambda: one.increment(1), one.value):
         with pytest.raises(TritonModelException, match="'MetricFamily' has been deleted"):
             use()
-    del others
-    assert told() == {}
+    del other_family
+    assert reported_labels() == {}
 
 
-def told() -> dict[str, list[Any]]:
+def reported_labels() -> dict[str, list[Any]]:
     """Return the reported labels of each family."""
     return {
         name: [labels for labels, _, _ in values] for name, _, _, values in metrics.changes() or []

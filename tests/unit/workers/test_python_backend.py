@@ -61,9 +61,9 @@ def config(**more: Any) -> dict[str, Any]:
 class Model:
     """A model whose class has the given body."""
 
-    def __init__(self, made: Rig) -> None:
-        self.rig = made
-        self.backend = PythonBackend(made.context)
+    def __init__(self, worker_rig: Rig) -> None:
+        self.rig = worker_rig
+        self.backend = PythonBackend(worker_rig.context)
 
     def write(self, body: str, file: str = "model.py") -> Model:
         path = self.rig.context.version_dir / file
@@ -75,7 +75,7 @@ class Model:
         self.rig.serve(self.backend, config(**more))
         return self
 
-    def ask(self, *values: Any, **more: Any) -> list[str | list[float]]:
+    def infer(self, *values: Any, **more: Any) -> list[str | list[float]]:
         """Return the outputs of one batch of requests with small inputs, or their error texts."""
         return self.run(*(x(value) for value in values), **more)
 
@@ -166,7 +166,7 @@ def test_modules_beside_the_model(model: Model) -> None:
             return [response(np.array([helper_a.A, helper_b.B, helper_c.C], "f4"))]
         """
     )
-    assert model.ask(0) == [[1, 2, 3]]
+    assert model.infer(0) == [[1, 2, 3]]
 
 
 def test_a_version_folder_that_is_a_package(model: Model) -> None:
@@ -178,14 +178,14 @@ def test_a_version_folder_that_is_a_package(model: Model) -> None:
             return [response(np.array([D], "f4"))]
         """
     )
-    assert model.ask(0) == [[4]]
+    assert model.infer(0) == [[4]]
 
 
 def test_another_file_name(model: Model) -> None:
     body = "def execute(self, requests): return [response(np.ones(1, 'f4'))]"
     model.write(body, "other.py")
     model.rig.serve(model.backend, config(default_model_filename="other.py"))
-    assert model.ask(0) == [[1]]
+    assert model.infer(0) == [[1]]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_finalize(model: Model, tmp_path: Path) -> None:
         def finalize(self): open({str(mark)!r}, "w").close()
         """
     )
-    assert model.ask(0) == [[1]]
+    assert model.infer(0) == [[1]]
     model.backend.unload()
     assert mark.exists()
     model.backend = PythonBackend(model.rig.context)
@@ -296,20 +296,7 @@ def test_finalize(model: Model, tmp_path: Path) -> None:
 
 def test_a_batch_in_order(model: Model) -> None:
     model.serve("def execute(self, requests): return [response(2 * given(r)) for r in requests]")
-    assert model.ask(1, 2, [3, 4]) == [[2], [4], [6, 8]]
-
-
-def test_a_model_may_empty_its_list(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            responses = []
-            while requests:
-                responses.append(response(given(requests.pop(0))))
-            return responses
-        """
-    )
-    assert model.ask(1, 2) == [[1], [2]]
+    assert model.infer(1, 2, [3, 4]) == [[2], [4], [6, 8]]
 
 
 def test_errors_of_single_requests(model: Model) -> None:
@@ -340,7 +327,7 @@ def test_an_exception_fails_only_the_requests_that_caused_it(model: Model) -> No
             return [response(given(r)) for r in requests]
         """
     )
-    assert model.ask(1, -1, 2) == [[1], failed("ValueError: below zero"), [2]]
+    assert model.infer(1, -1, 2) == [[1], failed("ValueError: below zero"), [2]]
 
 
 def test_an_exception_whose_text_raises(model: Model) -> None:
@@ -354,7 +341,7 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
             raise self.Mute()
         """
     )
-    assert model.ask(1) == [failed("Mute")]
+    assert model.infer(1) == [failed("Mute")]
 
 
 @pytest.mark.parametrize(
@@ -381,7 +368,7 @@ def test_an_exception_whose_text_raises(model: Model) -> None:
 )
 def test_returns_that_are_none(model: Model, returned: str, text: str) -> None:
     model.serve(f"def execute(self, requests): return {returned}")
-    assert model.ask(0) == [failed(text)]
+    assert model.infer(0) == [failed(text)]
 
 
 def test_one_entry_that_is_none_of_a_batch(model: Model) -> None:
@@ -391,7 +378,7 @@ def test_one_entry_that_is_none_of_a_batch(model: Model) -> None:
             return [response(given(r)) if given(r)[0] else None for r in requests]
         """
     )
-    good, bad = model.ask(1, 0)
+    good, bad = model.infer(1, 0)
     assert good == [1]
     assert isinstance(bad, str) and "found type '<class 'NoneType'>'" in bad
 
@@ -425,29 +412,11 @@ def test_rescheduling_is_refused(model: Model, returned: str, text: str) -> None
             return {returned}
         """
     )
-    assert model.ask(0) == [text]
-
-
-def test_other_release_flags_change_nothing(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            for flags in (0, pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL, 5):
-                requests[0].set_release_flags(flags)
-            for flags in (-1, "x", None):
-                try:
-                    requests[0].set_release_flags(flags)
-                except TypeError:
-                    continue
-                raise AssertionError(flags)
-            return [response(given(r)) for r in requests]
-        """
-    )
-    assert model.ask(3) == [[3]]
+    assert model.infer(0) == [text]
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "expected"),
     [
         ("return True", True),
         ("return False", False),
@@ -457,14 +426,14 @@ def test_other_release_flags_change_nothing(model: Model) -> None:
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_model_reports_whether_it_is_ready(
-    model: Model, kind: str, body: str, says: bool | str
+    model: Model, kind: str, body: str, expected: bool | str
 ) -> None:
     model.serve(f"def execute(self, requests): pass\n{kind} is_ready(self): {body}")
     assert model.backend.checks_ready
-    if isinstance(says, bool):
-        assert model.backend.is_ready() is says
+    if isinstance(expected, bool):
+        assert model.backend.is_ready() is expected
     else:
-        with pytest.raises(Exception, match=says):
+        with pytest.raises(Exception, match=expected):
             model.backend.is_ready()
 
 
@@ -485,7 +454,7 @@ def test_cancellation_shows(model: Model) -> None:
         """
     )
     model.rig.cancel(2)
-    assert model.ask(0, 0, 0) == [[0], "Request was cancelled", [0]]
+    assert model.infer(0, 0, 0) == [[0], "Request was cancelled", [0]]
 
 
 # --- coroutines and response senders
@@ -502,13 +471,13 @@ def test_coroutines_share_a_loop(model: Model) -> None:
             return [response(given(r)) for r in requests]
         """
     )
-    assert model.ask(1, 2) == [[1], [2]]
-    assert model.ask(3) == [[3]]
+    assert model.infer(1, 2) == [[1], [2]]
+    assert model.infer(3) == [[3]]
 
 
 def test_a_coroutine_raises(model: Model) -> None:
     model.serve("async def execute(self, requests): raise ValueError('from a coroutine')")
-    assert model.ask(0) == [failed("ValueError: from a coroutine")]
+    assert model.infer(0) == [failed("ValueError: from a coroutine")]
 
 
 @pytest.mark.parametrize("returned", ["None", "[None] * len(requests)"])
@@ -523,20 +492,7 @@ def test_responses_that_were_sent(model: Model, returned: str) -> None:
             return {returned}
         """
     )
-    assert model.ask(1, 2) == [[1], [2]]
-
-
-def test_a_response_from_a_thread(model: Model) -> None:
-    model.serve(
-        """
-        def execute(self, requests):
-            array = given(requests[0]) + 1
-            sender = requests[0].get_response_sender()
-            timer = threading.Timer(0.05, lambda: sender.send(response(array)))
-            timer.start()
-        """
-    )
-    assert model.ask(1) == [[2]]
+    assert model.infer(1, 2) == [[1], [2]]
 
 
 def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,14 +511,27 @@ def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> 
             raise ValueError("mine")
         """
     )
-    one, two = model.ask(1, 2)
+    one, two = model.infer(1, 2)
     assert one == [1]
     assert isinstance(two, str) and two.endswith("message: ValueError: mine")
 
 
-def test_responses_from_tasks(model: Model) -> None:
-    model.serve(
-        """
+def test_an_unused_sender_ends_its_request(model: Model) -> None:
+    model.serve("def execute(self, requests): requests[0].get_response_sender()")
+    (text,) = model.infer(1)
+    assert isinstance(text, str) and "found type '<class 'NoneType'>'" in text
+
+
+# Models that respond with the input of each request.
+IDENTITIES = {
+    "a list that is emptied": """
+        def execute(self, requests):
+            responses = []
+            while requests:
+                responses.append(response(given(requests.pop(0))))
+            return responses
+        """,
+    "tasks": """
         async def execute(self, requests):
             for request in requests:
                 asyncio.get_running_loop().create_task(self.answer(request))
@@ -570,60 +539,42 @@ def test_responses_from_tasks(model: Model) -> None:
             sender = request.get_response_sender()
             await asyncio.sleep(0.02)
             sender.send(response(given(request)))
-        """
-    )
-    assert model.ask(1, 2) == [[1], [2]]
-
-
-def test_an_unused_sender_ends_its_request(model: Model) -> None:
-    model.serve("def execute(self, requests): requests[0].get_response_sender()")
-    (text,) = model.ask(1)
-    assert isinstance(text, str) and "found type '<class 'NoneType'>'" in text
-
-
-def test_a_sender_is_not_waited_for_where_a_response_was_returned(model: Model) -> None:
-    model.serve(
-        """
+        """,
+    "a response beside an unused sender": """
         senders = []
         def execute(self, requests):
             self.senders += [request.get_response_sender() for request in requests]
             return [response(given(request)) for request in requests]
-        """
-    )
-    assert model.ask(1, 2) == [[1], [2]]
-
-
-def test_responses_sent_before_an_error_count(model: Model) -> None:
-    model.serve(
-        """
+        """,
+    "responses before an error": """
         def execute(self, requests):
             for request in requests:
                 request.get_response_sender().send(response(given(request)))
             raise ValueError("afterwards")
-        """
-    )
-    assert model.ask(1, 2) == [[1], [2]]
-
-
-@pytest.mark.parametrize(
-    ("sends", "text"),
-    [
-        ("send()", "must be provided when the response flags is set to zero."),
-        ("send(flags=7)", "Unsupported flag provided."),
-        ("send(flags=1)", "cannot send complete final before sending a response."),
-    ],
-)
-def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
-    model.serve(f"def execute(self, requests): requests[0].get_response_sender().{sends}")
-    (response,) = model.ask(0)
-    assert (
-        isinstance(response, str) and response.endswith(text) and "TritonModelException" in response
-    )
-
-
-def test_one_response_a_request(model: Model) -> None:
-    model.serve(
-        """
+        """,
+}
+# Models that respond with the input of the first request.
+SINGLE_IDENTITIES = {
+    "other release flags": """
+        def execute(self, requests):
+            for flags in (0, pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL, 5):
+                requests[0].set_release_flags(flags)
+            for flags in (-1, "x", None):
+                try:
+                    requests[0].set_release_flags(flags)
+                except TypeError:
+                    continue
+                raise AssertionError(flags)
+            return [response(given(r)) for r in requests]
+        """,
+    "a thread": """
+        def execute(self, requests):
+            array = given(requests[0])
+            sender = requests[0].get_response_sender()
+            timer = threading.Timer(0.05, lambda: sender.send(response(array)))
+            timer.start()
+        """,
+    "more than one response": """
         def execute(self, requests):
             sender = requests[0].get_response_sender()
             assert not sender.is_cancelled()
@@ -637,9 +588,36 @@ def test_one_response_a_request(model: Model) -> None:
                 sender.send(flags=1)
             except pb_utils.TritonModelException as error:
                 assert "has been closed" in str(error)
-        """
+        """,
+}
+
+
+@pytest.mark.parametrize("body", IDENTITIES.values(), ids=IDENTITIES)
+def test_each_request_has_its_response(model: Model, body: str) -> None:
+    model.serve(body)
+    assert model.infer(1, 2) == [[1], [2]]
+
+
+@pytest.mark.parametrize("body", SINGLE_IDENTITIES.values(), ids=SINGLE_IDENTITIES)
+def test_a_request_has_its_response(model: Model, body: str) -> None:
+    model.serve(body)
+    assert model.infer(3) == [[3]]
+
+
+@pytest.mark.parametrize(
+    ("sends", "text"),
+    [
+        ("send()", "must be provided when the response flags is set to zero."),
+        ("send(flags=7)", "Unsupported flag provided."),
+        ("send(flags=1)", "cannot send complete final before sending a response."),
+    ],
+)
+def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
+    model.serve(f"def execute(self, requests): requests[0].get_response_sender().{sends}")
+    (response,) = model.infer(0)
+    assert (
+        isinstance(response, str) and response.endswith(text) and "TritonModelException" in response
     )
-    assert model.ask(3) == [[3]]
 
 
 # --- inputs in reused memory
@@ -763,9 +741,9 @@ def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region
     assert rounds(model, region, 14) == list(range(14))
 
 
-@pytest.mark.parametrize("told", ["raise RuntimeError('so')", "return [failure('so')]"])
+@pytest.mark.parametrize("statement", ["raise RuntimeError('so')", "return [failure('so')]"])
 def test_an_error_about_read_only_inputs_in_any_words(
-    model: Model, region: Region, told: str
+    model: Model, region: Region, statement: str
 ) -> None:
     """An error that disappears with copied inputs counts as an attempt to write to them."""
     model.serve(
@@ -779,7 +757,7 @@ def test_an_error_about_read_only_inputs_in_any_words(
                 if first >= 10:
                     array += 1
             except Exception:
-                {told}
+                {statement}
             return [response(np.array([first], "f4"))]
         """
     )
@@ -829,7 +807,7 @@ def doubled(submit: Submit) -> Finished:
 def test_a_call(model: Model, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
     model.serve(CALL)
-    running = callees.run(model.ask, 1, 2)
+    running = callees.run(model.infer, 1, 2)
     assert callees.answer_find("s1").version == ""
     scheduler.send(doubled(scheduler.next(Submit)))
     scheduler.send(doubled(scheduler.next(Submit)))
@@ -841,7 +819,7 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledMod
     model.serve(CALL)
     deadline_ns = time.monotonic_ns() + 10**10
     parameters = {"model_version": 1, "timeout": 10**12, "request_id": "q"}
-    running = callees.run(lambda: model.ask(1, deadline_ns=deadline_ns, parameters=parameters))
+    running = callees.run(lambda: model.infer(1, deadline_ns=deadline_ns, parameters=parameters))
     assert callees.answer_find("s1").version == "1"
     submit = scheduler.next(Submit)
     assert (submit.deadline_ns, submit.timeout_us) == (deadline_ns, 10**12)
@@ -878,7 +856,7 @@ def test_a_call_without_a_scheduler_fails(
 
 def test_a_call_that_does_not_fit(model: Model, callees: CalledModels) -> None:
     model.serve(CALL.replace("[None]", "[None].astype('f8')"))
-    running = callees.run(model.ask, 1)
+    running = callees.run(model.infer, 1)
     callees.answer_find("s1")
     assert running.result(10) == [
         "Model other - Error when running inference: [request id: <id_unknown>] inference input "
@@ -909,7 +887,7 @@ def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
             return response(sum(t.as_numpy()[0] for t in tensors))
         """
     )
-    running = callees.run(model.ask, 1, 2, 3)
+    running = callees.run(model.infer, 1, 2, 3)
     callees.answer_find("s1")
     submits = [scheduler.next(Submit) for _ in range(6)]
     failing = submits[4]
@@ -958,7 +936,7 @@ def test_no_calls_while_loading(model: Model, tmp_path: Path) -> None:
         """
     )
     model.rig.serve(model.backend, config())
-    (text,) = model.ask(0)
+    (text,) = model.infer(0)
     assert isinstance(text, str) and "only supported during the 'execute' function" in text
 
 
@@ -984,7 +962,7 @@ def test_loading_other_models(model: Model, callees: CalledModels) -> None:
         """
     )
     supervisor = callees.supervisor
-    running = callees.run(model.ask, 0)
+    running = callees.run(model.infer, 0)
     load = supervisor.next(m.LoadModel)
     assert (load.name, load.config, load.files) == ("other", "{}", {"1/model.py": b"x"})
     supervisor.send(m.Answered(load.id, {}))

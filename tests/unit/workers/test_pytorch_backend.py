@@ -190,9 +190,9 @@ def test_optional_inputs_take_the_models_default(worker: Rig) -> None:
     config["input"][1]["optional"] = config["input"][2]["optional"] = True
     serve(worker, config)
     one = np.ones((1, 1), F32)
-    for names, want in (("a", 1), ("ab", 2), ("ac", 11), ("abc", 12)):
+    for names, expected in (("a", 1), ("ab", 2), ("ac", 11), ("abc", 12)):
         (reply,) = worker.batch(inference(*(tensor(name, one) for name in names)))
-        assert reply.array("y").item() == want
+        assert reply.array("y").item() == expected
 
 
 # --- files and parameters
@@ -357,10 +357,13 @@ def test_parameters_enable_torch_compile(worker: Rig, monkeypatch: pytest.Monkey
         worker, "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x\n"
     )
     key = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
-    for text, want in (('{"backend": "eager"}', [{"backend": "eager"}]), ('{"disable": true}', [])):
+    for text, expected in (
+        ('{"backend": "eager"}', [{"backend": "eager"}]),
+        ('{"disable": true}', []),
+    ):
         calls.clear()
         serve(worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": text}}))
-        assert calls == want
+        assert calls == expected
     assert "is not a JSON object" in refuses(
         worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": "fast"}})
     )
@@ -555,7 +558,7 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "data_type", "dims", "says"),
+    ("module", "data_type", "dims", "expected_error"),
     [
         (
             *(Affine, "STRING", [1]),
@@ -572,13 +575,13 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
     ],
 )
 def test_texts_are_lists_of_one_dimension(
-    worker: Rig, module: Any, data_type: str, dims: list[int], says: str
+    worker: Rig, module: Any, data_type: str, dims: list[int], expected_error: str
 ) -> None:
     save_script(module(), worker)
     config = model_config(
         [tensor_config("a", data_type, dims)], [tensor_config("y", data_type, dims)]
     )
-    assert says in refuses(worker, config)
+    assert expected_error in refuses(worker, config)
 
 
 def test_devices_that_are_not_there(worker: Rig) -> None:

@@ -59,9 +59,9 @@ KINDS = {
 def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> None:
     """3.6: the six kinds, for requests of 2, 4 and 1 elements, in both datatypes."""
     ragged = Ragged(ModelSpec.of(config() | {"batch_input": [batch_input(kind, data_type)]}))
-    (made,) = ragged.inputs(requests((1, 2), (1, 4), (1, 1))).values()
-    assert made.tolist() == expected
-    assert made.dtype == (np.int32 if data_type == "TYPE_INT32" else F32)
+    (values,) = ragged.inputs(requests((1, 2), (1, 4), (1, 1))).values()
+    assert values.tolist() == expected
+    assert values.dtype == (np.int32 if data_type == "TYPE_INT32" else F32)
 
 
 def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:

@@ -44,8 +44,8 @@ def config(batched: bool = True, **batching: Any) -> dict[str, Any]:
     }
 
 
-def control(kind: str, **says: Any) -> dict[str, Any]:
-    return {"name": kind, "control": [{"kind": f"CONTROL_SEQUENCE_{kind}", **says}]}
+def control(kind: str, **control_values: Any) -> dict[str, Any]:
+    return {"name": kind, "control": [{"kind": f"CONTROL_SEQUENCE_{kind}", **control_values}]}
 
 
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
@@ -72,7 +72,7 @@ PAIRS: dict[str, tuple[list[Any], Any]] = {
 @pytest.mark.parametrize("batched", [True, False])
 def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
     (false, true), dtype = PAIRS[pair]
-    for row, says in (
+    for row, control_values in (
         (SequenceRow(0, 1, START), {"START"}),
         (SequenceRow(0, 1, END), {"END"}),
         (SequenceRow(0, 1, START | END), {"START", "END"}),
@@ -80,7 +80,7 @@ def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
     ):
         value = values(row, control(kind, **{pair: [false, true]}), batched=batched)[kind]
         assert value.dtype == dtype
-        assert value == (true if kind in says or kind == "READY" else false)
+        assert value == (true if kind in control_values or kind == "READY" else false)
     null = values(SequenceRow(1, 0, START | END), control(kind, **{pair: [false, true]}))
     assert null[kind] == false
 
@@ -277,9 +277,9 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
 class Sequences:
     """An instance whose model adds its input to its state, and the messages of its scheduler."""
 
-    def __init__(self, made: Rig) -> None:
+    def __init__(self, worker_rig: Rig) -> None:
         self.fails = False
-        self._made = made
+        self._worker_rig = worker_rig
         self._keys = itertools.count(1)
         more: dict[str, Any] = {"state": [spec()], "direct": {}}
         given = model_config(
@@ -288,8 +288,8 @@ class Sequences:
             4,
             sequence_batching=more,
         )
-        made.serve(FunctionBackend(made.context, self._execute), given)
-        self.states: sequence_inputs.States = made.instance._executor._states  # type: ignore[attr-defined]
+        worker_rig.serve(FunctionBackend(worker_rig.context, self._execute), given)
+        self.states: sequence_inputs.States = worker_rig.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         if self.fails:
@@ -304,12 +304,12 @@ class Sequences:
         keyed = [(next(self._keys), *row) for row in rows]
         one = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
         works = [Work(key, CLIENT_PID, *one) for key, *_ in keyed]
-        made = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed]
-        self.tell(Execute(1, works, rows=made))
+        sequence_rows = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed]
+        self.receive(Execute(1, works, rows=sequence_rows))
 
-    def tell(self, message: Any) -> None:
-        self._made.instance.link._dispatch(message)
-        self._made.instance.serve_commands()
+    def receive(self, message: Any) -> None:
+        self._worker_rig.instance.link._dispatch(message)
+        self._worker_rig.instance.serve_commands()
 
 
 @pytest.fixture
@@ -331,13 +331,13 @@ def test_an_executed_end_releases_the_state(sequences: Sequences, fails: bool) -
 
 def test_sequences_that_the_scheduler_ends_release_their_state(sequences: Sequences) -> None:
     sequences.run((0, START), (1, START), (2, START))
-    sequences.tell(EndSequences([0, 2]))
+    sequences.receive(EndSequences([0, 2]))
     assert len(sequences.states) == 1
-    sequences.tell(EndSequences([0]))  # slot 0 has no state any more
+    sequences.receive(EndSequences([0]))  # slot 0 has no state any more
     assert len(sequences.states) == 1
 
 
 def test_a_successor_scheduler_knows_no_sequence(sequences: Sequences) -> None:
     sequences.run((0, START))
-    sequences._made.attach()
+    sequences._worker_rig.attach()
     assert len(sequences.states) == 0

@@ -36,8 +36,8 @@ def config(dims: tuple[int, ...] = (3,), most: int = 8, **more: Any) -> dict[str
     )
 
 
-def plan(made: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
-    spec = ModelSpec.of(made)
+def plan(config_fields: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
+    spec = ModelSpec.of(config_fields)
     return MemoryPlan.of(spec, Signature(spec, "1"), weights)
 
 

@@ -105,10 +105,10 @@ class FakeEngine:
 class Model(Streams):
     """A model of the backend with a fake engine."""
 
-    def __init__(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(made)
+    def __init__(self, worker_rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(worker_rig)
         self.engine = FakeEngine()
-        folder = made.context.version_dir
+        folder = worker_rig.context.version_dir
         (folder / "model.json").write_text('{"model": "m", "tool_call_parser": "hermes"}')
 
         async def start(arguments: Arguments) -> Any:
@@ -117,12 +117,12 @@ class Model(Streams):
 
         monkeypatch.setattr(VllmEngine, "start", start)
         monkeypatch.setattr(Arguments, "max_model_len", lambda arguments: 512)
-        self.backend = VllmBackend(made.context)
+        self.backend = VllmBackend(worker_rig.context)
         base = {"name": "m", "backend": "vllm", "max_batch_size": 0, "parameters": {}}
         self.config = self.backend.complete_config(base)
         self.rig.serve(self.backend, self.config)
 
-    def ask(
+    def infer(
         self, given: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **work: Any
     ) -> None:
         tensors = []
@@ -134,7 +134,7 @@ class Model(Streams):
         packed = pack_inference(Inference(tuple(tensors), requested))
         self.rig.execute([m.Work(key, CLIENT_PID, *packed, f"id-{key}", **work)])
 
-    def tell(self, message: Any) -> None:
+    def send_message(self, message: Any) -> None:
         """Send a message of the scheduler, which the pumping thread reads."""
         self.rig.scheduler.post(self.rig._peer, message)
         self.rig.scheduler.flush()
@@ -178,7 +178,7 @@ def test_a_stream_has_the_text_of_each_output(model: Model) -> None:
         output(sample("Hel", [1, 2])),
         output(sample("lo", [3], finish_reason="stop"), finished=True, prompt_token_ids=None),
     ]
-    model.ask({"text_input": "hi", "stream": True, "sampling_parameters": '{"top_k": 1}'})
+    model.infer({"text_input": "hi", "stream": True, "sampling_parameters": '{"top_k": 1}'})
     assert model.responses(1) == [{"text_output": ["Hel"]}, {"text_output": ["lo"]}, "end"]
     assert model.engine.calls == [({"top_k": 1, "stream": True, "echo": False}, False, False)]
 
@@ -191,7 +191,7 @@ def test_outputs_of_the_openai_doors(model: Model) -> None:
     ]
     expected = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
     expected.append("stop_reason")
-    model.ask({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, expected)
+    model.infer({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, expected)
     one, other, two, three, end = model.responses(1)
     assert end == "end"
     assert (one["text_output"], other["text_output"]) == (["a"], ["b"])
@@ -215,7 +215,7 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
     ]
     flags = ("finish_reason", "cumulative_logprob", "num_input_tokens", "num_output_tokens")
     request = {f"return_{name}": True for name in (*flags, "logprobs")}
-    model.ask({"text_input": "hi", "stream": True, **request})
+    model.infer({"text_input": "hi", "stream": True, **request})
     first, last, _ = model.responses(1)
     assert first["finish_reason"] == ["None"]
     assert last["finish_reason"] == ["stop"]
@@ -239,7 +239,7 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
     ],
 )
 def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> None:
-    model.ask(given)
+    model.infer(given)
     response, end = model.responses(1)
     assert response.startswith(problem)
     assert end == "end"
@@ -247,7 +247,7 @@ def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> 
 
 def test_an_unexpected_error_fails_only_its_request(model: Model) -> None:
     model.engine.outputs = [output(sample("a", [1])), RuntimeError("broken")]
-    model.ask({"text_input": "hi"})
+    model.infer({"text_input": "hi"})
     first, error, end = model.responses(1)
     assert first == {"text_output": ["a"]}
     assert "RuntimeError: broken" in error
@@ -257,14 +257,14 @@ def test_an_unexpected_error_fails_only_its_request(model: Model) -> None:
 
 def test_a_priority_is_passed_on(model: Model) -> None:
     model.engine.outputs = [output(sample("a", [1], finish_reason="stop"), finished=True)]
-    model.ask({"text_input": "hi"}, priority=3)
+    model.infer({"text_input": "hi"}, priority=3)
     model.responses(1)
     assert model.engine.priorities == [3]
 
 
 def test_a_prompt_is_converted_to_tokens(model: Model) -> None:
     settings = '{"task": "tokenize", "add_special_tokens": false}'
-    model.ask({"text_input": "hi", "sampling_parameters": settings})
+    model.infer({"text_input": "hi", "sampling_parameters": settings})
     assert model.responses(1) == [{"token_ids": [1, 2], "text_output": ["tokenize", "hi"]}, "end"]
 
 
@@ -273,19 +273,19 @@ def test_a_prompt_is_converted_to_tokens(model: Model) -> None:
 
 def test_a_cancelled_request_is_aborted(model: Model) -> None:
     model.engine.outputs = [output(sample("a", [1])), None]
-    model.ask({"text_input": "hi"})
+    model.infer({"text_input": "hi"})
     assert model.responses(1, 1) == [{"text_output": ["a"]}]
-    model.tell(m.CancelExecution(1))
+    model.send_message(m.CancelExecution(1))
     assert model.responses(1)[-1] == "end"
     until("the engine aborts it", lambda: model.engine.aborted == 1)
 
 
 def test_outputs_are_not_read_from_the_engine_without_credit(model: Model) -> None:
     model.engine.outputs = [output(sample("a", [1])) for _ in range(FIRST_CREDIT + 20)]
-    model.ask({"text_input": "hi"})
+    model.infer({"text_input": "hi"})
     assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
     assert model.engine.taken <= FIRST_CREDIT + 1
-    model.tell(m.CreditExecution(1, 20))
+    model.send_message(m.CreditExecution(1, 20))
     assert len(model.responses(1)) == FIRST_CREDIT + 20 + 1
 
 
@@ -294,7 +294,7 @@ def test_outputs_are_not_read_from_the_engine_without_credit(model: Model) -> No
 
 def test_a_dead_engine_ends_the_worker(model: Model) -> None:
     model.engine.outputs = [output(sample("a", [1])), None, RuntimeError("dead")]
-    model.ask({"text_input": "hi"})
+    model.infer({"text_input": "hi"})
     model.responses(1, 1)
     model.engine.errored = True
     assert not model.backend.is_ready()

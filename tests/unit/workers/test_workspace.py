@@ -70,12 +70,12 @@ def worker(tmp_path: Path) -> Iterator[OnDevice]:
     router.close()
 
 
-def supervise(router: Router, made: OnDevice, memory: Memory, ended: threading.Event) -> None:
+def supervise(router: Router, device: OnDevice, memory: Memory, ended: threading.Event) -> None:
     pools = Workspaces({"cuda:0": 2 * MB}, lambda pid, message: router.post(NAME, message))
     pools.allocated("cuda:0", memory)
     while not ended.is_set():
         for _, message in arrived(router, 0.02):
-            made.came.append((message, len(made.cuda.asked)))
+            device.came.append((message, len(device.cuda.calls)))
             pools.handle(1, message)
         router.flush()
     pools.close()
@@ -97,8 +97,8 @@ def test_a_lease_is_a_tensor_and_is_returned_after_the_devices_work(worker: OnDe
         assert not worker.returned()
     settled(worker, 1)
     assert (worker.exported.content[:MB] == 7).all() and not worker.exported.content[MB:].any()
-    _, asked = worker.came[-1]
-    assert worker.cuda.asked[:asked] == [("open", 0), ("synchronize", 0)]
+    _, call_count = worker.came[-1]
+    assert worker.cuda.calls[:call_count] == [("open", 0), ("synchronize", 0)]
 
 
 def test_leases_of_other_threads(worker: OnDevice) -> None:
@@ -182,7 +182,7 @@ async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevi
 
 
 async def test_a_coroutine_that_would_block_the_loop_raises(worker: OnDevice) -> None:
-    async def other() -> None:
+    async def lease_elsewhere() -> None:
         from contextvars import Context
 
         with pytest.raises(Internal, match="use 'async with'"):
@@ -192,5 +192,5 @@ async def test_a_coroutine_that_would_block_the_loop_raises(worker: OnDevice) ->
                 pass
 
     async with worker.workspace.lease(64):
-        await asyncio.ensure_future(other())
+        await asyncio.ensure_future(lease_elsewhere())
     settled(worker, 1)

@@ -237,7 +237,7 @@ def _prepare(
     try:
         with writer.link.lock:
             request = unpacker.request(open_request.work, copies_text=False)
-            inputs = read_inputs(request, texts.reader.most_bytes)
+            inputs = read_inputs(request, texts.reader.max_bytes)
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))
         return

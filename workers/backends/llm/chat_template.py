@@ -1,11 +1,19 @@
-"""Chat templates: conversations rendered as the texts of prompts, as in transformers."""
+"""Chat templates: conversations rendered as the texts of prompts, as in transformers.
+
+Python runs this file in a separate process for a long conversation. The file imports no other
+module of its package, because the package imports torch, which takes seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import json
-from collections.abc import Mapping
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, meta, nodes
@@ -13,7 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shmserve.errors import InvalidArgument, clip
+from shmserve.errors import Internal, InvalidArgument, clip
 
 # Variables of a request that are errors if the template does not use them.
 _CHECKED_VARIABLES = ("documents", "reasoning_effort")
@@ -21,6 +29,8 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # The arguments of Jinja's filter `tojson`.
 _TOJSON_ARGUMENTS = ("ensure_ascii", "indent", "separators", "sort_keys")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
+_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
+NICE = 10
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
 
 
@@ -46,7 +56,7 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
         self.sources = sources
-        self._special = special
+        self.special = special
         self._environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -73,7 +83,7 @@ class ChatTemplate:
             raise InvalidArgument(
                 "messages: the model has no chat template; send text_input instead"
             )
-        variables = {"tools": None, "documents": None, **self._special, **chat}
+        variables = {"tools": None, "documents": None, **self.special, **chat}
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._select_name(variables.pop("chat_template", None), variables["tools"])
         continues = variables.pop("continue_final_message", None)
@@ -320,3 +330,93 @@ def _format_now(form: str) -> str:
 def _to_json(value: Any, *arguments: Any, **options: Any) -> str:
     settings = dict(zip(_TOJSON_ARGUMENTS, arguments, strict=False)) | options
     return json.dumps(value, **{"ensure_ascii": False, **settings})
+
+
+def decode(name: str, data: bytes) -> str:
+    """Return the text of an input.
+
+    Raises:
+        InvalidArgument: The text is not UTF-8.
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        beginning = clip(repr(data[: 1 << 12]))
+        raise InvalidArgument(f"{name}: {beginning} is not UTF-8") from None
+
+
+def render_in_process(
+    template: ChatTemplate, raw: memoryview, take_options: Callable[[dict[str, Any]], Any]
+) -> tuple[Any, memoryview]:
+    """Render a conversation in a separate process, since JSON and Jinja would hold the GIL.
+
+    Args:
+        template: The templates of the model.
+        raw: The conversation as JSON.
+        take_options: Removes the options from a conversation that are not for the template, and
+            returns these options.
+
+    Returns:
+        The options, and the bytes of the prompt.
+
+    Raises:
+        InvalidArgument: The conversation is invalid, or the template rejects it.
+        Internal: The process has exited.
+    """
+    with open(os.memfd_create("chat"), "w+b", 0) as file:
+        file.write(raw)
+        file.seek(0)
+        command = (sys.executable, "-P", __file__, str(file.fileno()))
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, pass_fds=[file.fileno()]
+        ) as process:
+            try:
+                chat = _exchange(process, [template.sources, template.special])
+                options = take_options(chat)
+                size = _exchange(process, chat)["size"]
+            finally:
+                process.kill()
+        mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""
+    return options, memoryview(mapped)
+
+
+def _exchange(process: subprocess.Popen[str], value: Any) -> Any:
+    """Send a value to the process that renders, and return its answer."""
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(value), file=process.stdin, flush=True)
+    line = process.stdout.readline()
+    if not line:
+        raise Internal("the process that renders long conversations has exited")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise InvalidArgument(answer["error"])
+    return answer
+
+
+def main() -> None:
+    """Render the conversation in a memory file, whose descriptor is the argument.
+
+    The prompt replaces the conversation in the file. Each line of the standard input and output is
+    JSON: the templates and special tokens -> the options of the conversation, the options for the
+    template -> the size of the prompt. An object with `error` replaces an answer.
+    """
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    template = ChatTemplate(*json.loads(input()))
+    with open(int(sys.argv[1]), "r+b", 0) as file:
+        try:
+            chat = conversation(decode("messages", file.read()))
+            options = {name: chat.pop(name) for name in _OPTIONS if name in chat}
+            print(json.dumps(options), flush=True)
+            prompt = template.render(chat | json.loads(input())).encode(errors="surrogatepass")
+        except InvalidArgument as fault:
+            print(json.dumps({"error": fault.message}))
+            return
+        file.seek(0)
+        file.truncate()
+        file.write(prompt)
+    print(json.dumps({"size": len(prompt)}))
+
+
+if __name__ == "__main__":
+    main()

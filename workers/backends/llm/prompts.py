@@ -5,12 +5,8 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
-import mmap
 import os
-import pickle
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +21,13 @@ from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Output, Request, Response
-from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
+from shmserve.workers.backends.llm.chat_template import (
+    NICE,
+    ChatTemplate,
+    conversation,
+    decode,
+    render_in_process,
+)
 from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
@@ -42,10 +44,9 @@ _SUFFIX_CHARACTERS = 12  # length of the suffix of a truncated text, per remaini
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
 _MAX_CUT_TOKENS = 64  # number of tokens that may differ where a text is cut
 _MAX_CHARACTER_BYTES, _MAX_TOKEN_BYTES = 4, 64
-_NICE = 10
-_RENDER = f"from {__name__} import render_long; render_long()"
-_MIN_LIMIT = 1 << 20  # minimum of `most_bytes`, and of the tokens that /tokenize returns
-_SLICE = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
+_MIN_MAX_BYTES = 1 << 20  # minimum of `PromptReader.max_bytes`
+_MAX_TOKENIZED = 1 << 20  # maximum number of tokens of /tokenize, unless the model allows more
+_SLICE_BYTES = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
 
 
 class LongText:
@@ -83,25 +84,25 @@ class LongText:
         pieces: list[str] = []
         count = 0
         try:
-            for begin in range(0, len(self.raw), _SLICE):
-                data = bytes(self.raw[begin : begin + _SLICE])
-                pieces.append(decoder.decode(data, final=begin + _SLICE >= len(self.raw)))
+            for begin in range(0, len(self.raw), _SLICE_BYTES):
+                data = bytes(self.raw[begin : begin + _SLICE_BYTES])
+                pieces.append(decoder.decode(data, final=begin + _SLICE_BYTES >= len(self.raw)))
                 count += len(pieces[-1])
                 # Every slice has at least a quarter as many characters as bytes.
-                del pieces[: -(4 * max_characters // _SLICE + 2)]
+                del pieces[: -(4 * max_characters // _SLICE_BYTES + 2)]
                 time.sleep(0)  # releases the GIL
         except UnicodeDecodeError:
-            shown = repr(bytes(self.raw[:_SLICE]))
-            raise InvalidArgument(f"{self._name}: {clip(shown)} is not UTF-8") from None
+            beginning = clip(repr(bytes(self.raw[:LONG])))
+            raise InvalidArgument(f"{self._name}: {beginning} is not UTF-8") from None
         return "".join(pieces)[-max_characters:], count
 
 
-def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
+def read_inputs(request: Request, max_bytes: int) -> dict[str, Any]:
     """Return copies of the inputs of a request, except that a `LongText` refers to its memory.
 
     Args:
         request: The request.
-        most_bytes: The maximum size of a prompt that is not truncated. Texts are copied with the
+        max_bytes: The maximum size of a prompt that is not truncated. Texts are copied with the
             GIL held, which delays all streams of the model.
 
     Raises:
@@ -115,23 +116,20 @@ def read_inputs(request: Request, most_bytes: int) -> dict[str, Any]:
     for name, tensor in request.inputs.items():
         raw = memoryview(tensor.raw)
         size = raw.nbytes
-        is_long = name in _INPUTS and size > most_bytes
+        is_long = name in _INPUTS and size > max_bytes
         if is_long and truncates and name != "input_ids" and tensor.is_text():
             inputs[name] = LongText(name, raw[4:])
             continue
         if is_long and not truncates:
             raise InvalidArgument(
-                f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {most_bytes}"
+                f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {max_bytes}"
             )
         if name == "input_ids":
             inputs[name] = tensor.numpy().ravel().copy()
             continue
         values = tensor.numpy().ravel().tolist()
         if tensor.datatype == "BYTES":
-            try:
-                inputs[name] = values[0].decode()
-            except UnicodeDecodeError:
-                raise InvalidArgument(f"{name}: {clip(repr(values[0]))} is not UTF-8") from None
+            inputs[name] = decode(name, values[0])
         else:
             inputs[name] = values[0]
     return inputs
@@ -170,41 +168,15 @@ class RenderedChat(NamedTuple):
     text: str | LongText
 
 
-def render(template: ChatTemplate, text: str) -> RenderedChat:
-    """Render the conversation in a JSON text.
-
-    Raises:
-        InvalidArgument: The conversation is invalid, or the template rejects it.
-    """
-    chat = conversation(text)
-    tools, hides_reasoning = take_tools(chat), chat.pop("include_reasoning", None) is False
-    return RenderedChat(tools, hides_reasoning, template.render(chat))
-
-
-def render_long() -> None:
-    """Render the conversation on the standard input, after a pickle of the model's templates.
-
-    The output is a pickle of the error, the tools, whether the reasoning is hidden and the size of
-    the prompt, followed by the prompt.
-    """
-    os.setpriority(os.PRIO_PROCESS, 0, _NICE)
-    template = ChatTemplate(*pickle.load(sys.stdin.buffer))
-    error, tools, hides_reasoning, prompt = "", None, False, b""
-    try:
-        text = LongText("messages", memoryview(sys.stdin.buffer.read())).whole()
-        tools, hides_reasoning, rendered = render(template, text)
-        prompt = str(rendered).encode(errors="surrogatepass")
-    except InvalidArgument as fault:
-        error = fault.message
-    pickle.dump((error, tools, hides_reasoning, len(prompt)), sys.stdout.buffer)
-    sys.stdout.buffer.write(prompt)
+def _take_options(chat: dict[str, Any]) -> tuple[ToolRequest | None, bool]:
+    return take_tools(chat), chat.pop("include_reasoning", None) is False
 
 
 class PromptReader:
     """A reader of requests for one model; safe to use in any thread.
 
     Attributes:
-        most_bytes: The size of a prompt in bytes above which no prompt fits the model, except for
+        max_bytes: The size of a prompt in bytes above which no prompt fits the model, except for
             prompts of the widest tokens only.
     """
 
@@ -227,11 +199,11 @@ class PromptReader:
         longest_piece = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
         widest_bytes = min(_MAX_CHARACTER_BYTES * longest_piece, _MAX_TOKEN_BYTES)
-        self.most_bytes = max(widest_bytes * self._max_length, _MIN_LIMIT)
+        self.max_bytes = max(widest_bytes * self._max_length, _MIN_MAX_BYTES)
 
     def _start_threads(self) -> None:
         """Start the tokenizer's threads, which inherit the low priority of this thread."""
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE)
         self._tokenizer.encode_batch_fast(["", ""])
 
     def read(
@@ -321,7 +293,7 @@ class PromptReader:
                 text = self._render(inputs["messages"]).text
             if isinstance(text, LongText):
                 text = text.whole()
-            self._check_length("prompt", text, max(self._max_length, _MIN_LIMIT))
+            self._check_length("prompt", text, max(self._max_length, _MAX_TOKENIZED))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             outputs["token_ids"] = "INT32", encoding.ids
             if "text_output" in requested:
@@ -349,28 +321,14 @@ class PromptReader:
         prompt.grammar = self._grammars.matcher(*grammar)
 
     def _render(self, text: str | LongText) -> RenderedChat:
-        """Render a conversation, in a separate process if it is long.
-
-        JSON and Jinja process a long text in single calls, which hold the GIL.
-        """
-        if isinstance(text, str):
-            return render(self._chat, text)
-        with (
-            open(os.memfd_create("chat"), "w+b", 0) as chat,
-            open(os.memfd_create("prompt"), "w+b", 0) as prompt,
-        ):
-            chat.write(pickle.dumps((self._checkpoint.templates, self._checkpoint.special)))
-            chat.write(text.raw)
-            chat.seek(0)
-            command = (sys.executable, "-c", _RENDER)
-            subprocess.run(command, stdin=chat, stdout=prompt, check=True)
-            content = memoryview(mmap.mmap(prompt.fileno(), 0, prot=mmap.PROT_READ))
-        error, tools, hides_reasoning, size = pickle.loads(content)
-        if error:
-            raise InvalidArgument(error)
-        return RenderedChat(
-            tools, hides_reasoning, LongText("messages", content[len(content) - size :])
-        )
+        """Render a conversation, in a separate process if it is long."""
+        if isinstance(text, LongText):
+            options, prompt = render_in_process(self._chat, text.raw, _take_options)
+            tools, hides_reasoning = options
+            return RenderedChat(tools, hides_reasoning, LongText("messages", prompt))
+        chat = conversation(text)
+        tools, hides_reasoning = _take_options(chat)
+        return RenderedChat(tools, hides_reasoning, self._chat.render(chat))
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens, which are not in texts."""

@@ -21,11 +21,11 @@ for responses in (False, True):
     )
     bound = model.bind_tools([get_weather])
     question = HumanMessage("Weather?")
-    said = bound.invoke([question])
-    (call,) = said.tool_calls
-    assert call["args"] == {"city": "Paris"}, said
+    reply = bound.invoke([question])
+    (call,) = reply.tool_calls
+    assert call["args"] == {"city": "Paris"}, reply
     result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
-    assert bound.invoke([question, said, result]).text == "It is sunny."
+    assert bound.invoke([question, reply, result]).text == "It is sunny."
     parts = list(bound.stream([question]))
     whole = parts[0]
     for part in parts[1:]:

@@ -21,12 +21,12 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", array)]) for array in arrays]
 
     @staticmethod
-    def wait(told):
+    def wait(message):
         """Wait at the gate; an open gate has no listener."""
         with socket.socket(socket.AF_UNIX) as gate:
             try:
                 gate.connect(os.environ["GATE"])
             except OSError:
                 return
-            gate.sendall(json.dumps(told).encode() + b"\n")
+            gate.sendall(json.dumps(message).encode() + b"\n")
             gate.recv(1)

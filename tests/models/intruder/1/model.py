@@ -83,10 +83,10 @@ class TritonPythonModel:
                 findings[f"{path.relative_to(run_dir)} {pid}"] = attempts
         return findings
 
-    def let_in(self, path, name, said, patience_s):
+    def let_in(self, path, name, messages, patience_s):
         """Return whether the peer keeps the link after all commands."""
         link = Dealer(f"ipc://{path}", name)
-        for message in said:
+        for message in messages:
             link.send(message)
         end = time.monotonic() + patience_s
         while link.connected and time.monotonic() < end:

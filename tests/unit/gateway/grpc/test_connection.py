@@ -12,7 +12,7 @@ import pytest
 from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.grpc.calls.messages import LARGE_MESSAGE_BYTES
-from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, played
+from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, run_scenario
 from tests.support.wire.http2 import (
     ACK,
     DATA,
@@ -30,7 +30,7 @@ _PADDED = 8  # a flag
 
 
 def test_a_response_is_written_in_one_piece() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.call(1, b"one")
         ((raw, call),) = scene.calls
         assert raw == b"one" and call.time_remaining() is None
@@ -44,7 +44,7 @@ def test_a_response_is_written_in_one_piece() -> None:
         call.fail(StatusCode.INTERNAL, "late")
         assert not scene.transport.frames()
 
-    played(play)
+    run_scenario(scenario)
 
 
 class TensorSink:
@@ -74,7 +74,7 @@ class TensorSink:
 def test_a_large_message_is_received_in_place() -> None:
     """In frames, some of them padded; nothing is asked for where it fits the window."""
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         data = random.Random(0).randbytes(600_000)
         sink: Any = TensorSink(len(data))
         scene.sinks = lambda *_: sink
@@ -87,20 +87,20 @@ def test_a_large_message_is_received_in_place() -> None:
         call.finish(b"")
         scene.send(frame(DATA, END_STREAM, 1))
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_call_that_is_reset_at_once_never_begins() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         request_frames = frame(DATA, END_STREAM, 1, message(b"abc"))
         scene.send(scene.head(1) + request_frames + frame(RESET, 0, 1, bytes(4)))
         assert not scene.begun
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_disconnect_is_reported_once() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         reports: list[str] = []
         scene.call(1)
         call = scene.calls[0][1]
@@ -112,11 +112,11 @@ def test_a_disconnect_is_reported_once() -> None:
         call.finish(b"late")
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_deadline_ends_a_call() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         reports: list[str] = []
         scene.call(1, b"abc", (b"grpc-timeout", b"2S"))
         call = scene.calls[0][1]
@@ -126,11 +126,11 @@ def test_a_deadline_ends_a_call() -> None:
         await scene.clock.advance(2.1)
         assert scene.statuses()[1].startswith(b"4") and reports == ["gone"]
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
         scene.send(scene.head(1) + scene.head(3))
         scene.send(frame(DATA, 0, 3, message(bytes(100))[:50]))
@@ -141,7 +141,7 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {stream: status[:2] for stream, status in statuses.items()} == {1: b"14", 3: b"14"}
         assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].done
 
-    played(play)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.send(scene.head(1) + frame(DATA, END_STREAM, 1, data))
         await scene.clock.advance(0)
         assert scene.statuses()[1].startswith(status)
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_flood_waits_for_its_next_turn() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.send(frame(PING, 0, 0, bytes(8)) * 500)
         answered = len(scene.transport.frames())
         assert answered < 500 and not scene.transport.reading
@@ -178,11 +178,11 @@ def test_a_flood_waits_for_its_next_turn() -> None:
                 break
         assert answered == 500 and scene.connection.open
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_many_calls_at_once_are_begun_in_turns() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         request_frames = frame(DATA, END_STREAM, 0, message(b"abc"))
         calls = b"".join(
             scene.head(number) + request_frames[:5] + number.to_bytes(4, "big") + request_frames[9:]
@@ -193,13 +193,13 @@ def test_many_calls_at_once_are_begun_in_turns() -> None:
         await scene.clock.advance(0)
         assert len(scene.calls) == 200 and scene.transport.reading
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_protocol_violation_ends_the_connection() -> None:
     """It is reports at once, and what it has asked for is given up; the socket lingers."""
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         reports: list[str] = []
         scene.call(1)
         scene.calls[0][1].on_disconnect = lambda: reports.append("gone")
@@ -209,11 +209,11 @@ def test_a_protocol_violation_ends_the_connection() -> None:
         await scene.clock.advance(1)
         assert scene.transport.closed
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_silent_client_receives_a_ping() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         await scene.clock.advance(1.1)
         assert not scene.transport.frames()  # a connection without calls is not probed
         scene.call(1)
@@ -229,11 +229,11 @@ def test_a_silent_client_receives_a_ping() -> None:
         await scene.clock.advance(1.1)
         assert scene.transport.aborted
 
-    played(play, keepalive_time_ms=1000, keepalive_timeout_ms=500)
+    run_scenario(scenario, keepalive_time_ms=1000, keepalive_timeout_ms=500)
 
 
 def test_too_many_pings_end_a_connection_if_limited() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         for _ in range(3):
             scene.send(frame(PING, 0, 0, bytes(8)))
         assert scene.connection.open
@@ -241,11 +241,11 @@ def test_too_many_pings_end_a_connection_if_limited() -> None:
         kind, _, _, payload = scene.transport.frames()[-1]
         assert kind == GO_AWAY and payload.endswith(b"too_many_pings")
 
-    played(play, max_ping_strikes=2)
+    run_scenario(scenario, max_ping_strikes=2)
 
 
 def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.call(1)
         await scene.clock.advance(1.2)
         (kind, _, _, last), (ping, _, _, payload) = scene.transport.frames()
@@ -263,11 +263,11 @@ def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
         await scene.clock.advance(0)
         assert scene.transport.closed
 
-    played(play, max_connection_age_ms=1000)
+    run_scenario(scenario, max_connection_age_ms=1000)
 
 
 def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.call(1)
         scene.connection.shut_down()
         (kind, _, _, last), (_, _, _, payload) = scene.transport.frames()
@@ -283,11 +283,11 @@ def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
         await scene.clock.advance(0)
         assert set(scene.statuses()) == {1, 3} and scene.transport.closed
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.call(1)
         scene.connection.shut_down(refuses=True)
         (_, _, _, first), (_, _, _, last), _ = scene.transport.frames()
@@ -299,23 +299,23 @@ def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> No
         call.finish(b"")
         assert set(scene.statuses()) == {1}
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_calls_of_an_old_connection_end_after_the_grace_period() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.call(1)
         await scene.clock.advance(1.2)
         await scene.clock.advance(0.6)
         assert scene.transport.aborted
 
-    played(play, max_connection_age_ms=1000, max_connection_age_grace_ms=500)
+    run_scenario(scenario, max_connection_age_ms=1000, max_connection_age_grace_ms=500)
 
 
 def test_a_stream_waits_for_its_client() -> None:
     """A response that the client's window has no room for is waited for."""
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
         scene.send(frame(DATA, 0, 1, message(bytes(70_000))[:16384]))
         for at in range(16384, 70_005, 16384):
@@ -332,11 +332,11 @@ def test_a_stream_waits_for_its_client() -> None:
         sent += [payload for kind, _, _, payload in rest if kind == DATA]
         assert b"".join(sent) == message(bytes(70_000)) + message(b"second")
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
 
         async def much(call: StreamingCall) -> None:
@@ -352,13 +352,13 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
         assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in frames]
         assert scene.connection.open and not scene.calls[0][1].done
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
     """Holds for any number of messages and frames at a time; the last message may be malformed."""
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         resume, ended, seen = asyncio.Event(), asyncio.Event(), []
 
         async def slow(call: StreamingCall) -> Ending | None:
@@ -384,13 +384,13 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         assert seen == [one[5:] for one in sent][: len(seen)]
         assert scene.statuses() == {1: b"13\x00\x0cgrpc-message\x11malformed message"}
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_unread_messages_do_not_keep_the_read_buffer() -> None:
     """The socket's read buffer is larger than the stream's bytes in it, and may be reused."""
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
         buffer = bytearray(message(b"x") * 1000)
         scene.begun[0].receive_data(memoryview(buffer), True)
@@ -401,13 +401,13 @@ def test_unread_messages_do_not_keep_the_read_buffer() -> None:
         data = b"".join(payload for kind, *_, payload in scene.transport.frames() if kind == DATA)
         assert data == message(b"x") * 1000
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_reading_messages_enlarges_the_window() -> None:
     """By the quarter of a window at a time: small requests are not answered by updates, too."""
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         async def take(call: StreamingCall) -> Ending | None:
             async for _ in call.read_messages():
                 pass
@@ -431,7 +431,7 @@ def test_reading_messages_enlarges_the_window() -> None:
             assert sent - window // 4 - len(request_frames) <= granted <= sent
         assert 0 < updates <= 4 * sent // window
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_an_ended_stream_ends_its_handler() -> None:
@@ -439,7 +439,7 @@ def test_an_ended_stream_ends_its_handler() -> None:
     error.
     """
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         ended: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
@@ -458,11 +458,11 @@ def test_an_ended_stream_ends_its_handler() -> None:
         await asyncio.sleep(0)
         assert ended == [1, 1]
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_requests_and_responses_are_compressed() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         small = gzip.compress(bytes(10_000))
         head = scene.head(1, UNARY, (b"grpc-encoding", b"gzip"), (b"grpc-accept-encoding", b"gzip"))
         data = b"\1" + len(small).to_bytes(4, "big") + small
@@ -474,7 +474,7 @@ def test_requests_and_responses_are_compressed() -> None:
         (answer,) = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
         assert answer[0] == 1 and gzip.decompress(answer[5:]) == raw
 
-    played(play, deflate=1)
+    run_scenario(scenario, deflate=1)
 
 
 def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
@@ -482,7 +482,7 @@ def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
 ) -> None:
     """Responses without messages wait, too, when the socket takes nothing."""
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now)
         scene.connection.pause_writing()
@@ -496,11 +496,11 @@ def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
         scene.connection._check_time_limits()
         assert scene.transport.aborted
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_client_that_reads_again_receives_all_responses() -> None:
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         scene.connection.pause_writing()
         for stream in (1, 3):
             scene.call(stream)
@@ -510,13 +510,13 @@ def test_a_client_that_reads_again_receives_all_responses() -> None:
         scene.connection.resume_writing()
         assert scene.statuses().keys() == {1, 3}
 
-    played(play)
+    run_scenario(scenario)
 
 
 def test_a_disconnect_during_compression_cancels_nothing() -> None:
     """What it asked for is done, and its memory may be another's by now."""
 
-    async def play(scene: Scene) -> None:
+    async def scenario(scene: Scene) -> None:
         reports: list[str] = []
         scene.call(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
         call = scene.calls[0][1]
@@ -528,4 +528,4 @@ def test_a_disconnect_during_compression_cancels_nothing() -> None:
         assert reports == ["over"]
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 
-    played(play, deflate=1)
+    run_scenario(scenario, deflate=1)

@@ -54,7 +54,7 @@ class Stream:
             iter(self._requests.get, None), timeout=30, metadata=metadata
         )
 
-    def ask(self, request_id: str, **parameters: bool) -> None:
+    def send_request(self, request_id: str, **parameters: bool) -> None:
         request = pb.ModelInferRequest(model_name="repeat", id=request_id)
         request.inputs.add(name="IN", datatype="INT32", shape=[1])
         request.raw_input_contents.append(bytes(4))
@@ -77,7 +77,7 @@ def stream(gateway: Rig, scheduler: Scheduler) -> Iterator[Stream]:
     new_stream.close()
 
 
-def asked(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
+def first_requests(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
     """Return the first requests as the scheduler receives them."""
     until("they are here", lambda: len(scheduler.waiting) >= number)
     return [(peer, submit.id) for peer, submit in scheduler.waiting]
@@ -105,9 +105,9 @@ def take(stream: Stream, number: int) -> list[Any]:
 
 
 def test_responses_of_many_requests_are_interleaved(scheduler: Scheduler, stream: Stream) -> None:
-    stream.ask("a")
-    stream.ask("b")
-    (peer, a), (_, b) = asked(scheduler, 2)
+    stream.send_request("a")
+    stream.send_request("b")
+    (peer, a), (_, b) = first_requests(scheduler, 2)
     scheduler.send(peer, response(b, 1), response(a, 2), response(b, 3, final=True))
     assert values(take(stream, 3)) == [("b", 1, False), ("a", 2, False), ("b", 3, True)]
     scheduler.send(peer, *(response(a, value) for value in range(10)), end(a))
@@ -116,20 +116,20 @@ def test_responses_of_many_requests_are_interleaved(scheduler: Scheduler, stream
 
 
 def test_a_response_has_the_models_name_and_version(scheduler: Scheduler, stream: Stream) -> None:
-    stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    stream.send_request("a")
+    ((peer, a),) = first_requests(scheduler, 1)
     scheduler.send(peer, response(a, 1))
-    said = take(stream, 1)[0].infer_response
-    assert (said.model_name, said.model_version) == ("repeat", "1")
-    assert (said.outputs[0].name, said.outputs[0].datatype) == ("OUT", "INT32")
-    assert list(said.outputs[0].shape) == [1]
+    infer_response = take(stream, 1)[0].infer_response
+    assert (infer_response.model_name, infer_response.model_version) == ("repeat", "1")
+    assert (infer_response.outputs[0].name, infer_response.outputs[0].datatype) == ("OUT", "INT32")
+    assert list(infer_response.outputs[0].shape) == [1]
 
 
 def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream: Stream) -> None:
-    stream.ask("silent")
-    stream.ask("said", **{EMPTY_FINAL: True})
-    (peer, silent), (_, said) = asked(scheduler, 2)
-    scheduler.send(peer, end(silent), end(said))
+    stream.send_request("silent")
+    stream.send_request("said", **{EMPTY_FINAL: True})
+    (peer, silent), (_, second) = first_requests(scheduler, 2)
+    scheduler.send(peer, end(silent), end(second))
     stream.end()
     (only,) = stream.call
     inferred = only.infer_response
@@ -139,8 +139,8 @@ def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream
 
 
 def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream: Stream) -> None:
-    stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    stream.send_request("a")
+    ((peer, a),) = first_requests(scheduler, 1)
     scheduler.send(
         peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True)
     )
@@ -156,8 +156,8 @@ def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream:
 
 
 def test_a_failed_request_has_one_error_response(scheduler: Scheduler, stream: Stream) -> None:
-    stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    stream.send_request("a")
+    ((peer, a),) = first_requests(scheduler, 1)
     scheduler.send(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
     stream.end()
     _, failed = stream.call
@@ -167,9 +167,9 @@ def test_a_failed_request_has_one_error_response(scheduler: Scheduler, stream: S
 
 def test_an_error_response_ends_a_strict_stream(gateway: Rig, scheduler: Scheduler) -> None:
     stream = Stream(gateway, (("triton_grpc_error", "true"),))
-    stream.ask("a")
-    stream.ask("b")
-    (peer, a), (_, b) = asked(scheduler, 2)
+    stream.send_request("a")
+    stream.send_request("b")
+    (peer, a), (_, b) = first_requests(scheduler, 2)
     scheduler.send(peer, response(a, 1), error(a, "mid"), response(a, 2))
     assert values(take(stream, 1)) == [("a", 1, False)]
     with pytest.raises(grpc.RpcError) as caught:
@@ -190,8 +190,8 @@ def _key(message: Any) -> Any:
 def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -> None:
     stream = Stream(gateway)
     for number in range(3):
-        stream.ask(str(number))
-    waiting = asked(scheduler, 3)
+        stream.send_request(str(number))
+    waiting = first_requests(scheduler, 3)
     scheduler.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
@@ -216,8 +216,8 @@ def test_credit_is_returned_for_responses_that_are_read(
     scheduler: Scheduler, stream: Stream
 ) -> None:
     """Each of 1,000 responses is sent within the credit that there is."""
-    stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    stream.send_request("a")
+    ((peer, a),) = first_requests(scheduler, 1)
     got: list[Any] = []
 
     def read() -> None:
@@ -244,8 +244,8 @@ def test_a_client_that_does_not_read_receives_no_credit(
 ) -> None:
     """The bytes that gRPC buffers for a slow client are bounded, and other streams continue."""
     deaf, other = Stream(gateway), Stream(gateway)
-    deaf.ask("deaf")
-    ((peer, number),) = asked(scheduler, 1)
+    deaf.send_request("deaf")
+    ((peer, number),) = first_requests(scheduler, 1)
     big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
     message = m.Responded(number, "", "", *pack_inferred(big), False)
     credit, sent, count_of_other = FIRST_CREDIT, 0, 0
@@ -253,8 +253,8 @@ def test_a_client_that_does_not_read_receives_no_credit(
         scheduler.send(peer, *[message] * (credit - sent))
         sent = credit
         count_of_other += 1
-        other.ask(f"other {count_of_other}")
-        peer, last = asked(scheduler, 1 + count_of_other)[-1]
+        other.send_request(f"other {count_of_other}")
+        peer, last = first_requests(scheduler, 1 + count_of_other)[-1]
         scheduler.send(peer, response(last, sent, final=True))
         assert values(take(other, 1)) == [(f"other {count_of_other}", sent, True)]
         credit = FIRST_CREDIT + granted(scheduler, number)
@@ -282,8 +282,8 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
         releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
         return sum(len(release.offsets) for release in releases)
 
-    stream.ask("a")
-    ((peer, a),) = asked(scheduler, 1)
+    stream.send_request("a")
+    ((peer, a),) = first_requests(scheduler, 1)
     scheduler.send(peer, large(a), large(a), response(a, 1))
     first, second, _ = take(stream, 3)
     assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [data, data]
@@ -299,8 +299,8 @@ def test_a_unary_call_of_a_decoupled_model_is_refused(gateway: Rig, scheduler: S
     """Holds even if a stream has taught the schema of the request."""
     stream = Stream(gateway)
     for number in range(3):
-        stream.ask(str(number))
-    for peer, request_id in asked(scheduler, 3):
+        stream.send_request(str(number))
+    for peer, request_id in first_requests(scheduler, 3):
         scheduler.send(peer, end(request_id))
     request = pb.ModelInferRequest(model_name="repeat", id="0")
     request.inputs.add(name="IN", datatype="INT32", shape=[1])

@@ -69,12 +69,12 @@ def gateway(model: GatewayModel) -> Any:
     return SimpleNamespace(models=models, settings=settings, draining=False, **nothing)
 
 
-def check(asked: Callable[[Any], BuiltRequest]) -> None:
+def check(build_request: Callable[[Any], BuiltRequest]) -> None:
     works = set()
     for turn in range(5):
         for request_fields in IDENTITIES[turn % 2 :]:
             request_id, sequence, start, end = request_fields
-            built_request = asked(request_fields)
+            built_request = build_request(request_fields)
             wire = built_request.infer_request
             assert (wire.id, wire.flags) == (request_id, start | end * 2)
             assert (wire.correlation_id, wire.timeout_us) == (sequence, 5)
@@ -88,7 +88,7 @@ def test_similar_http_requests_are_not_confused(
 ) -> None:
     read = Read(monkeypatch, http, "parse_request")
 
-    def asked(request_fields: Any) -> BuiltRequest:
+    def build_request(request_fields: Any) -> BuiltRequest:
         request_id, sequence, start, end = request_fields
         memory_range = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
         header: dict[str, Any] = {"id": request_id} if request_id else {}
@@ -101,7 +101,7 @@ def test_similar_http_requests_are_not_confused(
         )
         return asyncio.run(http.read_request(gateway, model, request))
 
-    check(asked)
+    check(build_request)
     # With and without an id, and in a sequence and not: each form twice.
     assert read.count == 4 * 2
 
@@ -112,7 +112,7 @@ def test_similar_grpc_requests_are_not_confused(
     read = Read(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
-    def asked(request_fields: Any) -> BuiltRequest:
+    def build_request(request_fields: Any) -> BuiltRequest:
         request_id, sequence, start, end = request_fields
         request = pb.ModelInferRequest(model_name="m", id=request_id)
         request.parameters["timeout"].int64_param = 5
@@ -127,7 +127,7 @@ def test_similar_grpc_requests_are_not_confused(
         request.raw_input_contents.append(b"x")
         return inferences._decode(request.SerializeToString(), {}, streamed=False)
 
-    check(asked)
+    check(build_request)
     assert read.count == 1
 
 

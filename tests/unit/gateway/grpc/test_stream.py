@@ -17,7 +17,7 @@ from shmserve.gateway.listener import ActiveCount
 from shmserve.ipc.messages import inference as m
 
 
-class Asked(UnaryInference):
+class AnsweredRequest(UnaryInference):
     """A request that has its response at once."""
 
     def __init__(self, cancelled: list[str], name: str) -> None:
@@ -92,7 +92,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
 
     class Inferences(Taking):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
-            return Asked(cancelled, raw.decode())
+            return AnsweredRequest(cancelled, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
         for name in ("taken", "stuck", "behind", "further behind"):
@@ -128,13 +128,13 @@ def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int
     """Further requests are not read; one request of any size is."""
     cancelled: list[str] = []
     request = bytes(size)
-    asked = 0
+    request_count = 0
 
     class Inferences(Taking):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
-            nonlocal asked
-            asked += 1
-            return Asked(cancelled, str(asked))
+            nonlocal request_count
+            request_count += 1
+            return AnsweredRequest(cancelled, str(request_count))
 
     async def requests() -> AsyncIterator[bytes]:
         while True:
@@ -143,7 +143,7 @@ def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
         asyncio.run(streaming(inferences, Deaf(requests()), 0.05))
-    assert asked == most + 1  # one request was answered
+    assert request_count == most + 1  # one request was answered
 
 
 def test_memory_is_trimmed_when_the_call_ends() -> None:
@@ -151,7 +151,7 @@ def test_memory_is_trimmed_when_the_call_ends() -> None:
 
     class Inferences(Taking):
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
-            return Asked([], "")
+            return AnsweredRequest([], "")
 
     async def requests() -> AsyncIterator[bytes]:
         for _ in range(3):
@@ -175,7 +175,7 @@ def test_an_error_of_the_reader_fails_the_call() -> None:
         def submit_request(self, raw: bytes, *_: Any) -> UnaryInference:
             if raw == b"bad":
                 raise KeyError("a fault of ours")
-            return Asked([], "")
+            return AnsweredRequest([], "")
 
     async def requests() -> AsyncIterator[bytes]:
         yield b"good"

@@ -56,12 +56,16 @@ def test_the_service_is_that_of_triton() -> None:
 
 
 def request(**parameters: object) -> ours.ModelInferRequest:
-    made = ours.ModelInferRequest(model_name="m")
+    infer_request = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
         kind, _, expected = str(value).partition(":")
         parsed = {"bool": expected == "True", "string": expected}.get(kind)
-        setattr(made.parameters[key], f"{kind}_param", int(expected) if parsed is None else parsed)
-    return made
+        setattr(
+            infer_request.parameters[key],
+            f"{kind}_param",
+            int(expected) if parsed is None else parsed,
+        )
+    return infer_request
 
 
 def test_parameters() -> None:
@@ -81,10 +85,10 @@ def test_parameters() -> None:
 
 
 def test_narrow_integers_wrap() -> None:
-    made = request()
-    tensor = made.inputs.add(name="x", datatype="INT8", shape=[2])
+    infer_request = request()
+    tensor = infer_request.inputs.add(name="x", datatype="INT8", shape=[2])
     tensor.contents.int_contents.extend([257, -129])
-    assert decode_request(made).inputs[0].data == b"\x01\x7f"
+    assert decode_request(infer_request).inputs[0].data == b"\x01\x7f"
 
 
 @pytest.mark.parametrize("count", [1, 40, 5000])
@@ -98,20 +102,20 @@ def test_narrow_integers_wrap() -> None:
     ids=["BOOL", "FP32", "FP64"],
 )
 def test_typed_numbers_keep_their_bits(datatype: str, tag: bytes, value: bytes, count: int) -> None:
-    made = request()
-    tensor = made.inputs.add(name="x", datatype=datatype, shape=[count])
+    infer_request = request()
+    tensor = infer_request.inputs.add(name="x", datatype=datatype, shape=[count])
     unknown = b"\x7a\3abc"  # a field of a later version
     values = value * count
     tensor.contents.MergeFromString(unknown + tag + encode_varint(len(values)) + values)
-    assert decode_request(made).inputs[0].data == values
+    assert decode_request(infer_request).inputs[0].data == values
 
 
 def output(**parameters: object) -> ours.ModelInferRequest:
-    made = request()
-    parameter = made.outputs.add(name="y").parameters["classification"]
+    infer_request = request()
+    parameter = infer_request.outputs.add(name="y").parameters["classification"]
     for kind, value in parameters.items():
         setattr(parameter, kind, value)
-    return made
+    return infer_request
 
 
 def test_classification() -> None:
@@ -123,16 +127,16 @@ def test_classification() -> None:
 
 
 def test_the_key_of_a_fingerprint() -> None:
-    made = request()
-    made.inputs.add(name="x", datatype="INT8", shape=[200])
-    made.raw_input_contents.append(bytes(200))
-    made.raw_input_contents.append(b"")
-    key, contents, _ = split_message(made.SerializeToString()) or pytest.fail("no plan")
+    infer_request = request()
+    infer_request.inputs.add(name="x", datatype="INT8", shape=[200])
+    infer_request.raw_input_contents.append(bytes(200))
+    infer_request.raw_input_contents.append(b"")
+    key, contents, _ = split_message(infer_request.SerializeToString()) or pytest.fail("no plan")
     assert contents == [bytes(200), b""] and key[1] == (200, 0)
-    del made.raw_input_contents[:]
-    assert key[0] == made.SerializeToString()
+    del infer_request.raw_input_contents[:]
+    assert key[0] == infer_request.SerializeToString()
     assert split_message(key[0]) == ((key[0], ()), [], ANONYMOUS)
-    late = made.SerializeToString() + b":\x01a" + b"\x0a\x01n"
+    late = infer_request.SerializeToString() + b":\x01a" + b"\x0a\x01n"
     assert ours.ModelInferRequest.FromString(late).model_name == "n"
     assert split_message(late) is None  # a field behind the contents
 
@@ -157,19 +161,19 @@ def test_the_identity_is_not_part_of_the_fingerprint(
     plain = request(own="int64:1")
     plain.inputs.add(name="x", datatype="INT8", shape=[1])
     plain.raw_input_contents.append(b"1")
-    made = request(own="int64:1", **memory_ranges)
-    made.id = request_id
-    made.inputs.extend(plain.inputs)
-    made.raw_input_contents.append(b"1")
+    infer_request = request(own="int64:1", **memory_ranges)
+    infer_request.id = request_id
+    infer_request.inputs.extend(plain.inputs)
+    infer_request.raw_input_contents.append(b"1")
     parts, expected = (
-        split_message(made.SerializeToString()),
+        split_message(infer_request.SerializeToString()),
         split_message(plain.SerializeToString()),
     )
     if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the message may be overlong, so it is parsed completely
         return
     assert parts is not None and expected is not None
-    assert parts.identity.is_identity_of(decode_request(made))
+    assert parts.identity.is_identity_of(decode_request(infer_request))
     assert parts.key == expected.key and parts.contents == expected.contents
 
 
@@ -228,8 +232,8 @@ def test_a_template_equals_the_encoder(
     encoder = ResponseEncoder()
     schema, _ = pack_inferred(response)
     template = encoder.create_template(model, schema, response, ())
-    others = [bytes(byte ^ 255 for byte in data) for data in contents]
-    for these in (contents, others):
+    flipped = [bytes(byte ^ 255 for byte in data) for data in contents]
+    for these in (contents, flipped):
         filled = template.fill(request_id, these)
         encoded = encoder.encode(model, request_id, schema, response, these)
         assert filled is not None and len(filled) == len(

@@ -157,21 +157,21 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
         clock = make_clock()
         client = Client(0.1)
         tasks = await started(clock, client.upload(arena, MIB))
-        others: list[BaseException | None] = []
+        outcomes: list[BaseException | None] = []
 
-        def other() -> None:
+        def allocate_all() -> None:
             holds = resources_in(arena)
             try:
                 holds.allocate([MIB])
-                others.append(None)
+                outcomes.append(None)
             except BaseException as error:
-                others.append(error)
+                outcomes.append(error)
             holds.release()
 
         # Both in one turn of the loop.
-        asyncio.get_running_loop().call_later(0.06, other)
+        asyncio.get_running_loop().call_later(0.06, allocate_all)
         await clock.advance(0.1)
-        assert others == [None]
+        assert outcomes == [None]
         with pytest.raises(BodyTimeout):
             await tasks[0]
 
@@ -212,13 +212,13 @@ def test_a_tensor_in_pieces_is_copied_between_other_requests(
     large = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"], 5)
     request = InferRequest("", [large, InferInput("B", "BYTES", (1,), 1, [b"f"], 1)], [])
 
-    async def others() -> None:
+    async def copy_repeatedly() -> None:
         while True:
             copied.append(bytes(memory).rstrip(b"\0"))
             await asyncio.sleep(0)
 
     async def built() -> Any:
-        task = asyncio.create_task(others())
+        task = asyncio.create_task(copy_repeatedly())
         found = await prepare.build_in_turns(cast("Any", None), cast("Any", None), request)
         task.cancel()
         return found

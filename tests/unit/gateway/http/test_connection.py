@@ -85,7 +85,7 @@ class Answering(App):
         return response
 
 
-def said(request: HttpRequest, body: bytes) -> HttpResponse:
+def echo(request: HttpRequest, body: bytes) -> HttpResponse:
     long = request.headers.get("X-Long", "")
     return json_response([request.method, request.target, len(long), body.decode("latin-1")])
 
@@ -94,7 +94,7 @@ async def repeat(request: HttpRequest) -> HttpResponse:
     body = await Body(request, _SETTINGS, BodyBudget(1 << 20, MallocTrim())).read(
         1 << 20, "{size} {limit}"
     )
-    return said(request, body)
+    return echo(request, body)
 
 
 AT_ONCE = -2
@@ -111,7 +111,7 @@ class Underway:
     ) -> None:
         self.request = request
         self.cancelled = False
-        self._response = said(request, body)
+        self._response = echo(request, body)
         self._answer = answer
         self._whole = whole
         if turns >= 0:
@@ -159,9 +159,9 @@ class Repeats:
         return await repeat(request)
 
 
-def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str) -> bytes:
-    """Return a request; `how` is the framing of its body."""
-    if how == "chunked":
+def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str) -> bytes:
+    """Return a request whose body has this framing."""
+    if body_framing == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
     else:
@@ -170,7 +170,7 @@ def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str
     return "\r\n".join(lines).encode() + framed
 
 
-Asked = tuple[tuple[str, str, tuple[str, ...]], bytes, str]
+SentRequest = tuple[tuple[str, str, tuple[str, ...]], bytes, str]
 
 requests = st.lists(
     st.tuples(
@@ -246,7 +246,7 @@ def replies(written: bytes) -> list[Any]:
     ),
 )
 def test_every_request_receives_its_own_response(
-    asked: list[Asked],
+    sent_requests: list[SentRequest],
     cuts: list[tuple[int, int]],
     behind: list[bool],
     turns: int,
@@ -256,8 +256,8 @@ def test_every_request_receives_its_own_response(
     connection's task or without it."""
     marks: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, how), apart in zip(asked, behind, strict=False):
-        raw = packed(*head, body, how)
+    for (head, body, body_framing), apart in zip(sent_requests, behind, strict=False):
+        raw = packed(*head, body, body_framing)
         if apart:
             marks[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
@@ -270,9 +270,9 @@ def test_every_request_receives_its_own_response(
         start = mark
     expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
-        for (method, path, lines), body, _ in asked
+        for (method, path, lines), body, _ in sent_requests
     ]
-    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == expected
+    assert asyncio.run(answers(pieces, len(sent_requests), Repeats(*ways))) == expected
 
 
 _OFFERS = (
@@ -288,10 +288,10 @@ _OFFERS = (
     st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 12)), max_size=8),
 )
 def test_upgrade_offers_lose_no_request(
-    asked: list[tuple[tuple[str, str, tuple[str, ...]], bytes]], cuts: list[tuple[int, int]]
+    sent_requests: list[tuple[tuple[str, str, tuple[str, ...]], bytes]], cuts: list[tuple[int, int]]
 ) -> None:
     """Every request has its own answer until an answer closes the connection."""
-    stream = b"".join(packed(*head, body, "length") for head, body in asked)
+    stream = b"".join(packed(*head, body, "length") for head, body in sent_requests)
     marks = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
     bounds = [0, *marks, len(stream)]
 
@@ -308,7 +308,9 @@ def test_upgrade_offers_lose_no_request(
 
     before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
     answers = replies(before + behind)
-    expected = [[method, path, 0, body.decode("latin-1")] for (method, path, _), body in asked]
+    expected = [
+        [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
+    ]
     assert answers == expected[: len(answers)]
     assert closes or len(answers) == len(expected)
 
@@ -347,8 +349,8 @@ async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
 
     connection, transport = connected(first)
     await settle()
-    for asked in range(5):
-        if asked == 3:
+    for number in range(5):
+        if number == 3:
             listener = connection.client.listener
             listener.authorisation = listener.authorisation.with_tokens({})
         connection.data_received(packed("POST", "/a", (), b"{}", "length"))

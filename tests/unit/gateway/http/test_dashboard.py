@@ -66,7 +66,7 @@ def feed(run_dir: Path) -> live.LiveFigures:
     return live.LiveFigures(gateway, run_dir)
 
 
-async def told(viewer: Viewer) -> dict[str, Any]:
+async def next_event(viewer: Viewer) -> dict[str, Any]:
     (frame,) = await anext(viewer)
     assert frame.startswith(b"data: ") and frame.endswith(b"\n\n")
     return dict(json.loads(frame[6:]))
@@ -76,7 +76,7 @@ def no_counters() -> None:
     """Return no counters."""
 
 
-def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
+def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
     """Run a test beside a publisher of events, and check that nothing remains at its end."""
 
     async def whole_events() -> None:
@@ -93,7 +93,7 @@ def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
         publisher.publish(m.ProcessEnded(7, "worker a.0 cpu", "signal SIGKILL"))
         own_events = asyncio.all_tasks()
         try:
-            await story(feed(run_dir))
+            await scenario(feed(run_dir))
             async with asyncio.timeout(5):
                 while asyncio.all_tasks() - own_events:  # noqa: ASYNC110
                     await asyncio.sleep(0)
@@ -104,74 +104,74 @@ def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
 
 
 def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:
-    async def story(feed: live.LiveFigures) -> None:
+    async def scenario(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as one:
-            first = await told(one)
+            first = await next_event(one)
             assert first["whole"] and set(first["models"]) == {"a/1", "still/1", "b/2"}
             assert first["models"]["b/2"]["because"] == "no such file"
             assert "ProcessEnded" in [event["event"] for event in first["events"]]
             async with contextlib.aclosing(feed._events()) as two:
-                assert (await told(two))["whole"]
+                assert (await next_event(two))["whole"]
                 before = len(snapshots)
-                next_events = [await told(one), await told(two)]
+                next_events = [await next_event(one), await next_event(two)]
                 assert next_events[0]["models"]["a/1"]["recent"]["rate"] > 0
                 assert len(snapshots) <= before + 3, "each viewer has looks of its own"
 
-    run(run_dir, story)
+    run(run_dir, scenario)
 
 
 def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[float]) -> None:
-    async def story(feed: live.LiveFigures) -> None:
+    async def scenario(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:
-            await told(viewer)
-            await told(viewer)
-            third = await told(viewer)
+            await next_event(viewer)
+            await next_event(viewer)
+            third = await next_event(viewer)
             assert "whole" not in third and set(third["models"]) == {"a/1"}
             assert third["events"] == [] and third["gone"] == []
 
-    run(run_dir, story)
+    run(run_dir, scenario)
 
 
 def test_a_viewer_that_missed_a_snapshot_receives_the_whole(
     run_dir: Path, snapshots: list[float]
 ) -> None:
-    async def story(feed: live.LiveFigures) -> None:
+    async def scenario(feed: live.LiveFigures) -> None:
         async with (
             contextlib.aclosing(feed._events()) as slow,
             contextlib.aclosing(feed._events()) as quick,
         ):
-            await told(slow)
+            await next_event(slow)
             for _ in range(4):
-                await told(quick)
-            assert (await told(slow))["whole"]
+                await next_event(quick)
+            assert (await next_event(slow))["whole"]
 
-    run(run_dir, story)
+    run(run_dir, scenario)
 
 
 def test_no_snapshots_are_taken_without_viewers(run_dir: Path, snapshots: list[float]) -> None:
-    async def story(feed: live.LiveFigures) -> None:
+    async def scenario(feed: live.LiveFigures) -> None:
         assert feed._task is None and not snapshots
         for _ in range(2):
             async with contextlib.aclosing(feed._events()) as viewer:
-                await told(viewer)
+                await next_event(viewer)
             assert feed._task is None
 
-    run(run_dir, story)
+    run(run_dir, scenario)
 
 
 def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[float]) -> None:
-    async def story(feed: live.LiveFigures) -> None:
+    async def scenario(feed: live.LiveFigures) -> None:
         async with contextlib.aclosing(feed._events()) as viewer:
-            await told(viewer)
+            await next_event(viewer)
             feed.end_streams()
             async for _ in viewer:
                 pass
 
-    run(run_dir, story)
+    run(run_dir, scenario)
 
 
 def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
-    async def story(feed: live.LiveFigures) -> None:
+    async def scenario(feed: live.LiveFigures) -> None:
         gateway: Any = None
         other: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
         with pytest.raises(PermissionDenied, match="pages of other origins"):
@@ -180,7 +180,7 @@ def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
         with pytest.raises(QueueFull, match="32 dashboards are already connected"):
             await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
 
-    run(run_dir, story)
+    run(run_dir, scenario)
 
 
 def test_the_policy_allows_only_the_content_of_the_page() -> None:

@@ -126,7 +126,7 @@ class Bytes:
         return Built(b"".join(datas)) if self.unchanged else None
 
 
-def made() -> Cache:
+def new_cache() -> Cache:
     return BoundedCache(256)
 
 
@@ -191,7 +191,7 @@ def test_a_repeated_request_equals_a_parsed_one(
         ]
         return f'{{{elsewhere}"inputs": [{",".join(inputs)}]}}'.encode()
 
-    cache = made()
+    cache = new_cache()
     for _ in range(4):
         values = data.draw(st.lists(numbers, min_size=len(first), max_size=len(first)))
         # The numbers elsewhere change as well.
@@ -209,7 +209,7 @@ def test_a_repeated_request_equals_a_parsed_one(
 @example(b'"\0"', b"\0")
 def test_different_requests_have_different_fingerprints(data: bytes, behind: bytes) -> None:
     """The request equals a known one except for some bytes."""
-    cache = made()
+    cache = new_cache()
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))
     assert short_way(cache, one("[5, 6]")) == long_way(one("[5, 6]"))
@@ -222,7 +222,7 @@ def test_different_requests_have_different_fingerprints(data: bytes, behind: byt
 
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
-    cache = made()
+    cache = new_cache()
     found = [short_way(cache, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
     assert [template is not None for template in found] == [False, False, True, True]
     assert found[3] == long_way(one("[-7, 8]"))
@@ -236,7 +236,7 @@ def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     ],
 )
 def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
-    cache = made()
+    cache = new_cache()
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))
     assert short_way(cache, one(text)) is None
@@ -245,7 +245,7 @@ def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
 
 def test_the_text_of_a_fingerprint_is_no_request() -> None:
     """The text of a fingerprint has no arrays, but the key of a request that has."""
-    cache = made()
+    cache = new_cache()
     for known in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(known))
     cut = one("[1, 2]").replace(b'"data": [1, 2]', b"\0")
@@ -256,7 +256,7 @@ def test_the_text_of_a_fingerprint_is_no_request() -> None:
 
 def test_other_arrays_of_numbers_are_not_tensors() -> None:
     """An array of numbers elsewhere, and the tensor's own written so that it is not seen."""
-    cache = made()
+    cache = new_cache()
     hidden = one("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
         b'32", "shape": [2], "data":', b'32", "shape": [2], "data" :'
     )
@@ -270,21 +270,21 @@ def test_other_arrays_of_numbers_are_not_tensors() -> None:
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BOOL"])
 def test_datatypes_without_numbers_are_parsed(datatype: str) -> None:
-    cache = made()
+    cache = new_cache()
     data = json.dumps(["1", "2"] if datatype == "BYTES" else [True, False])
     text = one(data).replace(b"INT32", datatype.encode())
     assert [short_way(cache, text) for _ in range(3)] == [None] * 3
 
 
 def test_leniently_parsed_headers_are_not_cached() -> None:
-    cache = made()
+    cache = new_cache()
     for text in (b"\xef\xbb\xbf" + one("[1, 2]"), one("[1, 2]", '"parameters": {"p": NaN}, ')):
         for _ in range(3):
             assert short_way(cache, text) is None
 
 
 def test_changed_regions_invalidate_a_template() -> None:
-    cache, stale = made(), Bytes()
+    cache, stale = new_cache(), Bytes()
     for text in ("[1, 2]", "[3, 4]"):
         short_way(cache, one(text), stale)
     stale.unchanged = False
@@ -293,7 +293,7 @@ def test_changed_regions_invalidate_a_template() -> None:
 
 
 def test_the_cache_of_templates_is_bounded() -> None:
-    cache = made()
+    cache = new_cache()
     for number in range(2000):
         short_way(cache, one("[1, 2]", behind=f', "id": "{number // 2}"'))
     assert 0 < len(cache) <= 256

@@ -78,7 +78,7 @@ def is_responsive(gateway: Rig, hasty: Rig) -> Iterator[None]:
     yield
     gateway.http.infer("simple", simple_body()).ok()
     body = simple_body()
-    ask(hasty, head(len(body)) + body).ok()
+    send_parts(hasty, head(len(body)) + body).ok()
     for rig_of_gateway in (gateway, hasty):
         assert "Traceback" not in rig_of_gateway.log
 
@@ -96,7 +96,7 @@ def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> 
     ).encode()
 
 
-def ask(gateway: Rig, *parts: bytes) -> Reply:
+def send_parts(gateway: Rig, *parts: bytes) -> Reply:
     """Return the reply to bytes that are sent in parts."""
     with raw_connection(gateway.port) as connection:
         for part in parts:
@@ -187,7 +187,7 @@ def test_a_huge_content_length_is_no_request_smuggling(
 def test_a_request_may_arrive_byte_by_byte(gateway: Rig) -> None:
     body = simple_body()
     raw = head(len(body)) + body
-    reply = ask(gateway, *(raw[at : at + 1] for at in range(len(raw))))
+    reply = send_parts(gateway, *(raw[at : at + 1] for at in range(len(raw))))
     assert reply.ok().tensors()["OUTPUT0"][0][0] == 2
 
 
@@ -197,7 +197,7 @@ def test_bodies_may_be_chunked(gateway: Rig, size: int) -> None:
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
     start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-    ask(gateway, start, chunks, b"0\r\n\r\n").ok()
+    send_parts(gateway, start, chunks, b"0\r\n\r\n").ok()
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 110, 150])
@@ -231,7 +231,7 @@ def test_chunks_with_a_content_length_end_the_connection(
 
 def test_too_many_chunks_are_refused(patient: Rig) -> None:
     start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-    reply = ask(patient, start, b"1\r\n \r\n" * 70_000)
+    reply = send_parts(patient, start, b"1\r\n \r\n" * 70_000)
     assert reply.status == 400
     assert reply.error.startswith("Chunked request body exceeds maximum of 65536 non-empty chunks")
 
@@ -589,9 +589,9 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
             nonlocal answered
             http = Http(gateway.port)
             while not done.is_set():
-                asked = sent.is_set()
+                was_sent = sent.is_set()
                 http.get("/v2/health/live").ok()
-                answered += asked
+                answered += was_sent
             http.close()
 
         prober = threading.Thread(target=probe)
@@ -744,15 +744,17 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
         model_rig.open()
         infer = "/v2/models/simple/infer"
 
-        def ask() -> Reply:
+        def send_request() -> Reply:
             return model_rig.http.post(infer, b" " * (700 << 10))
 
         with raw_connection(model_rig.port) as connection:
             connection.sendall(head(MIB, *lines) + begun)
-            until("the memory is full", lambda: ask().status == 503)
-            assert ask().error == "server memory for request bodies (1048576 bytes) is full"
+            until("the memory is full", lambda: send_request().status == 503)
+            assert (
+                send_request().error == "server memory for request bodies (1048576 bytes) is full"
+            )
             model_rig.http.infer("simple", numbered(1)).ok()
-        until("it is free again", lambda: ask().status == 500)
+        until("it is free again", lambda: send_request().status == 500)
         assert model_rig.http.post(infer, b" " * (2 * MIB)).status == 400
 
 
@@ -767,18 +769,18 @@ def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> 
         model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
         model_rig.open()
 
-        def ask() -> int:
+        def send_request() -> int:
             return model_rig.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
 
         with raw_connection(model_rig.port) as connection:
             connection.sendall(start + whole[:-1])
-            until("the memory is full", lambda: ask() == 503)
+            until("the memory is full", lambda: send_request() == 503)
             connection.sendall(whole[-1:])
             read_reply(connection).ok()
-            assert ask() == 500
+            assert send_request() == 500
             connection.sendall(start + whole[:-1])
-            until("the memory is full again", lambda: ask() == 503)
-        until("it is free again", lambda: ask() == 500)
+            until("the memory is full again", lambda: send_request() == 503)
+        until("it is free again", lambda: send_request() == 500)
 
 
 @pytest.mark.parametrize("kind", ["json", "gzip", "start", "binary"])
@@ -810,7 +812,7 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
                 connection.sendall(start + begun)
                 began = time.monotonic()
 
-            def ask() -> int:
+            def send_request() -> int:
                 if kind == "binary":
                     return model_rig.http.infer_binary("id", [tensor]).status
                 return model_rig.http.post("/v2/models/id/infer", b" " * size).status
@@ -819,7 +821,7 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
             seen: set[int] = set()
 
             def taken() -> bool:
-                seen.add(ask())
+                seen.add(send_request())
                 return done in seen
 
             until("it is taken", taken)
@@ -832,4 +834,4 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
                 "the request body arrived too slowly while memory was short",
             )
             for _ in range(3):
-                assert ask() == done
+                assert send_request() == done

@@ -147,7 +147,7 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> No
     """It is read, and its answer written, in a short way from the third time on: with no other
     result."""
 
-    def ask(first: list[Any], second: list[Any], **members: Any) -> Reply:
+    def infer_sums(first: list[Any], second: list[Any], **members: Any) -> Reply:
         text = simple_body(**members).decode()
         for values in (first, second):
             text = text.replace(json.dumps([1] * 16), json.dumps(values), 1)
@@ -159,12 +159,12 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> No
     for members in ({}, {"outputs": some}, {"outputs": binary, "id": "7"}):
         for _ in range(5):
             a, b = rng.integers(2, 2**30, (2, 16))
-            reply = ask(a.tolist(), b.tolist(), **members)
+            reply = infer_sums(a.tolist(), b.tolist(), **members)
             sent = reply.tensors()
             assert sent.pop("OUTPUT1").ravel().tolist() == (a - b).tolist()
             assert all(got.ravel().tolist() == (a + b).tolist() for got in sent.values())
             assert len(sent) == (members.get("outputs") is not some)
-        wrong = ask([2] * 15 + [2.5], [3] * 16, **members)
+        wrong = infer_sums([2] * 15 + [2.5], [3] * 16, **members)
         assert "attempt to access JSON non-signed-integer as signed-integer" in wrong.error
 
 

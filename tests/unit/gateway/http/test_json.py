@@ -348,17 +348,18 @@ def test_classification() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["", "1e3", "+1", " 1", "1 ", "1.0", "0x10", "abc", "\u0661", "1_0", "--1", "9" * 400]
+    "size_text",
+    ["", "1e3", "+1", " 1", "1 ", "1.0", "0x10", "abc", "\u0661", "1_0", "--1", "9" * 400],
 )
-def test_a_header_size_is_a_number(said: str) -> None:
+def test_a_header_size_is_a_number(size_text: str) -> None:
     with pytest.raises(InvalidArgument, match="Unable to parse Inference-Header-Content-Length, "):
-        header_size(said, 100)
+        header_size(size_text, 100)
 
 
-@pytest.mark.parametrize("said", ["-1", "101", "2147483647"])
-def test_a_header_size_lies_in_the_body(said: str) -> None:
-    with pytest.raises(InvalidArgument, match=rf"in range \(0, 100\), got: {said}"):
-        header_size(said, 100)
+@pytest.mark.parametrize("size_text", ["-1", "101", "2147483647"])
+def test_a_header_size_lies_in_the_body(size_text: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"in range \(0, 100\), got: {size_text}"):
+        header_size(size_text, 100)
     assert [header_size(text, 100) for text in ("0", "100", "007")] == [0, 100, 7]
 
 
@@ -591,14 +592,14 @@ def test_dimensions_and_parameters_are_limited() -> None:
 def test_the_event_loop_runs_while_a_long_list_is_decoded(datatype: str, values: list[Any]) -> None:
     turns = 0
 
-    async def others() -> None:
+    async def count_turns() -> None:
         nonlocal turns
         while True:
             turns += 1
             await asyncio.sleep(0)
 
     async def read(header: bytes) -> InferRequest:
-        task = asyncio.create_task(others())
+        task = asyncio.create_task(count_turns())
         wire = await _parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
         task.cancel()
         return wire

@@ -36,14 +36,14 @@ def packed(value: Any) -> bytes:
 
 
 @dataclass
-class Asked:
-    """A connection that has asked the same often enough, and its gateway and scheduler."""
+class RepeatedConnection:
+    """A connection whose repeated request is cached, with its gateway and scheduler."""
 
     gateway: Rig
     scheduler: Scheduler
     connection: socket.socket
 
-    def ask(self, value: Any) -> Reply:
+    def send_request(self, value: Any) -> Reply:
         self.connection.sendall(packed(value))
         return read_reply(self.connection)
 
@@ -56,7 +56,7 @@ class Asked:
     def is_right(self, value: int) -> bool:
         """Return whether a further request is answered correctly."""
         self.scheduler.held = False
-        return sums(self.ask(value)) == [2 * value] * 16
+        return sums(self.send_request(value)) == [2 * value] * 16
 
 
 def sums(reply: Reply) -> list[int]:
@@ -65,50 +65,52 @@ def sums(reply: Reply) -> list[int]:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Iterator[Asked]:
+def repeated(tmp_path: Path) -> Iterator[RepeatedConnection]:
     with rig(tmp_path, arena_byte_size=ARENA) as gateway:
         scheduler = gateway.scheduler(add_sub)
         gateway.publish(SIMPLE, scheduler)
         gateway.open()
         until("it listens", lambda: gateway.http.get("/v2/health/live").status == 200)
         with raw_connection(gateway.port) as connection:
-            asked_request = Asked(gateway, scheduler, connection)
+            repeated_connection = RepeatedConnection(gateway, scheduler, connection)
             for value in range(10, 10 + WARM_UPS):
-                assert asked_request.is_right(value)
-            yield asked_request
+                assert repeated_connection.is_right(value)
+            yield repeated_connection
 
 
-def test_an_invalid_request_is_refused(asked: Asked) -> None:
-    assert "attempt to access JSON non-signed-integer" in asked.ask(2.5).error
-    assert asked.is_right(20)
-    assert asked.is_right(21)
-    assert asked.is_right(22)
+def test_an_invalid_request_is_refused(repeated: RepeatedConnection) -> None:
+    assert "attempt to access JSON non-signed-integer" in repeated.send_request(2.5).error
+    assert repeated.is_right(20)
+    assert repeated.is_right(21)
+    assert repeated.is_right(22)
 
 
 @pytest.mark.parametrize(
     ("code", "status", "message"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
 )
-def test_a_failure_is_reported(asked: Asked, code: str, status: int, message: str) -> None:
-    asked.reserve(30)
-    ((peer, submit),) = asked.scheduler.waiting
-    asked.scheduler.waiting.clear()
-    asked.scheduler.send(peer, Failed(submit.id, code, message, 0, False))
-    reply = read_reply(asked.connection)
+def test_a_failure_is_reported(
+    repeated: RepeatedConnection, code: str, status: int, message: str
+) -> None:
+    repeated.reserve(30)
+    ((peer, submit),) = repeated.scheduler.waiting
+    repeated.scheduler.waiting.clear()
+    repeated.scheduler.send(peer, Failed(submit.id, code, message, 0, False))
+    reply = read_reply(repeated.connection)
     assert (reply.status, reply.error) == (status, message)
-    assert asked.is_right(31)
+    assert repeated.is_right(31)
 
 
-def test_a_malformed_response_is_an_internal_error(asked: Asked) -> None:
-    asked.reserve(32)
-    ((peer, submit),) = asked.scheduler.waiting
-    asked.scheduler.waiting.clear()
-    asked.scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
-    reply = read_reply(asked.connection)
+def test_a_malformed_response_is_an_internal_error(repeated: RepeatedConnection) -> None:
+    repeated.reserve(32)
+    ((peer, submit),) = repeated.scheduler.waiting
+    repeated.scheduler.waiting.clear()
+    repeated.scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
+    reply = read_reply(repeated.connection)
     assert (reply.status, reply.error) == (500, "internal error")
-    assert asked.is_right(33)
+    assert repeated.is_right(33)
 
 
-def test_a_response_with_another_schema_is_sent(asked: Asked) -> None:
+def test_a_response_with_another_schema_is_sent(repeated: RepeatedConnection) -> None:
     """Of other outputs, in the memory of a worker, which is released."""
     values = np.arange(16, dtype=np.int32)
     arena = Arena(ARENA)
@@ -118,17 +120,17 @@ def test_a_response_with_another_schema_is_sent(asked: Asked) -> None:
     def compute(request: Inference) -> Inferred:
         return Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),))
 
-    asked.scheduler.compute = compute
-    reply = asked.ask(40)
+    repeated.scheduler.compute = compute
+    reply = repeated.send_request(40)
     assert reply.ok().tensors()["OUTPUT0"].ravel().tolist() == values.tolist()
     release = Release(os.getpid(), [memory_range.offset])
-    until("its output is released", lambda: release in asked.scheduler.notices)
-    asked.scheduler.compute = add_sub
-    assert asked.is_right(41)
+    until("its output is released", lambda: release in repeated.scheduler.notices)
+    repeated.scheduler.compute = add_sub
+    assert repeated.is_right(41)
     arena.close()
 
 
-def test_numbers_without_json_representation_are_refused(asked: Asked) -> None:
+def test_numbers_without_json_representation_are_refused(repeated: RepeatedConnection) -> None:
     """Or sent as they always are: the long way writes them."""
 
     def compute(value: float) -> Callable[[Inference], Inferred]:
@@ -136,34 +138,34 @@ def test_numbers_without_json_representation_are_refused(asked: Asked) -> None:
         return lambda request: Inferred((TensorRef("OUTPUT0", "FP32", (1, 16), data),))
 
     for value in (1.5, 2.5, 3.5):
-        asked.scheduler.compute = compute(value)
-        assert asked.ask(50).ok().tensors()["OUTPUT0"].ravel().tolist() == [value] * 16
-    asked.scheduler.compute = compute(float("nan"))
-    first, second = asked.ask(50), asked.ask(51)
+        repeated.scheduler.compute = compute(value)
+        assert repeated.send_request(50).ok().tensors()["OUTPUT0"].ravel().tolist() == [value] * 16
+    repeated.scheduler.compute = compute(float("nan"))
+    first, second = repeated.send_request(50), repeated.send_request(51)
     assert (first.status, first.body) == (second.status, second.body)
 
 
-def test_a_disconnect_cancels_the_request(asked: Asked) -> None:
-    asked.reserve(60)
-    ((_, submit),) = asked.scheduler.waiting
-    asked.connection.close()
-    until("it is cancelled", lambda: Cancel(submit.id) in asked.scheduler.notices)
-    asked.scheduler.answer_all()
-    asked.gateway.send(Drain())
-    until("nothing is left of it", lambda: asked.gateway.received_of(Drained))
+def test_a_disconnect_cancels_the_request(repeated: RepeatedConnection) -> None:
+    repeated.reserve(60)
+    ((_, submit),) = repeated.scheduler.waiting
+    repeated.connection.close()
+    until("it is cancelled", lambda: Cancel(submit.id) in repeated.scheduler.notices)
+    repeated.scheduler.answer_all()
+    repeated.gateway.send(Drain())
+    until("nothing is left of it", lambda: repeated.gateway.received_of(Drained))
 
 
-def test_pipelined_requests_are_answered_in_order(asked: Asked) -> None:
+def test_pipelined_requests_are_answered_in_order(repeated: RepeatedConnection) -> None:
     """Whether it is like it or not, and whole or not."""
-    asked.reserve(61)
+    repeated.reserve(61)
     other = b"GET /v2/models/simple HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    asked.connection.sendall(packed(62) + other + packed(63)[:50])
-    asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
-    asked.scheduler.held = False
-    asked.scheduler.answer_all()
-    with asked.connection.makefile("rb") as stream:
+    repeated.connection.sendall(packed(62) + other + packed(63)[:50])
+    repeated.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
+    repeated.scheduler.held = False
+    repeated.scheduler.answer_all()
+    with repeated.connection.makefile("rb") as stream:
         documents = [_next_json(stream) for _ in range(3)]
-        asked.connection.sendall(packed(63)[50:])
+        repeated.connection.sendall(packed(63)[50:])
         documents.append(_next_json(stream))
     (first, second, model, last) = documents
     assert [answer["outputs"][0]["data"][0] for answer in (first, second, last)] == [122, 124, 126]
@@ -178,61 +180,61 @@ def _next_json(stream: BinaryIO) -> Any:
     return json.loads(stream.read(size))
 
 
-def test_the_loss_of_a_scheduler_loses_no_response(asked: Asked) -> None:
-    asked.reserve(64)
-    asked.scheduler.close()
-    successor = asked.gateway.scheduler(add_sub)
-    asked.gateway.send(SchedulerLost(asked.scheduler.endpoint, successor.endpoint))
-    assert sums(read_reply(asked.connection)) == [128] * 16
-    asked.scheduler = successor
-    assert asked.is_right(65)
+def test_the_loss_of_a_scheduler_loses_no_response(repeated: RepeatedConnection) -> None:
+    repeated.reserve(64)
+    repeated.scheduler.close()
+    successor = repeated.gateway.scheduler(add_sub)
+    repeated.gateway.send(SchedulerLost(repeated.scheduler.endpoint, successor.endpoint))
+    assert sums(read_reply(repeated.connection)) == [128] * 16
+    repeated.scheduler = successor
+    assert repeated.is_right(65)
 
 
-def test_a_request_without_a_scheduler_fails_at_once(asked: Asked) -> None:
+def test_a_request_without_a_scheduler_fails_at_once(repeated: RepeatedConnection) -> None:
     """Holds before the gateway receives the withdrawal of the model."""
-    asked.gateway.send(SchedulerLost(asked.scheduler.endpoint, ""))
-    asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
+    repeated.gateway.send(SchedulerLost(repeated.scheduler.endpoint, ""))
+    repeated.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
     for _ in range(2):
-        reply = asked.ask(64)
+        reply = repeated.send_request(64)
         assert reply.status == 503 and reply.error.endswith(NO_SCHEDULER)
-    successor = asked.gateway.scheduler(add_sub)
-    asked.gateway.publish(SIMPLE, successor)
-    assert asked.is_right(65)
-    assert "Traceback" not in asked.gateway.log
+    successor = repeated.gateway.scheduler(add_sub)
+    repeated.gateway.publish(SIMPLE, successor)
+    assert repeated.is_right(65)
+    assert "Traceback" not in repeated.gateway.log
 
 
-def test_a_moved_scheduler_receives_later_requests(asked: Asked) -> None:
+def test_a_moved_scheduler_receives_later_requests(repeated: RepeatedConnection) -> None:
     """Holds for a scheduler that was withdrawn without a successor, too."""
-    moved = asked.gateway.scheduler(add_sub)
-    asked.gateway.publish(SIMPLE, moved)
-    assert asked.is_right(66)
+    moved = repeated.gateway.scheduler(add_sub)
+    repeated.gateway.publish(SIMPLE, moved)
+    assert repeated.is_right(66)
     assert len(moved.submits) == 1
-    asked.gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
-    assert asked.ask(67).status == 404
-    assert "Request for unknown model" in asked.ask(67).error
-    asked.gateway.publish(SIMPLE, moved)
-    assert asked.is_right(68)
+    repeated.gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
+    assert repeated.send_request(67).status == 404
+    assert "Request for unknown model" in repeated.send_request(67).error
+    repeated.gateway.publish(SIMPLE, moved)
+    assert repeated.is_right(68)
 
 
-def test_a_new_version_becomes_the_latest(asked: Asked) -> None:
+def test_a_new_version_becomes_the_latest(repeated: RepeatedConnection) -> None:
     """Though the one before it is there still."""
-    later = asked.gateway.scheduler(add_sub)
-    asked.gateway.publish(SIMPLE, later, "2")
-    assert asked.is_right(69)
+    later = repeated.gateway.scheduler(add_sub)
+    repeated.gateway.publish(SIMPLE, later, "2")
+    assert repeated.is_right(69)
     assert len(later.submits) == 1
 
 
-def test_responses_during_a_drain_close_the_connection(asked: Asked) -> None:
-    asked.reserve(70)
-    with raw_connection(asked.gateway.port) as idle:
-        asked.gateway.http.get("/v2/health/live").ok()  # that is accepted
-        asked.gateway.send(Drain())
+def test_responses_during_a_drain_close_the_connection(repeated: RepeatedConnection) -> None:
+    repeated.reserve(70)
+    with raw_connection(repeated.gateway.port) as idle:
+        repeated.gateway.http.get("/v2/health/live").ok()  # that is accepted
+        repeated.gateway.send(Drain())
         assert idle.recv(1) == b""
-    assert not asked.gateway.received_of(Drained)
-    asked.scheduler.answer_all()
-    reply = read_reply(asked.connection)
+    assert not repeated.gateway.received_of(Drained)
+    repeated.scheduler.answer_all()
+    reply = read_reply(repeated.connection)
     assert sums(reply) == [140] * 16
     assert reply.headers["Connection"] == "close"
-    assert asked.connection.recv(1) == b""
-    until("it says so", lambda: asked.gateway.received_of(Drained))
-    assert "Traceback" not in asked.gateway.log
+    assert repeated.connection.recv(1) == b""
+    until("it says so", lambda: repeated.gateway.received_of(Drained))
+    assert "Traceback" not in repeated.gateway.log

@@ -34,7 +34,7 @@ def openai_error(error: ShmserveError) -> bytes:
 
 
 class Request(SimpleNamespace):
-    """A request whose client is refused with `refusal`; `asked` are the scopes that it was
+    """A request whose client is refused with `refusal`; `scopes` are the scopes that it was
     authorised for."""
 
     def __init__(
@@ -45,10 +45,10 @@ class Request(SimpleNamespace):
         kind: ListenerKind = ListenerKind.LOOPBACK,
         **headers: Any,
     ) -> None:
-        self.asked: list[str] = []
+        self.scopes: list[str] = []
 
         def refuse(scope: str, headers: Any) -> ShmserveError | None:
-            self.asked.append(scope)
+            self.scopes.append(scope)
             return refusal
 
         def refuse_host(headers: Any) -> ShmserveError | None:
@@ -117,15 +117,15 @@ def test_an_error_has_the_form_of_its_route(
     other, triton_families = (json.loads(b"".join(response.pieces)) for response in responses)
     assert other["error"]["message"] == message and "type" in other["error"]
     assert triton_families == {"error": message}
-    assert [request.asked for request in requests] == [["inference"]] * 2
+    assert [request.scopes for request in requests] == [["inference"]] * 2
 
 
 def test_a_head_is_authorised_once_and_unknown_paths_never() -> None:
     request = Request("GET", "/v2/health")
     assert handled(request).status == handled(request).status == 200
-    assert request.asked == ["health"]
+    assert request.scopes == ["health"]
     unknown = Request("GET", "/nowhere", PermissionDenied("no"))
-    assert (handled(unknown).status, unknown.asked) == (404, [])
+    assert (handled(unknown).status, unknown.scopes) == (404, [])
     for method in ("GET", "PUT"):
         assert handled(Request(method, "/any")).status == 200
 
@@ -167,15 +167,15 @@ def test_pages_of_allowed_origins_may_use_the_server(
     origins: tuple[str, ...], allowed: str
 ) -> None:
     cors = Cors(origins) if origins else None
-    asks: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
-    asks["Access_Control_Request_Headers"] = "authorization,x-stainless-os"
-    preflight = Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), **asks)
+    preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
+    preflight_headers["Access_Control_Request_Headers"] = "authorization,x-stainless-os"
+    preflight = Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), **preflight_headers)
     response = handled(preflight, cors=cors)
     headers = headers_of(response)
     if cors is None:
         assert response.status == 401 and "access-control-allow-origin" not in headers
     else:
-        assert response.status == (200 if allowed else 403) and preflight.asked == []
+        assert response.status == (200 if allowed else 403) and preflight.scopes == []
     if allowed:
         assert headers["access-control-allow-headers"] == "authorization,x-stainless-os"
         assert headers["access-control-allow-methods"] == "GET, POST"
@@ -192,18 +192,20 @@ def test_pages_of_allowed_origins_may_use_the_server(
 
 def test_other_origins_have_no_permission() -> None:
     cors = Cors(["*"])
-    asks: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
+    preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
     for request, status in (
         (Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), Origin=PAGE), 401),
         (Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who")), 401),
-        (Request("OPTIONS", "/v1/chat/bad", kind=ListenerKind.UNIX, **asks), 403),
-        (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **asks), 421),
+        (Request("OPTIONS", "/v1/chat/bad", kind=ListenerKind.UNIX, **preflight_headers), 403),
+        (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **preflight_headers), 421),
     ):
         assert handled(request, cors=cors).status == status
     plain = headers_of(handled(Request("POST", "/v1/chat/bad"), cors=cors))
     assert not [name for name in plain if name.startswith("access-control")]
-    asks["Access_Control_Request_Headers"] = "x\r\ny"
-    strange = headers_of(handled(Request("OPTIONS", "/v1/chat/bad", **asks), cors=cors))
+    preflight_headers["Access_Control_Request_Headers"] = "x\r\ny"
+    strange = headers_of(
+        handled(Request("OPTIONS", "/v1/chat/bad", **preflight_headers), cors=cors)
+    )
     assert "access-control-allow-headers" not in strange
 
 
@@ -228,7 +230,7 @@ def test_the_metrics_listener_has_a_table_of_its_own(
     exporter: Any = Exporter()
     response = handled(request, metrics_routes(exporter, LiveFigures(exporter, Path())))
     assert (response.status, b"".join(response.pieces)) == (status, body)
-    assert request.asked == ["metrics"]
+    assert request.scopes == ["metrics"]
     assert ROUTES.find("/metrics") is None
 
 
@@ -262,7 +264,7 @@ class Batches:
 
     def __init__(self, *batches: Sequence[bytes] | Exception) -> None:
         self.ended = False
-        self.made = 0
+        self.created = 0
         self._batches = batches
 
     async def generate(self) -> AsyncGenerator[Sequence[bytes], None]:
@@ -270,7 +272,7 @@ class Batches:
             for batch in self._batches:
                 if isinstance(batch, Exception):
                     raise batch
-                self.made += 1
+                self.created += 1
                 yield batch
         finally:
             self.ended = True
@@ -300,7 +302,7 @@ def test_nothing_is_produced_for_a_disconnected_client() -> None:
     batches, transport = Batches([b"a"], [b"b"], [b"c"]), Transport(leaves=2)
     with pytest.raises(ConnectionResetError):
         sent(batches, transport)
-    assert batches.made == 1
+    assert batches.created == 1
 
 
 def test_a_failed_body_is_not_terminated() -> None:

@@ -71,8 +71,8 @@ def response(number: int, *values: int, final: bool = False, extra: str = "") ->
     return m.Responded(number, "", "", *pack_inferred(Inferred(tuple(outputs))), final)
 
 
-class Asked:
-    """A request that is sent, and what the model is to say to it."""
+class SentRequest:
+    """A sent request, and the responses that the test sends to it as the model."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Asked:
         self.number = submit.id
         self.inference = inference_of(submit)
 
-    def say(self, *messages: m.Responded | m.Failed) -> None:
+    def respond(self, *messages: m.Responded | m.Failed) -> None:
         self._scheduler.send(self._peer, *messages)
 
     def reply(self) -> Reply:
@@ -130,17 +130,17 @@ INFER = {"id": "i1", "inputs": [{"name": "IN", "datatype": "INT32", "shape": [1]
 
 
 @pytest.fixture
-def ask(gateway: Rig, scheduler: Scheduler) -> Iterator[Any]:
-    asked_requests: list[Asked] = []
+def send(gateway: Rig, scheduler: Scheduler) -> Iterator[Any]:
+    sent_requests: list[SentRequest] = []
 
-    def make(verb: str, body: Any = None, accept: str = "", version: str = "1.1") -> Asked:
+    def make(verb: str, body: Any = None, accept: str = "", version: str = "1.1") -> SentRequest:
         body = body or (INFER if verb == "infer" else {"IN": 1})
-        asked_requests.append(Asked(gateway, scheduler, verb, body, accept, version))
-        return asked_requests[-1]
+        sent_requests.append(SentRequest(gateway, scheduler, verb, body, accept, version))
+        return sent_requests[-1]
 
     yield make
-    for asked in asked_requests:
-        asked.connection.close()
+    for call in sent_requests:
+        call.connection.close()
 
 
 def events(reply: Reply) -> list[Any]:
@@ -153,20 +153,20 @@ def events(reply: Reply) -> list[Any]:
 # --- generate
 
 
-def test_one_response(ask: Any) -> None:
-    asked = ask("generate", {"IN": [1, 2], "id": "x1", "k": True})
-    (tensor,) = asked.inference.inputs
+def test_one_response(send: Any) -> None:
+    call = send("generate", {"IN": [1, 2], "id": "x1", "k": True})
+    (tensor,) = call.inference.inputs
     assert (tensor.name, tensor.shape) == ("IN", (2,))
-    assert asked.inference.parameters == {"id": "x1", "k": True}
-    asked.say(response(asked.number, 7, extra="ü"), end(asked.number))
-    reply = asked.reply().ok()
+    assert call.inference.parameters == {"id": "x1", "k": True}
+    call.respond(response(call.number, 7, extra="ü"), end(call.number))
+    reply = call.reply().ok()
     assert reply.headers["Content-Type"] == "application/json"
     text = '{"EXTRA":"ü","OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}'
     assert reply.body.decode() == text
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "text"),
+    ("case", "status", "text"),
     [
         ("nothing", 200, NOT_ONE),
         ("two", 200, NOT_ONE),
@@ -176,9 +176,9 @@ def test_one_response(ask: Any) -> None:
         ("failed", 400, "bad"),
     ],
 )
-def test_several_or_no_responses_are_an_error(ask: Any, said: str, status: int, text: str) -> None:
-    asked = ask("generate")
-    number = asked.number
+def test_several_or_no_responses_are_an_error(send: Any, case: str, status: int, text: str) -> None:
+    call = send("generate")
+    number = call.number
     one, bad = response(number, 1), error(number, "bad")
     messages: dict[str, list[Any]] = {
         "nothing": [end(number)],
@@ -188,35 +188,35 @@ def test_several_or_no_responses_are_an_error(ask: Any, said: str, status: int, 
         "one and error": [one, bad, end(number)],
         "failed": [m.Failed(number, "INTERNAL", "bad", 0, early=False)],
     }
-    asked.say(*messages[said])
-    reply = asked.reply()
+    call.respond(*messages[case])
+    reply = call.reply()
     assert (reply.status, reply.json()) == (status, {"error": text})
 
 
-def test_a_second_response_ends_the_request(ask: Any) -> None:
-    asked = ask("generate")
-    asked.say(response(asked.number, 1), response(asked.number, 2))
-    assert asked.reply().json() == {"error": NOT_ONE}
-    until("the model hears of it", lambda: asked.cancelled)
+def test_a_second_response_ends_the_request(send: Any) -> None:
+    call = send("generate")
+    call.respond(response(call.number, 1), response(call.number, 2))
+    assert call.reply().json() == {"error": NOT_ONE}
+    until("the model hears of it", lambda: call.cancelled)
 
 
-def test_a_full_queue(ask: Any) -> None:
+def test_a_full_queue(send: Any) -> None:
     for verb in ("generate", "generate_stream"):
-        asked = ask(verb)
-        asked.say(m.Failed(asked.number, "UNAVAILABLE", "full", 2, early=False))
-        reply = asked.reply()
+        call = send(verb)
+        call.respond(m.Failed(call.number, "UNAVAILABLE", "full", 2, early=False))
+        reply = call.reply()
         assert (reply.status, reply.error, reply.headers["Retry-After"]) == (503, "full", "2")
 
 
 # --- generate_stream
 
 
-def test_each_response_is_an_event_in_a_chunk(ask: Any) -> None:
-    asked = ask("generate_stream", {"IN": 1, "id": "x1"})
-    asked.say(response(asked.number, 7), response(asked.number, 8, 9), end(asked.number))
+def test_each_response_is_an_event_in_a_chunk(send: Any) -> None:
+    call = send("generate_stream", {"IN": 1, "id": "x1"})
+    call.respond(response(call.number, 7), response(call.number, 8, 9), end(call.number))
     raw = b""
     while not raw.endswith(b"0\r\n\r\n"):
-        raw += asked.connection.recv(65536)
+        raw += call.connection.recv(65536)
     head, _, body = raw.partition(b"\r\n\r\n")
     assert b"Transfer-Encoding: chunked" in head and b"Content-Length" not in head
     first = b'data: {"OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
@@ -225,41 +225,41 @@ def test_each_response_is_an_event_in_a_chunk(ask: Any) -> None:
     assert body == chunks + b"0\r\n\r\n"
 
 
-def test_no_response_is_an_empty_stream(ask: Any) -> None:
-    asked = ask("generate_stream")
-    asked.say(end(asked.number))
-    reply = asked.reply().ok()
+def test_no_response_is_an_empty_stream(send: Any) -> None:
+    call = send("generate_stream")
+    call.respond(end(call.number))
+    reply = call.reply().ok()
     assert (events(reply), reply.body) == ([], b"")
 
 
-def test_an_event_is_sent_before_the_next_response(ask: Any) -> None:
-    asked = ask("generate_stream")
-    asked.say(response(asked.number, 1))
+def test_an_event_is_sent_before_the_next_response(send: Any) -> None:
+    call = send("generate_stream")
+    call.respond(response(call.number, 1))
     got = b""
     while not got.endswith(b"\n\n\r\n"):
-        got += asked.connection.recv(65536)
-    asked.say(response(asked.number, 2, final=True))
+        got += call.connection.recv(65536)
+    call.respond(response(call.number, 2, final=True))
     rest = b""
     while not rest.endswith(b"0\r\n\r\n"):
-        rest += asked.connection.recv(65536)
+        rest += call.connection.recv(65536)
     assert b'"OUT":2' in rest
 
 
-def test_the_first_response_determines_the_status(ask: Any) -> None:
-    asked = ask("generate_stream")
-    asked.say(error(asked.number, "bad"), response(asked.number, 1, final=True))
-    reply = asked.reply()
+def test_the_first_response_determines_the_status(send: Any) -> None:
+    call = send("generate_stream")
+    call.respond(error(call.number, "bad"), response(call.number, 1, final=True))
+    reply = call.reply()
     assert reply.status == 400
     first, second = events(reply)
     assert (first, second["OUT"]) == ({"error": "bad"}, 1)
 
 
-def test_an_error_after_the_first_is_an_event(ask: Any) -> None:
-    asked = ask("generate_stream")
-    number = asked.number
-    asked.say(response(number, 1), error(number, "bad"), response(number, 2))
-    asked.say(m.Failed(number, "INTERNAL", "gone", 0, early=False))
-    one, bad, two, gone = events(asked.reply().ok())
+def test_an_error_after_the_first_is_an_event(send: Any) -> None:
+    call = send("generate_stream")
+    number = call.number
+    call.respond(response(number, 1), error(number, "bad"), response(number, 2))
+    call.respond(m.Failed(number, "INTERNAL", "gone", 0, early=False))
+    one, bad, two, gone = events(call.reply().ok())
     assert (one["OUT"], two["OUT"]) == (1, 2)
     assert (bad, gone) == ({"error": "bad"}, {"error": "gone"})
 
@@ -314,7 +314,7 @@ def test_without_an_accept_header_a_decoupled_model_is_refused(
     assert (reply.status, reply.error) == (501, text)
 
 
-def test_infer_as_events_and_as_lines(ask: Any) -> None:
+def test_infer_as_events_and_as_lines(send: Any) -> None:
     expected = [
         {
             "id": "i1",
@@ -325,10 +325,10 @@ def test_infer_as_events_and_as_lines(ask: Any) -> None:
         for data in ([1], [2], [3], [4, 5])
     ]
     for accept in (EVENTS, LINES):
-        asked = ask("infer", accept=accept)
-        said = [response(asked.number, *entry["outputs"][0]["data"]) for entry in expected]  # type: ignore[index]
-        asked.say(*said, end(asked.number))
-        reply = asked.reply().ok()
+        call = send("infer", accept=accept)
+        responses = [response(call.number, *entry["outputs"][0]["data"]) for entry in expected]  # type: ignore[index]
+        call.respond(*responses, end(call.number))
+        reply = call.reply().ok()
         if accept == LINES:
             assert reply.headers["Content-Type"] == LINES
             assert [json.loads(line) for line in reply.body.splitlines()] == expected
@@ -336,15 +336,15 @@ def test_infer_as_events_and_as_lines(ask: Any) -> None:
             assert events(reply) == expected
 
 
-def test_infer_as_a_stream_has_no_binary_data(ask: Any) -> None:
+def test_infer_as_a_stream_has_no_binary_data(send: Any) -> None:
     body = {
         **INFER,
         "parameters": {"binary_data_output": True},
         "outputs": [{"name": "OUT", "parameters": {"binary_data": True}}],
     }
-    asked = ask("infer", body, accept=LINES)
-    asked.say(response(asked.number, 1, final=True))
-    (line,) = asked.reply().ok().body.splitlines()
+    call = send("infer", body, accept=LINES)
+    call.respond(response(call.number, 1, final=True))
+    (line,) = call.reply().ok().body.splitlines()
     assert json.loads(line)["outputs"][0]["data"] == [1]
 
 
@@ -356,30 +356,30 @@ def test_infer_as_a_stream_of_an_ordinary_model(gateway: Rig) -> None:
     assert json.loads(line)["outputs"][0]["data"] == [1]
 
 
-def test_errors_of_infer_as_a_stream(ask: Any) -> None:
-    asked = ask("infer", accept=EVENTS)
-    asked.say(error(asked.number, "bad", final=True))
-    reply = asked.reply()
+def test_errors_of_infer_as_a_stream(send: Any) -> None:
+    call = send("infer", accept=EVENTS)
+    call.respond(error(call.number, "bad", final=True))
+    reply = call.reply()
     assert (reply.status, reply.error) == (404, "bad")
-    asked = ask("infer", accept=EVENTS)
-    asked.say(response(asked.number, 1), error(asked.number, "bad", final=True))
-    assert events(asked.reply().ok())[1] == {"error": "bad"}
+    call = send("infer", accept=EVENTS)
+    call.respond(response(call.number, 1), error(call.number, "bad", final=True))
+    assert events(call.reply().ok())[1] == {"error": "bad"}
 
 
-def test_an_http_1_0_client_receives_no_chunks(ask: Any) -> None:
-    asked = ask("infer", accept=LINES, version="1.0")
-    asked.say(response(asked.number, 1), response(asked.number, 2, final=True))
-    head, _, body = asked.raw().partition(b"\r\n\r\n")
+def test_an_http_1_0_client_receives_no_chunks(send: Any) -> None:
+    call = send("infer", accept=LINES, version="1.0")
+    call.respond(response(call.number, 1), response(call.number, 2, final=True))
+    head, _, body = call.raw().partition(b"\r\n\r\n")
     assert b"Transfer-Encoding" not in head
     assert [json.loads(line)["outputs"][0]["data"] for line in body.splitlines()] == [[1], [2]]
 
 
-def test_a_connection_is_reused_after_a_stream(gateway: Rig, ask: Any) -> None:
-    asked = ask("generate_stream")
-    asked.say(response(asked.number, 1, final=True))
-    asked.reply().ok()
-    asked.connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert read_reply(asked.connection).status == 200
+def test_a_connection_is_reused_after_a_stream(gateway: Rig, send: Any) -> None:
+    call = send("generate_stream")
+    call.respond(response(call.number, 1, final=True))
+    call.reply().ok()
+    call.connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert read_reply(call.connection).status == 200
 
 
 # --- outputs in a worker's memory
@@ -400,26 +400,26 @@ def released(scheduler: Scheduler) -> int:
 
 @pytest.mark.parametrize("verb", ["generate_stream", "infer"])
 def test_outputs_are_released_when_they_are_encoded(
-    ask: Any, scheduler: Scheduler, verb: str
+    send: Any, scheduler: Scheduler, verb: str
 ) -> None:
     arena = Arena(8 << 20)
-    asked = ask(verb, accept=LINES)
-    asked.say(*(in_arena(arena, asked.number, 20_000) for _ in range(3)), end(asked.number))
-    lines = [line for line in asked.reply().ok().body.splitlines() if line]
+    call = send(verb, accept=LINES)
+    call.respond(*(in_arena(arena, call.number, 20_000) for _ in range(3)), end(call.number))
+    lines = [line for line in call.reply().ok().body.splitlines() if line]
     for line in lines:
-        said = json.loads(line.removeprefix(b"data: "))
-        values = said["OUT"] if verb == "generate_stream" else said["outputs"][0]["data"]
+        event = json.loads(line.removeprefix(b"data: "))
+        values = event["OUT"] if verb == "generate_stream" else event["outputs"][0]["data"]
         assert values == list(range(20_000))
     assert len(lines) == 3
     until("all are released", lambda: released(scheduler) == 3)
     arena.close()
 
 
-def test_unread_outputs_are_released(ask: Any, scheduler: Scheduler) -> None:
+def test_unread_outputs_are_released(send: Any, scheduler: Scheduler) -> None:
     arena = Arena(8 << 20)
-    asked = ask("generate")
-    asked.say(*(in_arena(arena, asked.number, 10_000) for _ in range(5)))
-    assert asked.reply().json() == {"error": NOT_ONE}
+    call = send("generate")
+    call.respond(*(in_arena(arena, call.number, 10_000) for _ in range(5)))
+    assert call.reply().json() == {"error": NOT_ONE}
     until("all are released", lambda: released(scheduler) == 5)
     arena.close()
 
@@ -427,38 +427,38 @@ def test_unread_outputs_are_released(ask: Any, scheduler: Scheduler) -> None:
 # --- clients that leave, or do not read
 
 
-@pytest.mark.parametrize("said", [0, 1])
+@pytest.mark.parametrize("response_count", [0, 1])
 @pytest.mark.parametrize("verb", ["generate", "generate_stream", "infer"])
-def test_a_disconnect_cancels_the_request(ask: Any, verb: str, said: int) -> None:
+def test_a_disconnect_cancels_the_request(send: Any, verb: str, response_count: int) -> None:
     """Before the first response, and after it."""
-    asked = ask(verb, accept=EVENTS)
-    for value in range(said):
-        asked.say(response(asked.number, value))
+    call = send(verb, accept=EVENTS)
+    for value in range(response_count):
+        call.respond(response(call.number, value))
         if verb != "generate":
-            assert asked.connection.recv(65536)
-    asked.connection.close()
-    until("the model hears of it", lambda: asked.cancelled)
+            assert call.connection.recv(65536)
+    call.connection.close()
+    until("the model hears of it", lambda: call.cancelled)
 
 
-def test_credit_is_returned_for_responses_that_are_read(ask: Any) -> None:
-    asked = ask("generate_stream")
+def test_credit_is_returned_for_responses_that_are_read(send: Any) -> None:
+    call = send("generate_stream")
     sent = 0
     while sent < 500:
-        more = FIRST_CREDIT + asked.granted - sent
-        asked.say(*(response(asked.number, sent + k) for k in range(more)))
+        more = FIRST_CREDIT + call.granted - sent
+        call.respond(*(response(call.number, sent + k) for k in range(more)))
         sent += more
-        until("there is credit", lambda least=sent - FIRST_CREDIT: asked.granted > least)  # type: ignore[misc]
-    asked.say(end(asked.number))
-    assert [event["OUT"] for event in events(asked.reply().ok())] == list(range(sent))
+        until("there is credit", lambda least=sent - FIRST_CREDIT: call.granted > least)  # type: ignore[misc]
+    call.respond(end(call.number))
+    assert [event["OUT"] for event in events(call.reply().ok())] == list(range(sent))
 
 
-def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(ask: Any) -> None:
+def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(send: Any) -> None:
     """After the time that a client may stall; memory for what it does not read is bounded."""
-    asked = ask("infer", accept=LINES)
+    call = send("infer", accept=LINES)
     sent = 0
-    while not asked.cancelled and sent < 10_000:
-        more = FIRST_CREDIT + asked.granted - sent
-        asked.say(*(response(asked.number, *range(4000)) for _ in range(more)))
+    while not call.cancelled and sent < 10_000:
+        more = FIRST_CREDIT + call.granted - sent
+        call.respond(*(response(call.number, *range(4000)) for _ in range(more)))
         sent += more
-    until("it is given up", lambda: asked.cancelled)
+    until("it is given up", lambda: call.cancelled)
     assert sent * 16_000 < 64 << 20

@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     pack_inferred,
 )
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, packed_output, step
 from tests.support.messages import inference_of, inferred_of
 from tests.support.texts import Beginning
 
@@ -432,6 +432,6 @@ def test_times_are_the_steps_together() -> None:
     rig.submit()
     for name in ("a", "b"):
         number = rig.runs()[name]
-        rig.from_step(name, m.Finished(number, *made(b"\0" * 4), 1, 20, 300))
+        rig.from_step(name, m.Finished(number, *packed_output(b"\0" * 4), 1, 20, 300))
     (finished,) = rig.client_messages()
     assert (finished.input_ns, finished.infer_ns, finished.output_ns) == (2, 40, 600)

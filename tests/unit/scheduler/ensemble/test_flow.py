@@ -57,11 +57,11 @@ def plan(graph: Graph, many: tuple[int, ...] = (), optional: tuple[str, ...] = (
     return Plan(graph, graph.outputs, models(many, optional))
 
 
-def respond(flow: Flow, firing: Firing, made: dict[str, Value]) -> None:
+def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     """Add a step's response, whose outputs have the names of the model."""
     outputs = firing.step.outputs
     flow.respond(
-        firing.step, firing.number, [(outputs[name], tensor) for name, tensor in made.items()]
+        firing.step, firing.number, [(outputs[name], tensor) for name, tensor in values.items()]
     )
 
 
@@ -99,9 +99,9 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
             break
         firing = running.pop(data.draw(st.integers(0, len(running) - 1)))
         ran.append(firing.step.index)
-        wanted = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
-        created += wanted.values()
-        respond(flow, firing, {n: value(t, freed, t not in false) for n, t in wanted.items()})
+        routed = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
+        created += routed.values()
+        respond(flow, firing, {n: value(t, freed, t not in false) for n, t in routed.items()})
         for used in firing.inputs.values():
             used.release()
     runs, outputs = expected(graph, false)

@@ -9,7 +9,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, packed_output, step
 from tests.support.messages import inferred_of
 
 STREAM = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
@@ -80,7 +80,7 @@ def test_an_output_of_an_exited_worker_fails_its_request() -> None:
 
 def test_a_response_that_cannot_be_read_is_counted() -> None:
     """The request fails, and a producer of further responses receives its credit."""
-    for schema, data in ((b"\xc1", []), (made(b"")[0], [b"", b""])):
+    for schema, data in ((b"\xc1", []), (packed_output(b"")[0], [b"", b""])):
         rig, number = begun_stream()
         rig.from_step("a", m.Responded(number, "", "", schema, data, False))
         assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]

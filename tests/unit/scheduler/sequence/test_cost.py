@@ -48,12 +48,12 @@ def cancelling(numbers: slice, waiting: int, anew: int = 0) -> int:
     """
     rig = SequenceRig(rows=1)
     rig.request(1, START)
-    asked = [rig.request(1) for _ in range(waiting)]
+    requests = [rig.request(1) for _ in range(waiting)]
     for index in range(anew):
         rig.request(1, 0 if index else START)
 
     def cancel() -> None:
-        for number in asked[numbers]:
+        for number in requests[numbers]:
             rig.client(m.Cancel(number))
 
     return operations(cancel)

@@ -28,7 +28,7 @@ class Table:
         self.keys = itertools.count()
         self.executed: list[Any] = []
 
-    def ask(self, client: Client[ScheduledRequest], sequence: int, flags: int) -> Any:
+    def submit(self, client: Client[ScheduledRequest], sequence: int, flags: int) -> Any:
         """Submit a request; raise the error if it is rejected."""
         self.sequences.check(sequence, flags, (client, 0))
         submit = SimpleNamespace(source=0)
@@ -68,9 +68,9 @@ def test_each_of_many_runs_once_and_is_forgotten() -> None:
     while opened < MANY:
         for _ in range(SLOTS):
             opened += 1
-            table.ask(greedy, opened, START)
+            table.submit(greedy, opened, START)
         if opened % (SLOTS * 1000) == 0:
-            mine = table.ask(other, -1, START | END)
+            mine = table.submit(other, -1, START | END)
             table.turn()
             table.turn()  # the new request runs after the requests that were already queued
             assert mine in table.executed
@@ -78,7 +78,7 @@ def test_each_of_many_runs_once_and_is_forgotten() -> None:
             table.turn()
         assert table.kept() <= 3 * SLOTS
     with pytest.raises(InvalidArgument, match="must specify the START flag"):
-        table.ask(greedy, 5, 0)
+        table.submit(greedy, 5, 0)
 
 
 def test_of_many_that_find_no_slot_so_many_wait() -> None:
@@ -89,12 +89,12 @@ def test_of_many_that_find_no_slot_so_many_wait() -> None:
     refused = 0
     for sequence in range(MANY):
         try:
-            table.ask(greedy, sequence, START)
+            table.submit(greedy, sequence, START)
         except QueueFull:
             refused += 1
     assert refused == MANY - SLOTS - MOST
     assert table.kept() == SLOTS + MOST + MOST
-    mine = table.ask(other, -1, START)
+    mine = table.submit(other, -1, START)
     for _ in range(2):
         table.turn()
     assert mine in table.executed

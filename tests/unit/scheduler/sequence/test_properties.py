@@ -15,12 +15,14 @@ from tests.rigs.sequence_rig import END, START, SequenceRig
 ROWS, INSTANCES = 2, 2
 
 FLAGS = [0, 0, START, END, START | END]
-asks = st.tuples(st.just("ask"), st.integers(1, 6), st.sampled_from(FLAGS))
+requests = st.tuples(st.just("ask"), st.integers(1, 6), st.sampled_from(FLAGS))
 returns = st.tuples(st.just("done"), st.integers(0, INSTANCES - 1), st.just(0))
 cancels = st.tuples(st.just("cancel"), st.integers(1, 40), st.just(0))
 times = st.tuples(st.just("time"), st.sampled_from([1, 400, 1100]), st.just(0))
 deaths = st.tuples(st.just("die"), st.integers(0, INSTANCES - 1), st.just(0))
-steps = st.lists(st.one_of(asks, asks, asks, returns, returns, cancels, times, deaths), max_size=60)
+steps = st.lists(
+    st.one_of(requests, requests, requests, returns, returns, cancels, times, deaths), max_size=60
+)
 
 
 class Watched(SequenceRig):
@@ -28,8 +30,8 @@ class Watched(SequenceRig):
 
     def __init__(self, strategy: str) -> None:
         super().__init__(strategy, ROWS, INSTANCES)
-        self.asked: dict[int, int] = {}  # the sequence of each request, by number
-        self.told: Counter[int] = Counter()
+        self.sequence_of: dict[int, int] = {}  # the sequence of each request, by number
+        self.answer_counts: Counter[int] = Counter()
         self.pids = 200
         self.sequences: dict[int, Any] = {}  # the sequence of each request, by the request's key
         self.home: dict[Any, tuple[bytes, int]] = {}  # sequence -> its instance and slot
@@ -62,11 +64,11 @@ class Watched(SequenceRig):
     def note(self) -> None:
         """Record the messages to clients."""
         for answer in self.answers():
-            self.told[answer.id] += 1
+            self.answer_counts[answer.id] += 1
 
     def step(self, kind: str, value: int, flags: int) -> None:
         if kind == "ask":
-            self.asked[self.request(value, flags)] = value
+            self.sequence_of[self.request(value, flags)] = value
         elif kind == "done" and self.runs(value):
             self.done(value)
         elif kind == "cancel":
@@ -98,7 +100,7 @@ def test_every_request_ends_once_and_every_batch_is_in_order(
                 break
         for index in busy:
             rig.step("done", index, 0)
-    assert set(rig.told) == set(rig.asked) and set(rig.told.values()) <= {1}
+    assert set(rig.answer_counts) == set(rig.sequence_of) and set(rig.answer_counts.values()) <= {1}
     assert rig.scheduler.live_requests == 0
     # No state remains: after the idle timeout of unfinished sequences, all slots are free.
     rig.step("time", 1100, 0)

@@ -254,9 +254,9 @@ def test_exit_status_is_the_worst(
     ]
     monkeypatch.setattr(table.run_checks, "__defaults__", (checks,))
     assert cli.main(["doctor", "--json"]) == status
-    said = json.loads(capsys.readouterr().out)
-    assert said["status"] == status
-    assert said["checks"][1] == {"name": "two", "state": state, "found": "x", "fix": "y"}
+    report = json.loads(capsys.readouterr().out)
+    assert report["status"] == status
+    assert report["checks"][1] == {"name": "two", "state": state, "found": "x", "fix": "y"}
 
 
 def test_the_command() -> None:

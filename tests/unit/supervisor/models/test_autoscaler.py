@@ -45,14 +45,14 @@ STATISTICS: dict[str, Any] = {
 
 
 class Rig:
-    """A version from one to three instances, which is to have `wanted`."""
+    """A version of one to three instances, whose policy proposes `target_count`."""
 
     def __init__(self, processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
         parameters = {"max_instances": {"string_value": "3"}}
         config = ModelSpec.of(CONFIG | {"parameters": parameters})
         spec = replace(plan(), config=config)
         registry = ModelRegistry()
-        self.wanted = 1
+        self.target_count = 1
         self.sent: list[Any] = []
         self.events: list[Any] = []
         self.processes = processes
@@ -62,17 +62,19 @@ class Rig:
         self.autoscaler = Autoscaler(processes.context, registry)
         monkeypatch.setattr(processes.context.events, "publish", self.events.append)
         monkeypatch.setattr(self.version.scheduler, "send", self.sent.append)
-        monkeypatch.setattr(ScalingPolicy, "sample", lambda policy, load, count: self._want(count))
+        monkeypatch.setattr(
+            ScalingPolicy, "sample", lambda policy, load, count: self._propose_change(count)
+        )
 
-    def _want(self, count: int) -> Change | None:
-        step = (self.wanted > count) - (self.wanted < count)
+    def _propose_change(self, count: int) -> Change | None:
+        step = (self.target_count > count) - (self.target_count < count)
         return Change(count + step, "it is wanted") if step else None
 
     async def look(self, answers: bool = True) -> int:
         """Look once, and have the scheduler answer; how many instances there are then."""
         self.autoscaler.sample()
-        asked = self.sent.count(m.SnapshotStatistics())
-        if answers and asked:
+        was_queried = self.sent.count(m.SnapshotStatistics())
+        if answers and was_queried:
             self.version.scheduler._on_scheduler_message(
                 self.version.scheduler.counters, m.StatisticsSnapshot(STATISTICS, [])
             )
@@ -85,8 +87,8 @@ class Rig:
         return [message for message in self.sent if isinstance(message, kinds)]
 
 
-def played(
-    monkeypatch: pytest.MonkeyPatch, play: Callable[[Rig], Awaitable[None]], *flags: str
+def run_scenario(
+    monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Rig], Awaitable[None]], *flags: str
 ) -> None:
     """Yield a started version, and let a story run."""
 
@@ -96,7 +98,7 @@ def played(
         await rig.version.instances.load()
         rig.version.loaded = True
         monkeypatch.setattr(ModelVersion, "ready", True)
-        await play(rig)
+        await scenario(rig)
         await rig.processes.end()
 
     asyncio.run(live())
@@ -107,10 +109,10 @@ def test_instances_change_one_at_a_time_and_every_change_is_logged(
 ) -> None:
     caplog.set_level("INFO")
 
-    async def play(rig: Rig) -> None:
-        rig.wanted = 3
+    async def scenario(rig: Rig) -> None:
+        rig.target_count = 3
         assert [await rig.look() for _ in range(3)] == [2, 3, 3]
-        rig.wanted = 2
+        rig.target_count = 2
         assert await rig.look() == 2
         assert rig.changes() == [
             *(m.CountChange(True), m.CountChange(True)),
@@ -123,12 +125,12 @@ def test_instances_change_one_at_a_time_and_every_change_is_logged(
         ]
         assert "model 'm' has 3 instances (before: 2): it is wanted" in caplog.text
 
-    played(monkeypatch, play)
+    run_scenario(monkeypatch, scenario)
 
 
 def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(rig: Rig) -> None:
-        rig.wanted = 3
+    async def scenario(rig: Rig) -> None:
+        rig.target_count = 3
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
         assert rig.sent.count(m.SnapshotStatistics()) == 0
@@ -141,14 +143,14 @@ def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.Monke
         rig.model.orders.clear()
         assert await rig.look() == 2
 
-    played(monkeypatch, play)
+    run_scenario(monkeypatch, scenario)
 
 
 def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def play(rig: Rig) -> None:
-        rig.wanted = 2
+    async def scenario(rig: Rig) -> None:
+        rig.target_count = 2
         rig.processes.at_start = Made.kill
         assert await rig.look() == 1
         assert "model 'm' keeps 1 instances: the process of instance 'm_0_1'" in caplog.text
@@ -162,31 +164,31 @@ def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
         assert await rig.look() == 2
         assert not [event for event in rig.events if event.count == event.before]
 
-    played(monkeypatch, play)
+    run_scenario(monkeypatch, scenario)
 
 
 def test_no_instance_is_added_without_capacity_of_the_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def play(rig: Rig) -> None:
-        rig.wanted = 2
+    async def scenario(rig: Rig) -> None:
+        rig.target_count = 2
         monkeypatch.setattr(
             HostCapacity, "missing_resources", lambda room, count: f"room for {count}"
         )
         assert [await rig.look() for _ in range(3)] == [1, 1, 1]
         text = "model 'm' keeps 1 instances although it is wanted: room for 2"
         assert caplog.text.count(text) == 1
-        rig.wanted = 1
+        rig.target_count = 1
         assert not rig.events
 
-    played(monkeypatch, play)
+    run_scenario(monkeypatch, scenario)
 
 
 def test_a_load_again_begins_with_as_many_as_the_load_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def play(rig: Rig) -> None:
-        rig.wanted = 3
+    async def scenario(rig: Rig) -> None:
+        rig.target_count = 3
         await rig.look()
         await rig.look()
         instances, spec = rig.version.instances, rig.version.spec
@@ -204,7 +206,7 @@ def test_a_load_again_begins_with_as_many_as_the_load_needs(
         assert anew.instances.count == 3
         await anew.kill()
 
-    played(monkeypatch, play)
+    run_scenario(monkeypatch, scenario)
 
 
 def load(at_s: float, **more: Any) -> LoadSample:
@@ -253,15 +255,15 @@ def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
 
 
 def test_no_scaling_while_the_queue_drains_soon() -> None:
-    def last(fewer: int) -> Change | None:
+    def final_change(fewer: int) -> Change | None:
         policy = served(ScalingPolicy(1, 4, target_s=0.2))
         for number in range(7):
             queue = load(0.2 + number / 10, pending=60 - fewer * number, busy=2)
             change = policy.sample(queue, 2)
         return change
 
-    assert last(fewer=1)
-    assert last(fewer=5) is None
+    assert final_change(fewer=1)
+    assert final_change(fewer=5) is None
 
 
 def test_not_where_an_instance_is_free_or_none_is_there() -> None:

@@ -142,12 +142,14 @@ def stack_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return pending_calls
 
 
-def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
+def run_scenario(
+    scenario: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str
+) -> None:
     async def run() -> None:
         processes = Processes(*flags)
         try:
             async with asyncio.timeout(10):
-                await story(processes, deployment(processes))
+                await scenario(processes, deployment(processes))
         finally:
             await processes.end()
 
@@ -190,7 +192,7 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
 ) -> None:
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
 
-    async def story(processes: Processes, model: ModelVersion) -> None:
+    async def scenario(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
         loading = asyncio.ensure_future(model.start())
         await until_async(lambda: len(stack_requests) == 3)
@@ -198,7 +200,7 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
         await loading
         assert model.ready
 
-    live(story)
+    run_scenario(scenario)
     reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text)
     assert reported == ["0.01", "0.03", "0.07"]
     assert "| readinto (/usr/lib/python3.11/socket.py:706) < fetch (/tmp/1/model.py:12) < init" in (
@@ -210,7 +212,7 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
 def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None:
     """Both what completes the configuration and what loads, and nothing of it is left."""
 
-    async def story(processes: Processes, model: ModelVersion) -> None:
+    async def scenario(processes: Processes, model: ModelVersion) -> None:
         send = processes.send
         processes.context.control.send = (  # type: ignore[method-assign]
             lambda address, message: None if isinstance(message, silent) else send(address, message)
@@ -219,7 +221,7 @@ def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None
             await model.start()
         assert not [child for child in processes.started if child.alive]
 
-    live(story, *LIMIT)
+    run_scenario(scenario, *LIMIT)
 
 
 def test_a_hanging_restart_is_retried_and_abandoned(
@@ -227,7 +229,7 @@ def test_a_hanging_restart_is_retried_and_abandoned(
 ) -> None:
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 2)
 
-    async def story(processes: Processes, model: ModelVersion) -> None:
+    async def scenario(processes: Processes, model: ModelVersion) -> None:
         await model.start()
         processes.hanging = True
         processes.started[0].kill()
@@ -235,17 +237,17 @@ def test_a_hanging_restart_is_retried_and_abandoned(
         assert model.instances.failure == OVER
         assert len(stack_requests) == 2 and not model.ready
 
-    live(story, *LIMIT)
+    run_scenario(scenario, *LIMIT)
     assert caplog.text.count(f"did not restart: {OVER}") == 2
 
 
 def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:
-    async def story(processes: Processes, model: ModelVersion) -> None:
+    async def scenario(processes: Processes, model: ModelVersion) -> None:
         processes.hanging = True
         loading = asyncio.ensure_future(model.start())
         await asyncio.sleep(0.05)
         processes.load_held()
         await loading
 
-    live(story)
+    run_scenario(scenario)
     assert stack_requests == []

@@ -88,10 +88,10 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
     processes, repository = Processes(), Repository()
     processes.hanging = True
     served = models(processes, repository)
-    loop, asked = asyncio.get_running_loop(), []
+    loop, unloads = asyncio.get_running_loop(), []
 
     def unload() -> None:
-        asked.append(asyncio.ensure_future(served.unload("m")))
+        unloads.append(asyncio.ensure_future(served.unload("m")))
 
     def once() -> None:
         repository.reading = lambda: None
@@ -106,10 +106,10 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
         await turns()
         unload()
     await turns()
-    assert not (loads[0].done() or asked[0].done())
+    assert not (loads[0].done() or unloads[0].done())
     processes.load_held()
     async with asyncio.timeout(10):
-        outcomes = await asyncio.gather(*loads, *asked, return_exceptions=True)
+        outcomes = await asyncio.gather(*loads, *unloads, return_exceptions=True)
     await until_async(lambda: repository.discarded == repository.planned == 1)
     assert not any(child.alive for child in processes.started)
     await served.load("m")
@@ -213,17 +213,17 @@ class Gateway:
         self.sent: list[Any] = []
         self.number = self.known = 0
 
-    def announce(self, news: Publication) -> int:
+    def announce(self, publication: Publication) -> int:
         self.number += 1
-        self.sent.append(news)
+        self.sent.append(publication)
         return self.number
 
     def is_acknowledged(self, number: int) -> bool:
         """Return whether the gateway has acknowledged the number."""
         return number <= self.known
 
-    def publish_readiness(self, news: ReadinessChanged) -> None:
-        self.sent.append(news)
+    def publish_readiness(self, publication: ReadinessChanged) -> None:
+        self.sent.append(publication)
 
 
 def test_only_what_differs_is_sent() -> None:

@@ -22,7 +22,7 @@ class Traced(Processes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.message_log: list[str] = []
 
     def _who(self, address: Address) -> str:
         if isinstance(address, SchedulerAddress):
@@ -33,16 +33,16 @@ class Traced(Processes):
     def send(self, address: Address, message: Any) -> None:
         """Record a message unless it is about log settings."""
         if type(message).__name__ != "SetLogging":
-            self.said.append(f"{type(message).__name__} to {self._who(address)}")
+            self.message_log.append(f"{type(message).__name__} to {self._who(address)}")
         super().send(address, message)
 
     def _dispatch(self, address: Address, message: Any) -> None:
-        self.said.append(f"{type(message).__name__} from {self._who(address)}")
+        self.message_log.append(f"{type(message).__name__} from {self._who(address)}")
         super()._dispatch(address, message)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         if roles:
-            self.said.append(f"{type(message).__name__} to all")
+            self.message_log.append(f"{type(message).__name__} to all")
 
 
 async def load(processes: Traced, model: ModelVersion) -> None:
@@ -65,14 +65,14 @@ async def scheduler_dies(processes: Traced, model: ModelVersion) -> None:
 
 async def move(processes: Traced, model: ModelVersion) -> None:
     async def publish() -> None:
-        processes.said.append("published")
+        processes.message_log.append("published")
 
     await processes.version(plan("2"), ENSEMBLE).start()
-    processes.said.clear()
+    processes.message_log.clear()
     await model.regroup(ENSEMBLE, publish)
 
 
-STORIES: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], list[str]]] = [
+SCENARIOS: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], list[str]]] = [
     (
         load,
         [
@@ -141,17 +141,17 @@ STORIES: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]],
 ]
 
 
-@pytest.mark.parametrize(("story", "said"), STORIES)
+@pytest.mark.parametrize(("scenario", "message_log"), SCENARIOS)
 async def test_the_order_of_messages(
-    story: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], said: list[str]
+    scenario: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], message_log: list[str]
 ) -> None:
     processes = Traced()
     model = processes.version(plan(), ALONE)
-    if story is not load:
+    if scenario is not load:
         await model.start()
         await turns()
-        processes.said.clear()
-    await story(processes, model)
-    found = list(processes.said)
+        processes.message_log.clear()
+    await scenario(processes, model)
+    found = list(processes.message_log)
     await processes.end()
-    assert found == said
+    assert found == message_log

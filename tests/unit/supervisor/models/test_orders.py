@@ -145,12 +145,12 @@ class Server(Processes):
         ]
 
 
-def live(story: Callable[[], Awaitable[None]]) -> None:
-    """Run a story, which nothing may keep waiting."""
+def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
+    """Run a scenario; fail if it does not end."""
 
     async def limited() -> None:
         async with asyncio.timeout(10):
-            await story()
+            await scenario()
 
     asyncio.run(limited())
 
@@ -165,7 +165,7 @@ async def as_far_as_they_come() -> None:
 def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
     """The unload waits until all peers know that the ensemble is gone; the load follows it."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
         server.deaf = True
@@ -179,13 +179,13 @@ def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
         assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
     """The waiting load is answered."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("s")
         server.deaf = True
@@ -199,13 +199,13 @@ def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
         await until_async(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step() -> None:
     """Both ensembles that use the model are unloaded before it."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], t=[], e=["s"], f=["s", "t"])
         await server.load("e")
         server.hanging = True
@@ -221,14 +221,14 @@ def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step
         assert server.state("t") == ("READY", "")
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
     """Also when the earlier one has to wait for what it needs."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], t=[], e=["s"])
         await server.load("e")
         loading: list[Any] = []
@@ -248,13 +248,13 @@ def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
         assert server.note("e") == "second"
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_an_override_survives_the_reload_of_a_step() -> None:
     """An ensemble is reloaded with its override and not with the configuration of its folder."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e", ["s"], "sent")
         await server.load("s", [], "another")
@@ -271,13 +271,13 @@ def test_an_override_survives_the_reload_of_a_step() -> None:
         assert server.note("e") == ""
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_circles_of_overrides_are_refused() -> None:
     """The check uses the serving configurations, not those of the folders."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], a=["s"], b=["s"])
         await server.load("b", ["a"], "on a")
         with pytest.raises(InvalidArgument, match="a -> b -> a"):
@@ -289,13 +289,13 @@ def test_circles_of_overrides_are_refused() -> None:
         assert server.state("b") == ("READY", "")
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
     """The load may fail, and then it serves on."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], t=[], a=["s"], b=["a"])
         await server.load("b")
         server.hanging = True
@@ -307,13 +307,13 @@ def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
         await load
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_generations_that_need_one_another_end() -> None:
     """The draining old generation of a needs b; the new generation of b needs a."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], a=["b"], b=["s"])
         await server.load("a")
         server.draining = False  # the old versions stay
@@ -323,13 +323,13 @@ def test_generations_that_need_one_another_end() -> None:
         assert [server.state(name)[0] for name in "ab"] == ["UNLOADING", "UNLOADING"]
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
         server.at_start = lambda child: child.kill(signal.SIGABRT)
@@ -344,13 +344,13 @@ def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.Mon
         assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_nothing_is_published_that_does_not_differ() -> None:
     """One of two instances exits and restarts; the model accepts requests all the time."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         two = {"name": "s_0", "kind": "KIND_CPU", "count": 2}
         planner: Any = server.repository
@@ -378,13 +378,13 @@ def test_nothing_is_published_that_does_not_differ() -> None:
         ]
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> None:
     """The draining version still serves. The gateway also receives the changes that follow."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
         server.repository.versions = ["2"]
@@ -392,24 +392,24 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         load = asyncio.ensure_future(server.load("s"))
         await until_async(lambda: server.registry.model("s").is_offered)
         snapshot = list(server.publications.snapshot())
-        assert [(type(news), news.version) for news in snapshot] == [
+        assert [(type(update), update.version) for update in snapshot] == [
             (m.ModelPublished, "1"),
             (m.ModelPublished, "2"),
         ]
-        assert [news.latest for news in snapshot] == [False, True]
+        assert [update.latest for update in snapshot] == [False, True]
         server.hears_again()
         await load
         snapshot = list(server.publications.snapshot())
-        assert [type(news) for news in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
+        assert [type(update) for update in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() -> None:
     """However often its process ends: that it is ready and known is asked at one moment."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
         server.deaf = True
@@ -427,7 +427,7 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
         assert server.note("s") == "new"
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
@@ -436,7 +436,7 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
     """The poller repeats it. A load that the model itself refused waits for changed files."""
     monkeypatch.setattr("shmserve.supervisor.reload._FIRST_PAUSE_S", 0.0)
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         server.at_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="ended while loading"):
@@ -457,7 +457,7 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
         assert server.poller._retries == {}
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
@@ -465,7 +465,7 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
     model.
     """
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
         (instance,) = server.registry.model("s").serving["1"].instances._instances
@@ -475,12 +475,12 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
         server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await until_async(lambda: server.state("s")[0] == "UNAVAILABLE")
-        first, *others = [call.args[0] for call in backoff.pause_s.call_args_list]
+        first, *later_pauses = [call.args[0] for call in backoff.pause_s.call_args_list]
         assert first >= 3600
-        assert others == [0.0] * 4
+        assert later_pauses == [0.0] * 4
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
@@ -492,7 +492,7 @@ def pids(server: Server, name: str) -> dict[str, list[int]]:
 def test_a_reload_touches_only_versions_that_differ() -> None:
     """What stays has its processes, and with them its statistics and state."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         server.repository.versions = ["1", "2"]
         await server.load("s")
@@ -505,7 +505,9 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
         assert list(after) == ["1", "2", "3", "4"]
         assert after["1"] == before["1"] and after["2"] != before["2"]
         assert server.registry.model("s").serving["1"] is kept
-        published = [news.version for news in server.sent if isinstance(news, m.ModelPublished)]
+        published = [
+            update.version for update in server.sent if isinstance(update, m.ModelPublished)
+        ]
         assert sorted(published) == ["2", "3", "4"]
         server.repository.versions = ["1", "3"]
         await server.load("s")
@@ -513,7 +515,7 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
         await until_async(lambda: server.state("s", "2") == ("UNAVAILABLE", "unloaded"))
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -522,7 +524,7 @@ def test_a_reload_of_what_does_not_differ(written: bool) -> None:
     everything.
     """
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
         before = pids(server, "s")
@@ -532,13 +534,13 @@ def test_a_reload_of_what_does_not_differ(written: bool) -> None:
         assert (pids(server, "s") == before) is written
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_a_failing_version_keeps_the_other_versions() -> None:
     """All of a load or none."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
         before = pids(server, "s")
@@ -550,13 +552,13 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
         assert server.state("s") == ("READY", "")
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_equal_loads_that_wait_are_one() -> None:
     """Each order is answered. A load that differs or has begun is separate."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         server.hanging = True
         loads = [asyncio.ensure_future(server.load("s", [], note)) for note in "abbcb"]
@@ -567,39 +569,39 @@ def test_equal_loads_that_wait_are_one() -> None:
         assert server.repository.read == ["s"] * 4
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
-@pytest.mark.parametrize("others", [[], ["f"], ["s"]])
+@pytest.mark.parametrize("more_names", [[], ["f"], ["s"]])
 def test_an_abandoned_load_cancels_its_steps_loads(
-    others: list[str], monkeypatch: pytest.MonkeyPatch
+    more_names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load of the step continues if another ensemble or a request waits for it."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], e=["s"], f=["s"])
         server.hanging = True
         load = asyncio.ensure_future(server.load("e"))
         await until_async(lambda: server.registry.model("s").incoming)
-        more = [asyncio.ensure_future(server.load(name)) for name in others]
+        more = [asyncio.ensure_future(server.load(name)) for name in more_names]
         await as_far_as_they_come()
         await server.unload("e")
         with pytest.raises(InvalidArgument, match="failed to load 'e', no version is available"):
             await load
         await as_far_as_they_come()
-        assert any(child.alive for child in server.started) is bool(others)
+        assert any(child.alive for child in server.started) is bool(more_names)
         server.load_held()
         await asyncio.gather(*more)
         assert ("s", "1") not in server.registry.states() or server.registry.all_ready()
-        assert bool(server.registry.model("s").serving) is bool(others)
+        assert bool(server.registry.model("s").serving) is bool(more_names)
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[])
         server.hanging = True
         before = [asyncio.ensure_future(server.load("s", [], note)) for note in "ab"]
@@ -619,13 +621,13 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
         assert server.note("s") == "c"
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_an_ensemble_without_its_step_is_unavailable() -> None:
     """A serving ensemble whose step was removed is not ready, and reports the reason."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
         ensemble = server.registry.model("e").serving["1"]
@@ -634,7 +636,7 @@ def test_an_ensemble_without_its_step_is_unavailable() -> None:
             await ensemble.until_ready()
         await server.end()
 
-    live(story)
+    run_scenario(scenario)
 
 
 def test_a_repository_that_is_polled_every_0_seconds_is_not_polled() -> None:

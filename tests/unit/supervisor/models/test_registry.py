@@ -137,24 +137,27 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
     observers: list[Callable[[], None]] = []
     report = StartupReport(lambda: dict(seen), observers)
 
-    def said(**now: str) -> list[tuple[str, str]]:
+    def messages_after(**now: str) -> list[tuple[str, str]]:
         caplog.clear()
         seen.update(now)
         for notify in observers:
             notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
-    assert said(a="loading") == []
+    assert messages_after(a="loading") == []
     with report:
-        assert said(b="loading") == [("INFO", "model a: loading"), ("INFO", "model b: loading")]
-        assert said(b="ready") == [("INFO", "model b: ready")]
-        assert said(a="failed: no") == [("ERROR", "model a: failed: no")]
-        assert said() == []
-    assert said(b="loading") == []
+        assert messages_after(b="loading") == [
+            ("INFO", "model a: loading"),
+            ("INFO", "model b: loading"),
+        ]
+        assert messages_after(b="ready") == [("INFO", "model b: ready")]
+        assert messages_after(a="failed: no") == [("ERROR", "model a: failed: no")]
+        assert messages_after() == []
+    assert messages_after(b="loading") == []
 
 
 @pytest.mark.parametrize(
-    ("says", "ready"),
+    ("answers", "ready"),
     [
         ({}, False),
         ({1: True}, True),
@@ -167,7 +170,7 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
     ],
 )
 async def test_the_combined_readiness_of_workers(
-    says: dict[int, bool | None], ready: bool, monkeypatch: pytest.MonkeyPatch
+    answers: dict[int, bool | None], ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: it does not answer in time, as while it executes."""
     monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
@@ -175,12 +178,12 @@ async def test_the_combined_readiness_of_workers(
 
     def send(pid: int, message: Any) -> None:
         assert isinstance(message, CheckReady)
-        said = says[pid]
-        if said is not None:
-            loop.call_soon(check.checked, pid, ReadyChecked(message.id, said))
+        answer = answers[pid]
+        if answer is not None:
+            loop.call_soon(check.checked, pid, ReadyChecked(message.id, answer))
 
     check = ReadinessCheck(send)
-    assert (await check.check(list(says))) is ready
+    assert (await check.check(list(answers))) is ready
 
 
 async def test_answers_of_others_and_to_nothing_do_not_count(
@@ -211,18 +214,18 @@ async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyP
     assert len(sent) == 1
 
 
-@pytest.mark.parametrize("others", [[], [2]])
-async def test_a_worker_that_ends_is_not_waited_for(others: list[int]) -> None:
+@pytest.mark.parametrize("other_pids", [[], [2]])
+async def test_a_worker_that_ends_is_not_waited_for(other_pids: list[int]) -> None:
     def send(pid: int, message: Any) -> None:
         if pid == 2:
             check.checked(pid, ReadyChecked(message.id, True))
 
     check = ReadinessCheck(send)
-    asked = asyncio.ensure_future(check.check([1, *others]))
+    check_task = asyncio.ensure_future(check.check([1, *other_pids]))
     await asyncio.sleep(0)
     check.exited(1)
     check.exited(1)
-    assert (await asked) is bool(others)
+    assert (await check_task) is bool(other_pids)
 
 
 def spec_of(name: str, *inputs: dict[str, Any], **more: Any) -> ModelSpec:

@@ -81,10 +81,12 @@ def test_a_model_without_a_version_names_the_folders_that_may_be_one(
     tmp_path: Path, folders: list[str], text: str
 ) -> None:
     make(tmp_path, "m", *folders)
-    said = no_version(scan([tmp_path])["m"])
-    assert said.startswith("at least one version must be available under the version policy of m")
-    assert said.endswith(text)
-    assert lacks_version(f"load failed for model 'm': {said}\n")
+    message = no_version(scan([tmp_path])["m"])
+    assert message.startswith(
+        "at least one version must be available under the version policy of m"
+    )
+    assert message.endswith(text)
+    assert lacks_version(f"load failed for model 'm': {message}\n")
     assert not lacks_version("failed to load 'm', no version is available")
 
 

@@ -18,9 +18,9 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.base: dict[str, Any] = {}
-        self.counters = CarriedCounters(self.tell)
+        self.counters = CarriedCounters(self.set_base)
 
-    def tell(self, message: BaseCounters) -> None:
+    def set_base(self, message: BaseCounters) -> None:
         self.base = message.statistics
 
     def count(self, success: int, **rows: Any) -> None:

@@ -204,10 +204,10 @@ async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
 
 async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
     office = Office()
-    registry, asked, answered = office.registry, asyncio.Event(), asyncio.Event()
+    registry, check_sent, answered = office.registry, asyncio.Event(), asyncio.Event()
 
     async def slow(memory: Memory) -> None:
-        asked.set()
+        check_sent.set()
         await answered.wait()
 
     await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
@@ -217,7 +217,7 @@ async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None
         asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
         for _ in range(2)
     ]
-    await asked.wait()
+    await check_sent.wait()
     async with asyncio.timeout(10):
         await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.unregister("mine", ME, cuda=True)
@@ -279,11 +279,11 @@ class Workers:
     def __init__(self, devices: dict[int, list[int]], answers: dict[int, str | None]) -> None:
         self._devices = devices
         self._answers = answers
-        self.asked: list[tuple[int, CheckMemory]] = []
+        self.sent: list[tuple[int, CheckMemory]] = []
         self.handles = HandleCheck(2, lambda device: self._devices.get(device, []), self._send)
 
     def _send(self, pid: int, message: CheckMemory) -> None:
-        self.asked.append((pid, message))
+        self.sent.append((pid, message))
         code = self._answers[pid]
         if code is not None:
             loop = asyncio.get_running_loop()
@@ -297,21 +297,21 @@ class Workers:
 def test_the_workers_on_the_device_are_asked() -> None:
     workers = Workers({0: [10, 11], 1: [12]}, {10: None, 11: "", 12: ""})
     workers.check(0, UUID)
-    assert [pid for pid, _ in workers.asked] == [10, 11]
-    assert workers.asked[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
+    assert [pid for pid, _ in workers.sent] == [10, 11]
+    assert workers.sent[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
     workers.check(1)
-    assert workers.asked[-1][0] == 12
+    assert workers.sent[-1][0] == 12
     workers.handles.checked(10, MemoryChecked(1, "", ""))  # a late answer that no request waits for
 
 
 def test_an_answer_of_a_worker_that_was_not_asked_is_ignored() -> None:
     """R24: an answer of a worker about a handle that other workers were asked about."""
     workers = Workers({0: [10]}, {10: ""})
-    ask = workers.handles._send
+    send = workers.handles._send
 
     def lie(pid: int, message: CheckMemory) -> None:
         workers.handles.checked(12, MemoryChecked(message.id, "INVALID_ARG", "a lie"))
-        ask(pid, message)
+        send(pid, message)
 
     workers.handles._send = lie
     workers.check(0)
@@ -388,12 +388,14 @@ def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
     assert (reply.status, reply.body) == (200, b"")
     uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
     gateway.http.post(f"{PATH}/region/r/register", body(offset=8, device_uuid=uuid)).ok()
-    asked = gateway.received_of(RegisterCudaRegion)
-    groups = asked[0].groups
+    registrations = gateway.received_of(RegisterCudaRegion)
+    groups = registrations[0].groups
     assert os.getgid() in groups
-    assert asked == [
-        RegisterCudaRegion(asked[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
-        RegisterCudaRegion(asked[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0),
+    assert registrations == [
+        RegisterCudaRegion(registrations[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
+        RegisterCudaRegion(
+            registrations[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0
+        ),
     ]
     for name in ("r", ""):
         part = f"/region/{name}" if name else ""
@@ -578,8 +580,8 @@ def test_tritonclient(gateway: Rig) -> None:
         client.register_cuda_shared_memory("r", base64.b64encode(HANDLE), 0, 64)
         assert client.get_cuda_shared_memory_status() == []
         client.unregister_cuda_shared_memory("r")
-    (asked,) = gateway.received_of(RegisterCudaRegion)
-    assert (asked.handle, asked.device_id, asked.byte_size) == (HANDLE, 0, 64)
+    (registration,) = gateway.received_of(RegisterCudaRegion)
+    assert (registration.handle, registration.device_id, registration.byte_size) == (HANDLE, 0, 64)
 
 
 class Stub:
@@ -590,13 +592,13 @@ class Stub:
         self.regions = RegionTable(lambda memory_id: None)
         self.regions.publish(published("device", 5))
         self.regions.publish(host(6, 0))
-        self.asked: list[Any] = []
+        self.sent: list[Any] = []
         self.supervisor = self
         self.listener = self
         self.shm = True
 
     async def send_request(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
-        self.asked.append(kind(1, *fields))
+        self.sent.append(kind(1, *fields))
         return {}
 
     def peer(self) -> Peer:
@@ -612,10 +614,10 @@ async def test_grpc() -> None:
         status = pb.CudaSharedMemoryStatusRequest(name=name)
         (shown,) = (await call.cuda_status(status)).regions.values()
         assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
-        told = pb.CudaSharedMemoryUnregisterRequest(name=name)
-        await call.cuda_unregister(told)
-        asked = stub.asked.pop()
-        assert asked == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+        unregister_request = pb.CudaSharedMemoryUnregisterRequest(name=name)
+        await call.cuda_unregister(unregister_request)
+        message = stub.sent.pop()
+        assert message == UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
     everything = pb.SystemSharedMemoryStatusRequest()
     system = await call.system_status(everything)
     assert list(system.regions) == ["host"]
@@ -626,7 +628,7 @@ async def test_grpc() -> None:
     )
     await call.cuda_register(request)
     whose = (ME.uid, list(ME.groups))
-    assert stub.asked == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
+    assert stub.sent == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
     for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
         bad = pb.CudaSharedMemoryRegisterRequest()
         bad.CopyFrom(request)

@@ -213,8 +213,8 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
     assert scheduler.stepped is not None and scheduler.stepped.skipped == list(running)
 
 
-@pytest.mark.parametrize("told", [0, 5, 10])
-def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, told: int) -> None:
+@pytest.mark.parametrize("sent", [0, 5, 10])
+def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, sent: int) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
@@ -230,13 +230,13 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, t
         for n in range(2)
     ]
     resumed = [
-        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), told),
-        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), told, "length"),
+        g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent),
+        g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent, "length"),
     ]
     scheduler.add(2, resumed, **settings)
     assert len(scheduler.running) == 1
     scheduler.run()
-    assert [scheduler.text(2, index) for index in range(2)] == [text[told:] for text in whole]
+    assert [scheduler.text(2, index) for index in range(2)] == [text[sent:] for text in whole]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
@@ -565,7 +565,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(tokenizer_text())
 
 
-def told(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+def detokenized(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     detokenizer = Detokenizer(TokenTexts(tokenizer), True)
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
@@ -574,7 +574,7 @@ def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = tokenizer.encode(text).ids
         for end in range(len(tokens) + 1):
-            pieces = told(tokenizer, tokens[:end])
+            pieces = detokenized(tokenizer, tokens[:end])
             assert "".join(pieces) == tokenizer.decode(tokens[:end])
             assert not any("\ufffd" in piece for piece in pieces[:-1])
 
@@ -584,13 +584,13 @@ def test_any_tokens_are_streamed_as_they_are_decoded(tokenizer: Tokenizer) -> No
     differ = 0
     for _ in range(300):
         tokens = [chance.randrange(320) for _ in range(chance.randrange(1, 40))]
-        differ += "".join(told(tokenizer, tokens)) != tokenizer.decode(tokens)
+        differ += "".join(detokenized(tokenizer, tokens)) != tokenizer.decode(tokens)
     assert differ == 0
 
 
 def test_bytes_without_a_character_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
     broken = tokenizer.encode("é").ids[:1] * 40
-    assert sum(map(bool, told(tokenizer, broken)[:-1])) >= 2
+    assert sum(map(bool, detokenized(tokenizer, broken)[:-1])) >= 2
 
 
 def test_no_part_of_a_stop_string_is_sent() -> None:

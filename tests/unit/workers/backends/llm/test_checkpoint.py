@@ -157,15 +157,15 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
     checkpoint = Checkpoint.open(path)
     assert (checkpoint.end_tokens, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
-    said = {"messages": [{"role": "user", "content": "ä"}]}
-    rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(said)
+    chat_request = {"messages": [{"role": "user", "content": "ä"}]}
+    rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
     assert rendered == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own = Checkpoint.open(path)
-    assert ChatTemplate(own.templates, {}).render(said) == '"ä"'
+    assert ChatTemplate(own.templates, {}).render(chat_request) == '"ä"'
     outside = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
     with pytest.raises(InvalidArgument, match="chat template rejects them"):
-        outside.render(said)
+        outside.render(chat_request)
 
 
 def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:

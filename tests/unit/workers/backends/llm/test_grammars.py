@@ -46,10 +46,10 @@ def test_names_of_properties_follow_their_schema(
     colours = {"Colour": {"enum": ["red", "blue"], "type": "string"}}
     part = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
     for schema, wrap in (
-        (part, lambda made: made),
+        (part, lambda inner_schema: inner_schema),
         ({"type": "object", "properties": {"propertyNames": part}, "required": ["propertyNames"]},
-         lambda made: {"propertyNames": made}),
-        ({"anyOf": [part, {"type": "null"}]}, lambda made: made),
+         lambda inner_schema: {"propertyNames": inner_schema}),
+        ({"anyOf": [part, {"type": "null"}]}, lambda inner_schema: inner_schema),
     ):  # fmt: skip
         whole = {**schema, "$defs": colours}
         assert accepts(whole, wrap(dict.fromkeys(right, 1)))

@@ -187,9 +187,9 @@ def split(text: str, seed: int) -> list[str]:
 def test_calls_and_content(case: str, stream: bool) -> None:
     family, text, content, calls = GOOD[case]
     for chunks in ([text], *(split(text, seed) for seed in range(12))):
-        said, _, made = parsed(family, chunks, stream)
-        assert said == content
-        assert [(name, json.loads(arguments)) for name, arguments in made] == calls
+        parsed_content, _, parsed_calls = parsed(family, chunks, stream)
+        assert parsed_content == content
+        assert [(name, json.loads(arguments)) for name, arguments in parsed_calls] == calls
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -240,8 +240,8 @@ def test_arguments_are_sent_as_they_come() -> None:
 def test_one_call_without_parallel_tool_calls(stream: bool) -> None:
     for case in ("hermes with text", "qwen twice", "llama twice", "pythonic", "mistral"):
         family, text, _, calls = GOOD[case]
-        _, _, made = parsed(family, split(text, 3), stream, parallel=False)
-        assert [(name, json.loads(arguments)) for name, arguments in made] == calls[:1]
+        _, _, parsed_calls = parsed(family, split(text, 3), stream, parallel=False)
+        assert [(name, json.loads(arguments)) for name, arguments in parsed_calls] == calls[:1]
 
 
 def test_ids_fit_templates() -> None:

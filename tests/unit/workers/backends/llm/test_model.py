@@ -171,9 +171,9 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     shuffled = random.Random(2).sample(range(32, 128), 96)
     assert torch.equal(lone.chunks(tokens, 48, shuffled), alone)
     single = lone.together([([7], 48, tables[0])])
-    others = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
-    in_company = lone.together([*others, ([7], 48, tables[0]), ([8], 48, tables[1])])
-    memory_range = sum(len(row[0]) for row in others)
+    other_rows = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
+    in_company = lone.together([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
+    memory_range = sum(len(row[0]) for row in other_rows)
     assert torch.equal(in_company[memory_range : memory_range + 1], single)
 
 

@@ -2,13 +2,13 @@
 
 import json
 import time
-from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.workers.backends.llm import prompts
+from shmserve.workers.backends.llm import _prepare, prompts
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.prompts import LongText, PromptReader
 
@@ -19,7 +19,7 @@ from shmserve.workers.backends.llm.prompts import LongText, PromptReader
 def test_the_ending_of_a_text(
     monkeypatch: pytest.MonkeyPatch, text: str, most: int, slice_size: int
 ) -> None:
-    monkeypatch.setattr(prompts, "_SLICE", slice_size)
+    monkeypatch.setattr(prompts, "_SLICE_BYTES", slice_size)
     long_text = LongText("text_input", memoryview(text.encode()))
     assert len(long_text) == len(text.encode())
     assert long_text.ending(most) == (text[-most:], len(text))
@@ -28,7 +28,7 @@ def test_the_ending_of_a_text(
 
 @pytest.mark.parametrize("raw", [b"\xff" + b"a" * 99, b"a" * 99 + b"\xff", b"a" * 99 + b"\xe6\x9d"])
 def test_a_text_that_is_not_utf_8_is_refused(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
-    monkeypatch.setattr(prompts, "_SLICE", 16)
+    monkeypatch.setattr(prompts, "_SLICE_BYTES", 16)
     with pytest.raises(InvalidArgument, match=r"^text_input: b'.* is not UTF-8"):
         LongText("text_input", memoryview(raw)).ending(1)
 
@@ -36,7 +36,7 @@ def test_a_text_that_is_not_utf_8_is_refused(monkeypatch: pytest.MonkeyPatch, ra
 def test_a_text_is_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    text = "a" * (10 * prompts._SLICE)
+    text = "a" * (10 * prompts._SLICE_BYTES)
     assert LongText("text_input", memoryview(text.encode())).ending(3) == ("aaa", len(text))
     assert pauses == [0] * 10
 
@@ -50,19 +50,19 @@ _TEMPLATE = "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% en
         ({"tool_choice": "none", "include_reasoning": False}, ""),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, ""),
         ({"tool_choice": "required"}, "requires tools"),
+        ({"chat_template": "other"}, "is unknown"),
         ({"messages": []}, "is not a JSON list of messages"),
     ],
 )
 def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
-    monkeypatch: pytest.MonkeyPatch, chat: dict[str, Any], error: str
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    chat: dict[str, Any],
+    error: str,
 ) -> None:
     templates, special = {"default": _TEMPLATE}, {"bos": "<s>"}
-    fields = {
-        "_checkpoint": SimpleNamespace(templates=templates, special=special),
-        "_chat": ChatTemplate(templates, special),
-    }
     reader = cast("Any", PromptReader.__new__(PromptReader))
-    vars(reader).update(fields)
+    reader._chat = ChatTemplate(templates, special)
     text = json.dumps({"messages": [{"role": "user", "content": "é\U0001f419"}], **chat})
     long_text = LongText("messages", memoryview(text.encode()))
     if error:
@@ -71,7 +71,20 @@ def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
                 reader._render(each)
         return
     expected = reader._render(text)
-    monkeypatch.setattr(prompts, "render", None)  # Only the process renders.
+    monkeypatch.setattr(ChatTemplate, "render", None)  # Only the process renders.
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     found = reader._render(long_text)
     assert found[:2] == expected[:2]
     assert found.text.whole() == expected.text
+    imported = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
+    assert {"jinja2", "shmserve.errors"} <= imported
+    assert not {"torch", "numpy", "shmserve.workers"} & imported
+
+
+def test_a_prompt_is_read_without_a_copy_of_its_text() -> None:
+    texts, writer, unpacker, open_request, message = (MagicMock() for _ in range(5))
+    texts.reader.max_bytes = 1
+    unpacker.request.return_value.inputs = {}
+    _prepare(texts, writer, unpacker, open_request, message)
+    unpacker.request.assert_called_once_with(open_request.work, copies_text=False)
+    writer.refuse.assert_not_called()

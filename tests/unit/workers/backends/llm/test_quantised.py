@@ -123,8 +123,8 @@ def ordered_ints(weight: torch.Tensor) -> Made:
     return quantised | {"weight_g_idx": ordered.int()}, exact
 
 
-def without(made: Tensors, *names: str) -> Tensors:
-    return {name: tensor for name, tensor in made.items() if name not in names}
+def without(tensors: Tensors, *names: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 def gptq(

@@ -25,7 +25,7 @@ from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from tests.rigs.llm_rig import llm_rig
 
 VOCABULARY = 3000
-PROMPT, SAID = [5, 9, 9, 200], [9, 7, 7]
+PROMPT, EMITTED = [5, 9, 9, 200], [9, 7, 7]
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"top_k": 7},
@@ -39,10 +39,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def made(**more: Any) -> sampler.SampledRow:
+def new_row(**more: Any) -> sampler.SampledRow:
     """Return a row with these settings."""
     parameters = GenerationParameters(**{"seed": 1, **more})
-    return sampler.SampledRow(parameters, 0, [*PROMPT, *SAID], len(PROMPT), (2,))
+    return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED], len(PROMPT), (2,))
 
 
 def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
@@ -64,7 +64,7 @@ def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Te
         steps.append(TopPLogitsWarper(parameters.top_p))
     if parameters.min_p:
         steps.append(MinPLogitsWarper(parameters.min_p))
-    ids = torch.tensor([[*PROMPT, *SAID]])
+    ids = torch.tensor([[*PROMPT, *EMITTED]])
     probabilities: torch.Tensor = steps(ids, logits.unsqueeze(0).clone()).softmax(-1)[0]
     return probabilities
 
@@ -72,17 +72,17 @@ def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Te
 def test_distributions_equal_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(SETTINGS), VOCABULARY, generator=generator) * 2
-    rows = [made(**settings) for settings in SETTINGS]
-    wanted = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
+    rows = [new_row(**settings) for settings in SETTINGS]
+    targets = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
     sampler.process(logits, rows)
     probabilities = sampler.distribution(logits, rows)  # all rows in one call
     for index, settings in enumerate(SETTINGS):
-        assert torch.allclose(probabilities[index], wanted[index], atol=1e-6), settings
+        assert torch.allclose(probabilities[index], targets[index], atol=1e-6), settings
 
 
 def test_penalties_of_presence_and_frequency() -> None:
     logits = torch.zeros(1, 20)
-    row = made(presence_penalty=0.5, frequency_penalty=0.25)
+    row = new_row(presence_penalty=0.5, frequency_penalty=0.25)
     row.tokens, row.prompt_length = [1, 1, 3, 4, 4], 1
     sampler.process(logits, [row])
     assert logits[0, :6].tolist() == [0.0, -0.75, 0.0, -0.75, -1.0, 0.0]
@@ -91,7 +91,7 @@ def test_penalties_of_presence_and_frequency() -> None:
 def test_only_allowed_tokens_are_sampled() -> None:
     bits = torch.zeros(2, dtype=torch.int32)
     bits[0], bits[1] = -(1 << 31) | 1, 4  # allows the tokens 31, 0 and 34
-    row = made(temperature=0.0)
+    row = new_row(temperature=0.0)
     row.allowed = bits
     logits = torch.arange(100.0).unsqueeze(0)
     sampler.process(logits, [row])
@@ -100,13 +100,13 @@ def test_only_allowed_tokens_are_sampled() -> None:
 
 def test_draws_depend_only_on_seed_sample_and_position() -> None:
     logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    rows = [made(seed=seed, temperature=1.5) for seed in range(8)]
+    rows = [new_row(seed=seed, temperature=1.5) for seed in range(8)]
     together, _ = sampler.sample(logits, rows)
     alone = [sampler.sample(logits[n : n + 1], rows[n : n + 1])[0][0] for n in range(8)]
     assert together == alone
-    numbers = {made(seed=seed).draw(purpose) for seed in range(50) for purpose in range(3)}
+    numbers = {new_row(seed=seed).draw(purpose) for seed in range(50) for purpose in range(3)}
     for sample in range(50):
-        row = made()
+        row = new_row()
         row.sample = sample
         numbers.add(row.draw())
     assert len(numbers) == 199  # sample 0 of seed 1 was in the set before
@@ -115,7 +115,7 @@ def test_draws_depend_only_on_seed_sample_and_position() -> None:
 def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
     probabilities = np.array([0.5, 0.25, 0.15, 0.1])
     logits = torch.tensor(probabilities).log().float().repeat(20_000, 1)
-    rows = [made(seed=seed) for seed in range(20_000)]
+    rows = [new_row(seed=seed) for seed in range(20_000)]
     counts = Counter(sampler.sample(logits, rows)[0])
     frequencies = [counts[token] for token in range(4)]
     assert chisquare(frequencies, probabilities * 20_000).pvalue > 1e-4
@@ -124,7 +124,7 @@ def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.zeros(3, 50)
     logits[:, 7] = 30.0
-    mixed = [made(temperature=0.0), made(), made(temperature=0.0)]
+    mixed = [new_row(temperature=0.0), new_row(), new_row(temperature=0.0)]
     assert sampler.sample(logits, mixed)[0] == [7] * 3
 
 
@@ -187,7 +187,7 @@ def test_allowed_tokens_and_bad_words() -> None:
     free = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
     banned = GenerationParameters(forbidden=lambda tokens: [4, len(tokens), 4])
     rows = [
-        sampler.SampledRow(parameters, 0, [*PROMPT, *SAID], len(PROMPT), ())
+        sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED], len(PROMPT), ())
         for parameters in (free, banned)
     ]
     sampler.process(logits, rows)

@@ -108,10 +108,10 @@ def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: l
     bad = BadWords(words, texts)
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
     likely = [*tokens_of(tokenizer, "".join(words)), *tokens_of(tokenizer, "the sea abab")]
-    said: list[int] = []
+    emitted: list[int] = []
     for _ in range(40):
-        text = b"".join(map(texts.bytes_of, said))
-        forbidden = set(bad.forbidden_after(said))
+        text = b"".join(map(texts.bytes_of, emitted))
+        forbidden = set(bad.forbidden_after(emitted))
         completing = {
             token
             for token in letters
@@ -119,4 +119,4 @@ def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: l
         }
         assert forbidden == completing
         allowed = [token for token in likely if token not in forbidden]
-        said.append(chance.choice(allowed or sorted(set(letters) - forbidden)))
+        emitted.append(chance.choice(allowed or sorted(set(letters) - forbidden)))

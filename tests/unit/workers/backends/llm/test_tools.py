@@ -59,7 +59,7 @@ def tokenizer(*special: str) -> Tokenizer:
 
 def grammar(
     family: str,
-    made: Tokenizer,
+    model_tokenizer: Tokenizer,
     given: list[dict[str, Any]] = GIVEN,
     reasoning: str = "none",
     prompt: str = "",
@@ -67,19 +67,23 @@ def grammar(
 ) -> tuple[Any, Any]:
     """Return the matcher of a request's grammar, and the format of its messages."""
     request = tools.take_tools({"tools": given, **choice})
-    formats = tools.MessageFormats(family, reasoning, made)
+    formats = tools.MessageFormats(family, reasoning, model_tokenizer)
     formatted = formats.make_format(request, prompt)
     assert formatted is not None
     text = formats.grammar(request, formatted, body=False)
-    ends = [made.token_to_id(END)]
+    ends = [model_tokenizer.token_to_id(END)]
     wrapped: Any = llguidance.LLTokenizer
-    library = wrapped(made.to_str(), n_vocab=made.get_vocab_size(), eos_token=ends)
+    library = wrapped(
+        model_tokenizer.to_str(), n_vocab=model_tokenizer.get_vocab_size(), eos_token=ends
+    )
     matcher: Any = llguidance.LLMatcher(library, text)
     assert not matcher.get_error(), (matcher.get_error(), text)
     return matcher, formatted
 
 
-def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) -> str:
+def random_text(
+    matcher: Any, model_tokenizer: Tokenizer, draw: random.Random, most: int = 400
+) -> str:
     """Return a random text of a grammar, or "" if it is longer than `most` tokens."""
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < most:
@@ -87,10 +91,10 @@ def said(matcher: Any, made: Tokenizer, draw: random.Random, most: int = 400) ->
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
         token = draw.choice(allowed)
         matcher.consume_token(token)
-        if token == made.token_to_id(END):
+        if token == model_tokenizer.token_to_id(END):
             break
         tokens.append(token)
-    text: str = made.decode(tokens, skip_special_tokens=False)
+    text: str = model_tokenizer.decode(tokens, skip_special_tokens=False)
     return text if matcher.is_stopped() else ""
 
 
@@ -108,7 +112,7 @@ def test_required_calls_always_parse_and_validate(family: str, special: tuple[st
     test_tokenizer, draw, seen = tokenizer(*special), random.Random(5), 0
     matcher, tools = grammar(family, test_tokenizer, tool_choice="required")
     for _ in range(60):
-        text = said(matcher.deep_copy(), test_tokenizer, draw)
+        text = random_text(matcher.deep_copy(), test_tokenizer, draw)
         if not text:
             continue
         content, calls = calls_of(text, tools)
@@ -125,7 +129,7 @@ def test_one_named_call(family: str) -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
     assert not tools.parallel
-    assert calls_of(said(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
+    assert calls_of(random_text(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
 
 
 EXAMPLES = {
@@ -171,7 +175,7 @@ def test_calls_follow_the_reasoning(special: tuple[str, ...]) -> None:
         thought = f"{begin}a < b\n</think>\n\n" if begin or prompt else ""
         tokens = test_tokenizer.encode(thought, add_special_tokens=False).ids
         assert matcher.try_consume_tokens(tokens) == len(tokens)
-        texts = (said(matcher.deep_copy(), test_tokenizer, draw) for _ in range(40))
+        texts = (random_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(40))
         _, calls = calls_of(thought + next(filter(None, texts)), tools)
         assert calls and {name for name, _ in calls} == {"now"}
 
