@@ -218,9 +218,7 @@ def phase_durations(
     return durations
 
 
-def _inner_durations(
-    span: Span, spans_by_parent: dict[str, list[Span]], since_ns: int
-) -> dict[str, Any]:
+def _inner_durations(span: Span, children: dict[str, list[Span]], since_ns: int) -> dict[str, Any]:
     durations: dict[str, Any] = {"batch_size": span.batch_size}
     if span.compute_start_ns:
         durations["batch_closed"] = span.closed
@@ -233,9 +231,9 @@ def _inner_durations(
             "model": child.model,
             "version": child.version,
             "total_us": _microseconds(child.arrived_ns, child.responded_ns),
-            **_inner_durations(child, spans_by_parent, child.arrived_ns),
+            **_inner_durations(child, children, child.arrived_ns),
         }
-        for child in spans_by_parent.pop(span.span_id, ())
+        for child in children.pop(span.span_id, ())
     ]
     if child_durations:
         durations["calls" if span.compute_start_ns else "steps"] = child_durations

@@ -104,20 +104,18 @@ class WorkerInstance:
             Internal: A request has failed; the text is Triton's.
         """
         context = self._context
-        instance_text = f"model '{context.model_name}' instance {context.instance_name}"
+        text = f"model '{context.model_name}' instance {context.instance_name}"
         for sample in self._samples:
             name = sample.name
             for n in range(1, sample.count + 1):
-                logger.debug(
-                    "%s is running warmup sample '%s' for iteration %d", instance_text, name, n
-                )
+                logger.debug("%s is running warmup sample '%s' for iteration %d", text, name, n)
                 try:
                     requests = list(_warmup_requests(sample, self._signature, self._unpacker))
                     errors = self._executor.rehearse(requests)
                 except ShmserveError as error:
                     errors = [error]
                 if errors:
-                    logger.debug("%s failed to run warmup sample '%s'", instance_text, name)
+                    logger.debug("%s failed to run warmup sample '%s'", text, name)
                     failure = f"failed to run warmup sample '{name}'"
                     raise Internal("".join(f"{failure}: {error.message}; " for error in errors))
 

@@ -97,10 +97,8 @@ async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str,
     Raises:
         ShmserveError: `resolve_model` has raised it.
     """
-    served_model = await resolve_model(gateway, name, version)
-    return describe_model(
-        served_model, [served_model.version] if version else gateway.models.versions(name)
-    )
+    model = await resolve_model(gateway, name, version)
+    return describe_model(model, [model.version] if version else gateway.models.versions(name))
 
 
 def request_examples(gateway: Gateway) -> list[dict[str, Any]]:

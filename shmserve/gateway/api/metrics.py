@@ -395,19 +395,17 @@ class MetricsExporter:
         """Yield all families of the server."""
         settings, models = self._gateway.settings, self._gateway.models
         plain_reports: Reports = []
-        tagged_reports: Reports = []
+        tagged: Reports = []
         for report in reports:
             labels = {"model": str(report["name"]), "version": str(report["version"])}
             model = models.find(labels["model"], labels["version"])
             plain_reports.append((labels, report["shmserve"]))
-            tagged_reports.append(
-                (labels if model is None else labels | model.tags, report["shmserve"])
-            )
-        yield from triton_families(tagged_reports, latencies=settings.counter_latencies)
+            tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
+        yield from triton_families(tagged, latencies=settings.counter_latencies)
         if settings.histogram_latencies:
-            yield from first_response_families(tagged_reports)
+            yield from first_response_families(tagged)
         if settings.summary_latencies:
-            yield from summary_families(tagged_reports)
+            yield from summary_families(tagged)
         yield from self._load_families()
         yield from own_families(plain_reports)
         yield from generative_families(plain_reports)
@@ -477,10 +475,8 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 
 
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
-    report_families = [
-        model_metrics.parse(report["shmserve"].get("families", [])) for report in reports
-    ]
-    families = model_metrics.added(report_families)
+    parsed = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
+    families = model_metrics.added(parsed)
     unique = {name: family for name, family in families.items() if name not in server_names}
     if len(unique) < len(families):
         logger.warning(
@@ -499,12 +495,9 @@ _PROCESS_FAMILIES = (
 
 
 def _process_families() -> Iterator[ExpositionFamily]:
-    running_processes = list(processes(os.getppid()))
+    running = list(processes(os.getppid()))
     for kind, name, text, attribute in _PROCESS_FAMILIES:
-        samples = (
-            ({"process": process.title}, getattr(process, attribute))
-            for process in running_processes
-        )
+        samples = (({"process": process.title}, getattr(process, attribute)) for process in running)
         yield _create_family(kind, name, text, *samples)
 
 

@@ -166,27 +166,25 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built_request = self._decode(raw_request, headers, streamed=on_streamed is not None)
+        built = self._decode(raw_request, headers, streamed=on_streamed is not None)
         inference_args: tuple[Any, ...] = (UnaryInference, on_response, True)
-        if built_request.model.decoupled:
+        if built.model.decoupled:
             if on_streamed is None:
-                built_request.release()
-                raise RequestRefused(
-                    Unsupported(_DECOUPLED_UNSUPPORTED), built_request.infer_request.id
-                )
+                built.release()
+                raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), built.infer_request.id)
             inference_args = (StreamingInference, on_streamed)
         call_limit = UNLIMITED
         if call.head.timeout_s is not None:
             call_limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
             inference: UnaryInference | StreamingInference = submit(
-                *(self.gateway, built_request, call.client, arrived_ns, *inference_args),
+                *(self.gateway, built, call.client, arrived_ns, *inference_args),
                 call_limit=call_limit,
                 traceparent=call.head.traceparent,
             )
             return inference
         except ShmserveError as error:
-            raise RequestRefused(error, built_request.infer_request.id) from None
+            raise RequestRefused(error, built.infer_request.id) from None
 
     def _decode(
         self, raw_request: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
@@ -314,24 +312,22 @@ class Inferences(ActiveCount):
             built.responses.store(schema, template)
         return encoded
 
-    def encode(self, built_request: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
+    def encode(self, built: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
         """Return a response with this schema as a serialized ModelInferResponse.
 
         Raises:
             InvalidArgument: An output cannot be classified.
             Internal: An output has another size than its shape, or the response is too large.
         """
-        request = built_request.infer_request
-        classified = classify_outputs(self.gateway, built_request.model, request, inferred)
+        request = built.infer_request
+        classified = classify_outputs(self.gateway, built.model, request, inferred)
         in_regions = request.region_outputs
         contents: list[bytes | memoryview] = []
         for tensor in classified.outputs:
             is_sent = tensor.name not in in_regions
             contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
         cacheable_schema = schema if classified is inferred else b""
-        return self.encoder.encode(
-            built_request.model, request.id, cacheable_schema, classified, contents
-        )
+        return self.encoder.encode(built.model, request.id, cacheable_schema, classified, contents)
 
     # --- models that are loaded on demand
 

@@ -88,10 +88,8 @@ class Engine(Generic[T]):
         preempted = self.settings.enable_preemption and generation.beams is None
         seats = self.settings.max_batch_size
         concurrent = 1 if preempted else min(generation.rows, seats)
-        blocks_needed = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
-        return blocks_needed <= self.pool.count and (
-            generation.beams is None or generation.rows <= seats
-        )
+        needed = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
+        return needed <= self.pool.count and (generation.beams is None or generation.rows <= seats)
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.

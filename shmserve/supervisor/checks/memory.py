@@ -345,9 +345,9 @@ def probe() -> str | None:
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*_PROBE_COMMAND, "export"], stdin=pipe, stdout=pipe, text=True
-    ) as exporter_process:
-        assert exporter_process.stdout is not None
-        line = exporter_process.stdout.readline().strip()
+    ) as exporter:
+        assert exporter.stdout is not None
+        line = exporter.stdout.readline().strip()
         try:
             shared = bool(line) and read_memory(bytes.fromhex(line)) == _TEST_DATA
         except (ShmserveError, CudaError) as error:

@@ -138,13 +138,11 @@ class Autoscaler:
         before, now_s = version.instances.count, time.monotonic()
         if now_s < state.next_change_s:
             return
-        missing_resources = (
-            state.capacity.missing_resources(change.total) if change.total > before else ""
-        )
-        if missing_resources:
+        missing = state.capacity.missing_resources(change.total) if change.total > before else ""
+        if missing:
             state.next_change_s = now_s + _RETRY_S
             text = "model '%s' keeps %d instances although %s: %s"
-            logger.warning(text, version.spec.name, before, change.reason, missing_resources)
+            logger.warning(text, version.spec.name, before, change.reason, missing)
             return
         state.is_changing = True
         self._context.background(self._change(version, state, change))

@@ -122,14 +122,12 @@ class ModelRegistry:
     def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
-        used_elsewhere = {
-            step for user in models.values() if user.name != name for step in user.step_models
-        }
+        used = {step for user in models.values() if user.name != name for step in user.step_models}
         step_models = models[name].step_models if name in models else []
         return [
             step
             for step in step_models
-            if step not in used_elsewhere and step in models and models[step].for_ensembles
+            if step not in used and step in models and models[step].for_ensembles
         ]
 
     def users_of(self, model: ModelEntry) -> list[ModelEntry]:

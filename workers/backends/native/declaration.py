@@ -226,9 +226,7 @@ def as_config(signature: PredictSignature) -> tuple[list[dict[str, Any]], list[d
         if parameter.optional:
             tensor["optional"] = True
         inputs.append(tensor)
-    return inputs, [
-        _tensor_config(name, tensor_type) for name, tensor_type in signature.outputs.items()
-    ]
+    return inputs, [_tensor_config(name, tensor) for name, tensor in signature.outputs.items()]
 
 
 def _tensor_config(name: str, tensor: TensorType) -> dict[str, Any]:

@@ -353,10 +353,8 @@ class RequestSink(Generic[A]):
         """Collect the message as a whole, beginning with the bytes that were received already."""
         pieces: list[bytes] = []
         if self._tensors is not None:
-            for prefix, received_data in zip(
-                self._prefixes, self._tensors.received_pieces(), strict=True
-            ):
-                pieces += (prefix, received_data)
+            for prefix, data in zip(self._prefixes, self._tensors.received_pieces(), strict=True):
+                pieces += (prefix, data)
             self.discard()
         pieces.append(bytes(self._head))
         self._whole_message = pieces

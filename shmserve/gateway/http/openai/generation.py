@@ -450,10 +450,8 @@ class _Generation:
         gateway, model = self._gateway, self._text_request.model
         arrived_ns = time.monotonic_ns()
         for infer_request in self._text_request.infer_requests():
-            built_request = await build_in_turns(gateway, model, infer_request)
-            queue = ResponseQueue(
-                gateway, self._request, built_request, arrived_ns, self._response_event
-            )
+            built = await build_in_turns(gateway, model, infer_request)
+            queue = ResponseQueue(gateway, self._request, built, arrived_ns, self._response_event)
             self._queues.append(queue)
         first_queue = self._queues[0]
         await first_queue.wait()
