@@ -56,6 +56,7 @@ from shmserve.gateway.settings import GrpcSettings
 
 logger = logging.getLogger(__name__)
 
+_Metadata = Sequence[tuple[str, str]]
 _READ_BYTES = 64 * 1024  # initial size of the read buffer in bytes
 # The header blocks of responses, which have the same bytes for every client.
 _RESPONSE_FIELDS = (
@@ -133,7 +134,7 @@ def encode_response_start(http_status: int) -> bytes:
     return encode_block(((b":status", str(http_status).encode()), *_RESPONSE_FIELDS))
 
 
-def encode_trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]) -> bytes:
+def encode_trailers(code: StatusCode, details: str, metadata: _Metadata) -> bytes:
     """Return the trailers of a response."""
     if code is StatusCode.OK and not (details or metadata):
         return OK_TRAILERS
@@ -203,18 +204,14 @@ class GrpcCall(ABC):
         """Return whether the deadline has expired, or is too soon for a response."""
         return bool(self._deadline) and self._deadline - time.monotonic() < _MIN_TIME_LEFT_S
 
-    def fail(
-        self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()
-    ) -> None:
+    def fail(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
         """End the call with a status. An error discards responses that are not sent yet."""
         if self.done:
             return
         self._mark_done()
         self._send_status(code, details, metadata)
 
-    def _send_status(
-        self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]
-    ) -> None:
+    def _send_status(self, code: StatusCode, details: str, metadata: _Metadata) -> None:
         sending = self._connection.http2.sending
         block = encode_trailers(code, details, metadata)
         self._stream.on_sent = self._on_all_sent
