@@ -78,7 +78,7 @@ class Asking:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self.right: list[list[float]] = [[] for _ in range(CLIENTS)]
         self.wrong: list[str] = []
         self._threads = [
@@ -92,7 +92,7 @@ class Asking:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._stopped.set()
         for thread in self._threads:
             thread.join()
 
@@ -101,7 +101,7 @@ class Asking:
         tensors = [("IN", "FP32", [ELEMENTS], values.tobytes())]
         requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
-            while not self._over.is_set():
+            while not self._stopped.is_set():
                 began = time.monotonic()
                 reply = http.infer_binary("pipe", tensors, outputs=requested_outputs)
                 if reply.status != 200:

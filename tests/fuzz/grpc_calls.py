@@ -56,7 +56,7 @@ class _Client:
         self._open: list[int] = []
         self.sent: dict[int, list[bytes]] = {}  # whole messages
         self.rest: dict[int, bytearray] = {}  # bytes that are to be sent
-        self.came: dict[int, bytearray] = {}
+        self.received: dict[int, bytearray] = {}
 
     def number(self) -> int:
         at = self._at
@@ -81,7 +81,7 @@ class _Client:
     def begin(self, path: str) -> None:
         stream, self._next = self._next, self._next + 2
         self.sent[stream], self.rest[stream] = [], bytearray()
-        self.came[stream] = bytearray()
+        self.received[stream] = bytearray()
         self._open.append(stream)
         block = post(path, *_FIELDS[self.number() % len(_FIELDS)])
         self.scene.send(frame(HEADERS, END_HEADERS, stream, block))
@@ -156,9 +156,9 @@ class _Client:
         """Check that the responses equal the requests."""
         for kind, _, stream, payload in self.scene.transport.frames():
             if kind == DATA:
-                self.came[stream] += payload
-        for stream, came in self.came.items():
-            assert b"".join(map(message, self.sent[stream])).startswith(came)
+                self.received[stream] += payload
+        for stream, received in self.received.items():
+            assert b"".join(map(message, self.sent[stream])).startswith(received)
 
 
 async def _run_scenario(data: bytes) -> None:

@@ -134,7 +134,9 @@ def requests() -> list[PlannedRequest]:
 
 
 @functools.cache
-def alone(family: str, request: PlannedRequest) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
+def run_alone(
+    family: str, request: PlannedRequest
+) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
     """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
     ended: dict[int, tuple[list[int], str]] = {}
@@ -211,7 +213,7 @@ class Schedule:
         )
 
     def _compare(self, key: int, request: PlannedRequest, cancelled: bool) -> None:
-        expected, texts = alone(self._family, request)
+        expected, texts = run_alone(self._family, request)
         found = self._rig.bits.get(key, {})
         for at, bits in found.items():
             assert bits == expected[at], f"{self._family}, {request}: logits behind {at} differ"

@@ -98,7 +98,7 @@ class Simulation:
         self._events: list[tuple[int, int, Callable[..., None], Any]] = []
         self._order = itertools.count()
         self._now = 1
-        self._here = 0
+        self._waiting_count = 0
         self._to_come = 0
         self._think: Callable[[], float] | None = None
         self._run = Run()
@@ -136,8 +136,8 @@ class Simulation:
 
     def _arrive(self, _: None) -> None:
         self._queue.append(Item(self._now))
-        self._here += 1
-        self._batcher.record_arrival(self._now, self._here)
+        self._waiting_count += 1
+        self._batcher.record_arrival(self._now, self._waiting_count)
 
     def _wake(self, _: None) -> None:
         pass
@@ -165,11 +165,11 @@ class Simulation:
     def _finish(self, about: tuple[int, list[Item]]) -> None:
         began, taken = about
         self._free += 1
-        self._here -= len(taken)
+        self._waiting_count -= len(taken)
         latencies = [self._now - item.enqueued_ns for item in taken]
         self._run.latencies += latencies
         took = self._now - began
-        self._batcher.record_batch(self._now, self._here, len(taken), took, latencies)
+        self._batcher.record_batch(self._now, self._waiting_count, len(taken), took, latencies)
         if self._think is not None:
             for _ in taken[: self._to_come]:
                 self._at(self._now + self._think(), self._arrive)

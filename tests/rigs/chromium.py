@@ -30,7 +30,7 @@ class Page:
         self._reading = reading
         self._writing = writing
         self._number = 0
-        self._rest = b""
+        self._unread = b""
         self._session = ""
         self._loaded = False
         self.console: list[str] = []
@@ -53,11 +53,11 @@ class Page:
                 return dict(arrived_message["result"])
 
     def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
+        while b"\0" not in self._unread:
             chunk = os.read(self._reading, 1 << 20)
             assert chunk, "the browser has ended"
-            self._rest += chunk
-        text, _, self._rest = self._rest.partition(b"\0")
+            self._unread += chunk
+        text, _, self._unread = self._unread.partition(b"\0")
         message = dict(json.loads(text))
         match message.get("method"):
             case "Page.loadEventFired":

@@ -69,8 +69,8 @@ class Systemd:
         status = f"\nstatus {ran.returncode}" if ran.returncode else ""
         return (ran.stdout + ran.stderr).strip() + status
 
-    def path(self, there: str) -> Path:
-        return Path(f"/proc/{self.pid}/root{there}")
+    def path(self, inner_path: str) -> Path:
+        return Path(f"/proc/{self.pid}/root{inner_path}")
 
     def show(self, unit: str, name: str) -> str:
         return self.run("systemctl", "show", f"--property={name}", "--value", unit)

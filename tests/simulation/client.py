@@ -98,7 +98,7 @@ class ClientLinks:
     defer = post
 
     def drain(self, endpoint: str, take: Any) -> None:
-        client, back = self._client, self._hosts[endpoint].back(self.links[endpoint][0])
+        client, back = self._client, self._hosts[endpoint].link_of(self.links[endpoint][0])
         for message in back.sent() if back.connected else ():
             client.check(endpoint, message)
             take(endpoint, message)

@@ -66,7 +66,7 @@ class StepLinks:
 
     def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
         if endpoint in self._links:
-            back = self._hosts[endpoint].back(self._links[endpoint][0])
+            back = self._hosts[endpoint].link_of(self._links[endpoint][0])
             back.drain()
             back.close()
 

@@ -373,16 +373,18 @@ class Schedule:
         for key, sample in self._stopped & self.rig.ended.keys():
             generation = self.rig.generations[key]
             tokens, why = self.rig.ended[key, sample]
-            expected, over = alone(generation.prompt, sample, generation.max_tokens)
+            expected, reason = alone(generation.prompt, sample, generation.max_tokens)
             assert tokens == expected[: len(tokens)]
-            assert why == "stop" or (tokens, why) == (expected, over)
+            assert why == "stop" or (tokens, why) == (expected, reason)
 
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
         had = {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
-        over = sum((generation.key, each) in self.rig.ended for each in range(generation.samples))
-        if generation.beams is not None or len(had) + over < generation.samples:
+        ended_count = sum(
+            (generation.key, each) in self.rig.ended for each in range(generation.samples)
+        )
+        if generation.beams is not None or len(had) + ended_count < generation.samples:
             return
         self.rig.engine.cancel(generation)
         moved = self.rig.submit(

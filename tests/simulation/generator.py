@@ -32,7 +32,7 @@ class Sample:
         self.finish_reason = ""
         self.open = True
 
-    def add(self, tokens: list[int], over: str) -> bool:
+    def add(self, tokens: list[int], reason: str) -> bool:
         """Append tokens and, if the sequence has ended, the reason; return whether its text has
         ended it.
         """
@@ -40,8 +40,8 @@ class Sample:
             self.tokens.append(token)
             if token == STOP:
                 self.finish_reason = "stop"
-                return index < len(tokens) or not over
-        self.finish_reason = over
+                return index < len(tokens) or not reason
+        self.finish_reason = reason
         return False
 
 
@@ -246,8 +246,8 @@ class Generator(Worker):
             self.world.after(MAX_WAIT_NS, self._overdue, answer, answer.waits_since_ns)
 
     def _overdue(self, answer: Answer, since_ns: int) -> None:
-        mine = self._streams.get(answer.work.key) is answer
-        if self.alive and mine and answer.waits_since_ns == since_ns:
+        is_current = self._streams.get(answer.work.key) is answer
+        if self.alive and is_current and answer.waits_since_ns == since_ns:
             self._end(answer, "UNAVAILABLE")
 
     def _send_response(self, answer: Answer, samples: list[Sample]) -> None:

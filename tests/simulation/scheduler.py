@@ -149,7 +149,7 @@ class SchedulerProcess(Process):
         """Return the core's peers besides clients and the supervisor."""
         return self._workers
 
-    def back(self, peer: bytes) -> Link:
+    def link_of(self, peer: bytes) -> Link:
         """Return the link to a client."""
         return self._clients.links[peer]
 

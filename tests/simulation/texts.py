@@ -42,19 +42,19 @@ class Piece(NamedTuple):
     sample: int
     begin: int
     tokens: list[int]
-    over: str
+    reason: str
 
     def packed(self) -> bytes:
         tokens = ".".join(map(str, self.tokens))
-        return f"{self.sample}:{self.begin}:{tokens}:{self.over}".encode()
+        return f"{self.sample}:{self.begin}:{tokens}:{self.reason}".encode()
 
 
 def pieces(packed: bytes) -> list[Piece]:
     pieces: list[Piece] = []
     for part in packed.decode().split(";"):
-        sample, begin, tokens, over = part.split(":")
+        sample, begin, tokens, reason = part.split(":")
         pieces.append(
-            Piece(int(sample), int(begin), [*map(int, filter(None, tokens.split(".")))], over)
+            Piece(int(sample), int(begin), [*map(int, filter(None, tokens.split(".")))], reason)
         )
     return pieces
 
@@ -90,10 +90,10 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
         return searched(generation)
     samples: list[tuple[list[int], str]] = []
     for sample in range(request.samples):
-        tokens, over = alone(request.prompt, sample, request.most)
+        tokens, reason = alone(request.prompt, sample, request.most)
         if STOP in tokens:
-            tokens, over = tokens[: tokens.index(STOP) + 1], "stop"
-        samples.append((tokens, over))
+            tokens, reason = tokens[: tokens.index(STOP) + 1], "stop"
+        samples.append((tokens, reason))
     return samples
 
 
@@ -104,13 +104,13 @@ def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> st
     sample. The entries of this response are added.
     """
     for piece in pieces(packed):
-        tokens, over = texts(content)[piece.sample]
+        tokens, reason = texts(content)[piece.sample]
         end = piece.begin + len(piece.tokens)
         positions = {(piece.sample, index) for index in range(piece.begin, end)}
-        if piece.over:
+        if piece.reason:
             positions.add((piece.sample, -1))
-        if tokens[piece.begin : end] != piece.tokens or piece.over not in ("", over):
-            return f"has {piece}, and its text is {tokens}, {over}"
+        if tokens[piece.begin : end] != piece.tokens or piece.reason not in ("", reason):
+            return f"has {piece}, and its text is {tokens}, {reason}"
         if positions & received:
             return f"has {piece} twice"
         received |= positions

@@ -28,15 +28,15 @@ def make(folder: Path) -> Path:
     The certificate of the stranger is not signed by ca.
     """
     (folder / "openssl.cnf").write_text(_CONFIGURATION)
-    for who in ("ca", "stranger"):
-        _make(folder, who, "-extensions", "ca")
-    for who in ("server", "client"):
-        _make(folder, who, "-extensions", "signed", "-CA", "ca.pem", "-CAkey", "ca.key")
+    for name in ("ca", "stranger"):
+        _make(folder, name, "-extensions", "ca")
+    for name in ("server", "client"):
+        _make(folder, name, "-extensions", "signed", "-CA", "ca.pem", "-CAkey", "ca.key")
     return folder
 
 
-def _make(folder: Path, who: str, *more: str) -> None:
-    files = ("-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
+def _make(folder: Path, name: str, *more: str) -> None:
+    files = ("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
     openssl(folder, *_NEW, "-config", "openssl.cnf", *files, *more)
 
 

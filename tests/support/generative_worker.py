@@ -55,14 +55,14 @@ def candidates(slots: list[Slot], count: int) -> list[tuple[int, float]]:
 
 def alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], str]:
     slots = extend([], prompt)
-    over = "length"
+    finish_reason = "length"
     for _ in range(max_tokens):
         token = next_token(slots, sample)
         extend(slots, [token])
         if token == END:
-            over = "stop"
+            finish_reason = "stop"
             break
-    return [token for token, _, _ in slots[len(prompt) :]], over
+    return [token for token, _, _ in slots[len(prompt) :]], finish_reason
 
 
 @dataclass
@@ -164,17 +164,17 @@ class GenerativeWorker:
                 proposed[index] = (proposed[index] + 1) % VOCABULARY
         self._write(known, extend(known.slots[:], proposed)[end:])
         new: list[int] = []
-        over = ""
+        finish_reason = ""
         for index in range(row.draft_count + 1):
             token = next_token(known.slots, known.sample)
             extend(known.slots, [token])
             new.append(token)
             generated = len(known.slots) - known.prompt
-            over = "stop" if token == END else ""
-            over = over or ("length" if generated >= self.most[known.key] else "")
-            if over or index == row.draft_count or proposed[index] != token:
+            finish_reason = "stop" if token == END else ""
+            finish_reason = finish_reason or ("length" if generated >= self.most[known.key] else "")
+            if finish_reason or index == row.draft_count or proposed[index] != token:
                 break
-        return RowResult(row.sequence, new, over, row.draft_count)
+        return RowResult(row.sequence, new, finish_reason, row.draft_count)
 
     def _check(self, known: _SequenceSlots, end: int) -> None:
         size = self.block_size

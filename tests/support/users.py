@@ -72,18 +72,18 @@ def tunnel(port: int, uid: int) -> Iterator[int]:
 
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        there = as_user(uid, lambda: socket.create_connection(("127.0.0.1", port)))
-        stack.enter_context(there)
+        target = as_user(uid, lambda: socket.create_connection(("127.0.0.1", port)))
+        stack.enter_context(target)
         threads: list[threading.Thread] = []
 
         def accept() -> None:
             with contextlib.suppress(OSError):
-                here, _ = listener.accept()
-                with here:
-                    back = threading.Thread(target=pump, args=(there, here))
-                    back.start()
-                    pump(here, there)
-                    back.join()
+                accepted, _ = listener.accept()
+                with accepted:
+                    carrier = threading.Thread(target=pump, args=(target, accepted))
+                    carrier.start()
+                    pump(accepted, target)
+                    carrier.join()
 
         threads.append(threading.Thread(target=accept))
         threads[0].start()
@@ -91,7 +91,7 @@ def tunnel(port: int, uid: int) -> Iterator[int]:
             yield int(listener.getsockname()[1])
         finally:
             with contextlib.suppress(OSError):
-                there.shutdown(socket.SHUT_RDWR)
+                target.shutdown(socket.SHUT_RDWR)
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             threads[0].join()

@@ -63,7 +63,7 @@ BYTES: dict[str, bytes] = {
 }
 
 
-def one(
+def one_input_body(
     name: bytes = b"INPUT0",
     datatype: bytes = b"INT32",
     shape: bytes = b"[1,16]",
@@ -79,23 +79,26 @@ def one(
 BODIES: dict[str, bytes] = {
     "nested 100,000 deep": b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "nested 100,000 deep, objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "nested data": one(rest=b'"data":' + b"[" * 5000 + b"]" * 5000),
+    "nested data": one_input_body(rest=b'"data":' + b"[" * 5000 + b"]" * 5000),
     "no json": random.Random(3).randbytes(10_000),
     "not utf-8": b'{"id":"\xff\xfe"}',
     "lone surrogate": rb'{"id":"\ud800","inputs":[]}',
-    "a nul in a name": one(name=b"a\\u0000b"),
-    "a huge integer": one(rest=b'"data":[' + b"9" * 5000 + b"]"),
-    "a huge exponent": one(rest=b'"data":[1e999999]'),
-    "a huge dimension": one(shape=b"[1," + b"9" * 100 + b"]"),
-    "65,536 dimensions": one(shape=b"[" + b"1," * 65535 + b"1]"),
-    "a shape that overflows": one(shape=b"[4294967296,4294967296,4294967296]"),
-    "a fractional shape": one(shape=b"[1.5]"),
-    "a boolean shape": one(shape=b"[true,true]"),
-    "100,000 inputs": b'{"inputs":[' + one()[11:-2] + (b"," + one()[11:-2]) * 99_999 + b"]}",
-    "an endless name": one(name=b"n" * 1_000_000),
-    "an unknown datatype": one(datatype=b"COMPLEX"),
-    "a binary size that is negative": one(rest=b'"parameters":{"binary_data_size":-1}'),
-    "a binary size that is huge": one(
+    "a nul in a name": one_input_body(name=b"a\\u0000b"),
+    "a huge integer": one_input_body(rest=b'"data":[' + b"9" * 5000 + b"]"),
+    "a huge exponent": one_input_body(rest=b'"data":[1e999999]'),
+    "a huge dimension": one_input_body(shape=b"[1," + b"9" * 100 + b"]"),
+    "65,536 dimensions": one_input_body(shape=b"[" + b"1," * 65535 + b"1]"),
+    "a shape that overflows": one_input_body(shape=b"[4294967296,4294967296,4294967296]"),
+    "a fractional shape": one_input_body(shape=b"[1.5]"),
+    "a boolean shape": one_input_body(shape=b"[true,true]"),
+    "100,000 inputs": b'{"inputs":['
+    + one_input_body()[11:-2]
+    + (b"," + one_input_body()[11:-2]) * 99_999
+    + b"]}",
+    "an endless name": one_input_body(name=b"n" * 1_000_000),
+    "an unknown datatype": one_input_body(datatype=b"COMPLEX"),
+    "a binary size that is negative": one_input_body(rest=b'"parameters":{"binary_data_size":-1}'),
+    "a binary size that is huge": one_input_body(
         rest=b'"parameters":{"binary_data_size":18446744073709551615}'
     ),
     "the same key a thousand times": b"{" + b'"inputs":[],' * 1000 + b'"inputs":[]}',

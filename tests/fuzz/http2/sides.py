@@ -44,17 +44,17 @@ class Seen:
     answers: list[tuple[int, bytes]] = field(default_factory=list)
 
     def take(self, sent: bytes) -> None:
-        for it in frames_of(sent):
-            if it.kind == RESET:
-                self.fresh = int.from_bytes(it.payload, "big")
-                self.resets[it.stream] = self.fresh
-                self.requests.pop(it.stream, None)
-            elif it.kind == GO_AWAY:
-                code = FaultCode(int.from_bytes(it.payload[4:8], "big")).name
-                text = it.payload[8:].decode("latin-1")
+        for sent_frame in frames_of(sent):
+            if sent_frame.kind == RESET:
+                self.fresh = int.from_bytes(sent_frame.payload, "big")
+                self.resets[sent_frame.stream] = self.fresh
+                self.requests.pop(sent_frame.stream, None)
+            elif sent_frame.kind == GO_AWAY:
+                code = FaultCode(int.from_bytes(sent_frame.payload[4:8], "big")).name
+                text = sent_frame.payload[8:].decode("latin-1")
                 self.over = self.over or f"{code} {text}".strip()
-            elif it.kind in (SETTINGS, PING) and it.flags & ACK:
-                self.answers.append((it.kind, it.payload))
+            elif sent_frame.kind in (SETTINGS, PING) and sent_frame.flags & ACK:
+                self.answers.append((sent_frame.kind, sent_frame.payload))
 
     def answered(self, stream: int) -> bool:
         """Record that the server has completed the stream, and whether the client has, too."""
@@ -102,11 +102,11 @@ class Ours:
     def _look(self, at: int) -> None:
         engine, seen = self._engine, self.seen
         seen.requests = {
-            number: Request(list(vars(it.fields)["sent"]), it.data, it.ended)
-            for number, it in engine.requests.items()
-            if not it.cancelled and number not in self._answered
+            number: Request(list(vars(request.fields)["sent"]), request.data, request.ended)
+            for number, request in engine.requests.items()
+            if not request.cancelled and number not in self._answered
         }
-        seen.take(b"".join(_written(it) for it in engine.sent[at:]))
+        seen.take(b"".join(_written(answer) for answer in engine.sent[at:]))
         for number in seen.resets:
             seen.requests.pop(number, None)
             if number not in engine.requests or not engine.requests[number].ended:
@@ -150,9 +150,9 @@ class Ours:
         self._look(at)
 
 
-def _written(it: Any) -> bytes:
-    head = len(it.payload).to_bytes(3, "big") + bytes((it.kind, it.flags))
-    return head + it.stream.to_bytes(4, "big") + it.payload
+def _written(sent_frame: Any) -> bytes:
+    head = len(sent_frame.payload).to_bytes(3, "big") + bytes((sent_frame.kind, sent_frame.flags))
+    return head + sent_frame.stream.to_bytes(4, "big") + sent_frame.payload
 
 
 class H2:

@@ -210,17 +210,17 @@ def test_a_thousand_regions_take_no_memory(server: Server, client: shmserve.clie
         with client.allocate(forms(), device="cuda:0") as region:
             client.infer("twice", region)
 
-    def taken() -> tuple[int, int, int]:
+    def resource_use() -> tuple[int, int, int]:
         process = next(p for p in server.tree() if servers.title(p).startswith("worker twice"))
         return used(), _rss(process), len(os.listdir(f"/proc/{process.pid}/fd"))
 
     for _ in range(20):
         cycle()
-    device, host, descriptors = taken()
+    device, host, descriptors = resource_use()
     for _ in range(1000):
         cycle()
     until("the device's memory is back", lambda: used() - device < 32 * 2**20)
-    after = taken()
+    after = resource_use()
     assert after[1] - host < 32 * 2**20
     assert after[2] <= descriptors + 2
 

@@ -40,7 +40,7 @@ class Asking:
 
     def __init__(self, server: Server, *models: str) -> None:
         self._server = server
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self.wrong: list[str] = []
         self.right = 0
         self._threads = [
@@ -55,7 +55,7 @@ class Asking:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._stopped.set()
         for thread in self._threads:
             thread.join()
 
@@ -64,7 +64,7 @@ class Asking:
         tensors = [("X", "FP32", [values.size], values.tobytes())]
         requested_outputs = [{"name": "Y", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
-            while not self._over.is_set():
+            while not self._stopped.is_set():
                 reply = http.infer_binary(model, tensors, outputs=requested_outputs)
                 if reply.status != 200:
                     self.wrong.append(f"{model}: {reply.status} {reply.error}")
@@ -76,7 +76,7 @@ class Asking:
     def _by_memory(self, model: str) -> None:
         values = np.arange(20_000, dtype=np.float32)
         with shmserve.client.connect(self._server.run_dir) as client:
-            while not self._over.is_set():
+            while not self._stopped.is_set():
                 try:
                     if (client.infer(model, {"X": values})["Y"] != values + 1).any():
                         self.wrong.append(f"{model}: wrong values")

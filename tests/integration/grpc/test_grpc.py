@@ -78,12 +78,12 @@ def test_the_configuration_is_the_one_of_http(
 
 
 def test_an_inference(client: triton.InferenceServerClient) -> None:
-    for again in range(3):  # the later requests reuse the plan of the first
-        result = client.infer("simple", simple_inputs(), request_id=f"r{again // 2}")
+    for repeat_calls in range(3):  # the later requests reuse the plan of the first
+        result = client.infer("simple", simple_inputs(), request_id=f"r{repeat_calls // 2}")
         assert (result.as_numpy("OUTPUT0") == A + B).all()
         assert (result.as_numpy("OUTPUT1") == A - B).all()
         response = result.get_response()
-        assert (response.id, response.model_name) == (f"r{again // 2}", "simple")
+        assert (response.id, response.model_name) == (f"r{repeat_calls // 2}", "simple")
         assert response.model_version == "1"
         assert not response.outputs[0].HasField("contents")
 
@@ -122,11 +122,11 @@ async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> 
     async with grpc.aio.insecure_channel(server.grpc_url) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
-        async def again() -> None:
+        async def repeat_calls() -> None:
             for _ in range(3):
                 assert is_right(await call.ModelInfer(simple_request(), timeout=60))
 
-        await asyncio.gather(*(again() for _ in range(3000)))
+        await asyncio.gather(*(repeat_calls() for _ in range(3000)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])

@@ -66,13 +66,13 @@ def typed_twice(request: Any) -> None:
     request.inputs[0].contents.fp32_contents.append(1.0)
 
 
-def both(request: Any) -> None:
+def add_contents(request: Any) -> None:
     request.inputs[0].contents.int_contents.append(1)
 
 
 def content_and_region(request: Any) -> None:
     of_input(shared_memory_region=REGION, shared_memory_byte_size=SIZE)(request)
-    both(request)
+    add_contents(request)
 
 
 REGION = ("string_param", "nowhere")
@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Callable[[Any], object], str, str]] = {
         "unable to find data for input tensor 'INPUT1' for model 'simple' in request.",
     ),
     "raw and contents": (
-        both,
+        add_contents,
         BAD,
         "contents field must not be specified when using raw_input_contents for 'INPUT0' for model "
         "'simple'",

@@ -66,9 +66,9 @@ def tls_server(keys: Path, models: Path, start: Start) -> Server:
     return start(models, *flags, grpc=True)
 
 
-def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:
+def credentials(keys: Path, name: str = "") -> grpc.ChannelCredentials:
     key, chain = (
-        ((keys / f"{who}.{end}").read_bytes() for end in ("key", "pem")) if who else [None] * 2
+        ((keys / f"{name}.{end}").read_bytes() for end in ("key", "pem")) if name else [None] * 2
     )
     return grpc.ssl_channel_credentials((keys / "ca.pem").read_bytes(), key, chain)
 
@@ -271,7 +271,7 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
         ):
             return sock.getpeercert(binary_form=True)
 
-    def known(name: str) -> bytes:
+    def certificate(name: str) -> bytes:
         return ssl.PEM_cert_to_DER_cert((keys / f"{name}.pem").read_text())
 
     def spoiled(server: Server, spoil: Callable[[], object], text: str) -> None:
@@ -280,12 +280,12 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
         server.wait_log(f"cannot start: {text}")
         install("client")
         server.wait_listening()
-        assert shown(server) == known("client")
+        assert shown(server) == certificate("client")
 
     install("server")
     flags = (f"--grpc-server-cert={cert}", f"--grpc-server-key={key}")
     with running(models, "--grpc-use-ssl", *flags, grpc=True) as server:
-        assert shown(server) == known("server")
+        assert shown(server) == certificate("server")
         pair = f"--grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a certificate"
         spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
         missing = f"--grpc-server-key: '{key}' is not a file that can be read"

@@ -182,13 +182,13 @@ def test_a_slow_upload_is_waited_for(port: int) -> None:
 def test_a_stream_may_be_silent(port: int) -> None:
     go_on = threading.Event()
 
-    def late() -> Iterator[pb.ModelInferRequest]:
+    def late_requests() -> Iterator[pb.ModelInferRequest]:
         assert go_on.wait(30)
         yield pb.ModelInferRequest(model_name="none", id="one")
 
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        answers = stub.ModelStreamInfer(late(), timeout=30, wait_for_ready=True)
+        answers = stub.ModelStreamInfer(late_requests(), timeout=30, wait_for_ready=True)
         threading.Timer(2.5 * _PATIENCE_S, go_on.set).start()
         assert "unknown model" in next(answers).error_message
 
@@ -257,11 +257,11 @@ def throttled(port: int, rate: int) -> Iterator[str]:
             listener.accept()[0] as client,
             socket.create_connection(("127.0.0.1", port)) as server,
         ):
-            back = threading.Thread(target=carry, args=(server, client, 65536, 0))
-            back.start()
+            carrier = threading.Thread(target=carry, args=(server, client, 65536, 0))
+            carrier.start()
             carry(client, server, rate // 10, 0.1)
             server.shutdown(socket.SHUT_RDWR)
-            back.join()
+            carrier.join()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=join, args=(listener,))

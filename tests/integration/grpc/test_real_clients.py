@@ -205,11 +205,11 @@ def test_grpcurl(grpcurl: str, any_endpoint: Endpoint) -> None:
     """grpcurl has no .proto file: the server describes its messages by reflection."""
     scheme, _, path = any_endpoint.target.partition(":")
     trust = ("-plaintext",) if any_endpoint.root is None else ("-cacert", str(any_endpoint.root))
-    there = ("-unix", path) if scheme == "unix" else (any_endpoint.target,)
+    target = ("-unix", path) if scheme == "unix" else (any_endpoint.target,)
 
-    def run_grpcurl(*what: str, data: Any = None) -> str:
+    def run_grpcurl(*arguments: str, data: Any = None) -> str:
         data_arguments = () if data is None else ("-d", json.dumps(data))
-        return clients.run([grpcurl, *trust, *data_arguments, *there, *what])
+        return clients.run([grpcurl, *trust, *data_arguments, *target, *arguments])
 
     service = SERVICE.strip("/")
     assert service in run_grpcurl("list").split()

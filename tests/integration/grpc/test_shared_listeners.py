@@ -99,10 +99,10 @@ def live(port: int, outcomes: Counter[str]) -> None:
 
 def test_no_death_refuses_a_connection(server: Server) -> None:
     outcomes: Counter[str] = Counter()
-    over = threading.Event()
+    finished = threading.Event()
 
     def send_calls() -> None:
-        while not over.is_set():
+        while not finished.is_set():
             live(server.grpc_port, outcomes)
 
     def kill(victims: list[psutil.Process]) -> None:
@@ -121,7 +121,7 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
                 kill([choice.choice(server.find(TITLES[0]))])
             kill(server.find(TITLES[0]))
         finally:
-            over.set()
+            finished.set()
         for caller in callers:
             caller.result()
     assert outcomes["cut off"] <= CALLERS * (DEATHS + 3)
@@ -198,7 +198,7 @@ def test_the_servers_user_needs_no_token(server: Server, folder: Path) -> None:
 @needs_users
 def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
     """R18: its regions are its own, and their objects must be."""
-    path, mine = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
+    path, options = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
     status = pb.SystemSharedMemoryStatusRequest()
     with pytest.raises(PermissionError):
         as_user(BOB, lambda: connect_unix(path))
@@ -212,16 +212,16 @@ def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
         os.chown(hers.path, ALICE, -1)
         hers.write(VALUES)
         assert refusal(alice.ModelInfer, through("hers"))[0] == "UNAUTHENTICATED"
-        refused = refusal(alice.SystemSharedMemoryRegister, register("ours", ours), **mine)
+        refused = refusal(alice.SystemSharedMemoryRegister, register("ours", ours), **options)
         assert refused[0] == "PERMISSION_DENIED"
-        alice.SystemSharedMemoryRegister(register("hers", hers), timeout=20, **mine)
-        alice.ModelInfer(through("hers"), timeout=20, **mine)
+        alice.SystemSharedMemoryRegister(register("hers", hers), timeout=20, **options)
+        alice.ModelInfer(through("hers"), timeout=20, **options)
         assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-        for who, seen in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
-            regions = who.SystemSharedMemoryStatus(status, timeout=20, **mine)
-            assert sorted(regions.regions) == seen
-        assert refusal(bob.ModelInfer, through("hers"), **mine)[0] == "NOT_FOUND"
+        for user, visible in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
+            regions = user.SystemSharedMemoryStatus(status, timeout=20, **options)
+            assert sorted(regions.regions) == visible
+        assert refusal(bob.ModelInfer, through("hers"), **options)[0] == "NOT_FOUND"
         alice.SystemSharedMemoryUnregister(
-            pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **mine
+            pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **options
         )
         assert not root.SystemSharedMemoryStatus(status, timeout=20).regions

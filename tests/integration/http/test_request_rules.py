@@ -14,13 +14,13 @@ NO_ID = "[request id: <id_unknown>] "
 ROW = np.zeros((1, 16), np.int32)
 
 
-def two(**changes: Any) -> dict[str, Any]:
+def simple_body(**changes: Any) -> dict[str, Any]:
     """Return a valid request for "simple" with changes to its first input."""
     return {"inputs": [{**json_input("INPUT0", ROW), **changes}, json_input("INPUT1", ROW)]}
 
 
 def without(member: str) -> dict[str, Any]:
-    request = two()
+    request = simple_body()
     del request["inputs"][0][member]
     return request
 
@@ -56,22 +56,22 @@ WRONG: dict[str, tuple[Any, int, str]] = {
     ),
     "an input twice": (simple(FIRST, FIRST), 400, "input 'INPUT0' already exists in request"),
     "an unknown output": (
-        two() | {"outputs": [{"name": "X"}]},
+        simple_body() | {"outputs": [{"name": "X"}]},
         400,
         "unexpected inference output 'X' for model 'simple'",
     ),
     "an output twice": (
-        two() | {"outputs": [{"name": "OUTPUT0"}, {"name": "OUTPUT0"}]},
+        simple_body() | {"outputs": [{"name": "OUTPUT0"}, {"name": "OUTPUT0"}]},
         400,
         "output 'OUTPUT0' already exists in request",
     ),
     "another datatype": (
-        two(datatype="FP32"),
+        simple_body(datatype="FP32"),
         400,
         "inference input 'INPUT0' data-type is 'FP32', but model 'simple' expects 'INT32'",
     ),
     "another shape": (
-        two(shape=[1, 8], data=[0] * 8),
+        simple_body(shape=[1, 8], data=[0] * 8),
         400,
         NO_ID
         + "unexpected shape for input 'INPUT0' for model 'simple'. Expected [-1,16], got [1,8]."
@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         "inference request batch-size must be <= 8 for 'simple'",
     ),
     "a batch dimension forgotten": (
-        two(shape=[9], data=[0] * 9),
+        simple_body(shape=[9], data=[0] * 9),
         400,
         NO_ID + "input 'INPUT1' batch size does not match other inputs for 'simple'",
     ),
@@ -104,34 +104,34 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         "batch size does not match other inputs for 'simple'",
     ),
     "a negative dimension": (
-        two(shape=[1, -16]),
+        simple_body(shape=[1, -16]),
         500,
         "attempt to access JSON non-unsigned-integer as unsigned-integer (input 'INPUT0')",
     ),
-    "a huge shape": (two(shape=[2**40, 2**40]), 400, "invalid shape for input 'INPUT0'"),
-    "less data than the shape": (two(data=[0] * 15), 500, "hape does not match true shape"),
+    "a huge shape": (simple_body(shape=[2**40, 2**40]), 400, "invalid shape for input 'INPUT0'"),
+    "less data than the shape": (simple_body(data=[0] * 15), 500, "hape does not match true shape"),
     "more data than the shape": (
-        two(data=[0] * 17),
+        simple_body(data=[0] * 17),
         500,
         "Unable to parse 'data': Shape does not match true shape of 'data' field",
     ),
     "words for numbers": (
-        two(data=["a"] * 16),
+        simple_body(data=["a"] * 16),
         500,
         "attempt to access JSON non-signed-integer as signed-integer (input 'INPUT0' has \"a\")",
     ),
     "a number for a name": (
-        two(name=7),
+        simple_body(name=7),
         500,
         "Unable to parse 'name': attempt to access JSON non-string as string",
     ),
     "a word for a shape": (
-        two(shape="x"),
+        simple_body(shape="x"),
         500,
         "Unable to parse 'shape': attempt to access JSON non-array as array",
     ),
     "a number for the id": (
-        two() | {"id": 5},
+        simple_body() | {"id": 5},
         500,
         "Unable to parse 'id': attempt to access JSON non-string as string",
     ),
@@ -143,20 +143,20 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         "'shared_memory_region' in 'parameters'. But no field is set",
     ),
     "data twice": (
-        two(parameters={"binary_data_size": 64}),
+        simple_body(parameters={"binary_data_size": 64}),
         400,
         "Input must set only one of the following fields: 'data', 'binary_data_size' in "
         "'parameters', "
         "'shared_memory_region' in 'parameters'. But set 'data' 'binary_data_size'",
     ),
     "a reserved parameter": (
-        two() | {"parameters": {"triton_x": 1}},
+        simple_body() | {"parameters": {"triton_x": 1}},
         400,
         "parameter keys starting with 'triton_' are reserved for Triton usage and should not be "
         "specified.",
     ),
     "a parameter that is a list": (
-        two() | {"parameters": {"x": []}},
+        simple_body() | {"parameters": {"x": []}},
         400,
         "parameter 'x' has invalid type. It should be either 'int', 'bool', or 'string'.",
     ),
@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         "Unable to find shared memory region: 'nowhere'",
     ),
     "an output that is binary and in a region": (
-        two()
+        simple_body()
         | {
             "outputs": [
                 {
@@ -199,7 +199,7 @@ def test_wrong_request(http: Http, case: str) -> None:
     reply = http.infer("simple", request)
     assert error in reply.error
     assert reply.status == status
-    assert http.infer("simple", two()).status == 200
+    assert http.infer("simple", simple_body()).status == 200
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_body_that_is_no_request(http: Http, body: bytes) -> None:
     reply = http.infer("simple", body)
     assert reply.status in (400, 500)
     assert reply.error
-    assert http.infer("simple", two()).status == 200
+    assert http.infer("simple", simple_body()).status == 200
 
 
 BINARY = [("INPUT0", "INT32", [1, 16], ROW.tobytes()), ("INPUT1", "INT32", [1, 16], ROW.tobytes())]
@@ -298,11 +298,11 @@ def test_nesting(http: Http) -> None:
     reply = http.infer("simple", b'{"inputs":' + b"[" * 100_000)
     assert reply.status in (400, 500)
     deep = json.loads("[" * 90 + "]" * 90)
-    assert http.infer("simple", two() | {"parameters": {"deep": deep}}).status == 400
+    assert http.infer("simple", simple_body() | {"parameters": {"deep": deep}}).status == 400
 
 
 def test_unknown_model(http: Http) -> None:
-    reply = http.infer("nothing", two())
+    reply = http.infer("nothing", simple_body())
     assert (reply.status, reply.error) == (404, "Request for unknown model: 'nothing' is not found")
 
 

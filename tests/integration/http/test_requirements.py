@@ -303,7 +303,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
                         except grpc.RpcError as error:
                             answers.append(f"{error.details()} {error.trailing_metadata()}")
 
-        def seen() -> Iterator[str]:
+        def visible_texts() -> Iterator[str]:
             yield server.log()
             yield from answers
             for process in server.tree():
@@ -323,6 +323,6 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
         server.wait_ready()
         send_requests()
         secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)
-        shown = [text for text in seen() if any(secret in text for secret in secrets)]
+        shown = [text for text in visible_texts() if any(secret in text for secret in secrets)]
         assert shown == []
         assert "log_verbose_level" in "".join(answers)

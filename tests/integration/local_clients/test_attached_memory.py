@@ -224,20 +224,20 @@ def test_a_region_is_the_same_memory_in_another_process(
     server: Server, start: str, way: str
 ) -> None:
     context: Any = multiprocessing.get_context(start)
-    here, there = context.Pipe()
+    local_end, remote_end = context.Pipe()
     with server.allocate(SPECS) as region:
-        arguments = (region, there) if way == "argument" else (there,)
+        arguments = (region, remote_end) if way == "argument" else (remote_end,)
         child = context.Process(
             target=produce if way == "argument" else receive, args=arguments, daemon=True
         )
         child.start()
-        there.close()
+        remote_end.close()
         if way == "message":
-            here.send(region)
-        assert here.recv() == "written" and (region["x"] == 7).all()
+            local_end.send(region)
+        assert local_end.recv() == "written" and (region["x"] == 7).all()
         server.infer("double", region)
         assert (region["output"] == 14).all()
-        here.send("seen")
+        local_end.send("seen")
         child.join()
         assert child.exitcode == 0
 
@@ -247,14 +247,14 @@ def test_a_region_is_used_with_the_server_by_every_process(
     server: Server, local_server: LocalServer, start: str
 ) -> None:
     context: Any = multiprocessing.get_context(start)
-    here, there = context.Pipe()
+    local_end, remote_end = context.Pipe()
     with server.allocate(SPECS) as region:
         region["x"][:] = 2
-        child = context.Process(target=infer_there, args=(region, there, local_server.run_dir))
+        child = context.Process(target=infer_there, args=(region, remote_end, local_server.run_dir))
         child.start()
-        there.close()
-        assert here.recv() == 4 and (region["output"] == 4).all()
-        assert here.recv() == 4
+        remote_end.close()
+        assert local_end.recv() == 4 and (region["output"] == 4).all()
+        assert local_end.recv() == 4
         child.join()
         assert child.exitcode == 0
         assert server.infer("double", region)["output"][0, 0] == 4
@@ -307,11 +307,11 @@ def test_killed_processes_leave_nothing(server: Server, local_server: LocalServe
         assert maker.stdout
         name = maker.stdout.readline().strip()
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        user = context.Process(target=produce, args=(server.attach(name, SPECS), there))
+        local_end, remote_end = context.Pipe()
+        user = context.Process(target=produce, args=(server.attach(name, SPECS), remote_end))
         user.start()
-        there.close()
-        assert here.recv() == "written" and user.pid
+        remote_end.close()
+        assert local_end.recv() == "written" and user.pid
         os.kill(user.pid, signal.SIGKILL)
         user.join()
         assert Path("/dev/shm", name).exists(), "a user of memory does not unlink it"

@@ -444,13 +444,13 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
     copied, lost = connection.copy_range, [1]
 
-    def gone(memory_range: Range) -> bytes:
+    def read_or_fail(memory_range: Range) -> bytes:
         if lost[0]:
             lost[0] -= 1
             raise shmserve.client.Unavailable("the memory of a tensor has been released")
         return bytes(copied(memory_range))
 
-    connection.copy_range = gone
+    connection.copy_range = read_or_fail
     x = np.arange(20000, dtype=np.float32)
     assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
     lost[0] = 2

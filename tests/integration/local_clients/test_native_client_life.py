@@ -171,9 +171,9 @@ def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.clie
         assert client.infer("rows", INPUT0=rows[0][None])
         futures.extend(client.infer_async("large", INPUT0=x) for x in rows[3:])
 
-    comes = threading.Thread(target=another)
-    comes.start()
-    comes.join()
+    waiting_thread = threading.Thread(target=another)
+    waiting_thread.start()
+    waiting_thread.join()
     gated.wait_pending("large", 4)
     visit.release()
     for _ in range(4):
@@ -474,7 +474,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
     x = np.ones((4, ROW), np.float32)
     second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 
-    def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
+    def chain(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
         try:
             with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
                 chained = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
@@ -482,7 +482,7 @@ def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Serv
         except BaseException as error:
             second.set_exception(error)
 
-    client.infer_async("rows", INPUT0=x).add_done_callback(more)
+    client.infer_async("rows", INPUT0=x).add_done_callback(chain)
     for _ in range(20):
         client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
     assert (second.result(20) == x[:2]).all()
@@ -577,13 +577,13 @@ def test_a_request_with_output_over_its_input_is_not_retried(
 def test_a_reload_under_load_fails_no_request(
     gated: Server, client: shmserve.client.Server
 ) -> None:
-    over = threading.Event()
+    finished = threading.Event()
     answered = 0
 
     def send_requests() -> None:
         nonlocal answered
         x = np.ones((1, ROW), np.float32)
-        while not over.is_set():
+        while not finished.is_set():
             assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
             answered += 1
 
@@ -595,7 +595,7 @@ def test_a_reload_under_load_fails_no_request(
                 http.load("rows").ok()
                 until("it is asked on", partial(lambda most: answered > most, enough))
         finally:
-            over.set()
+            finished.set()
         for thread in asking:
             thread.result()
 

@@ -225,7 +225,7 @@ def test_an_error_in_a_region_does_not_hold_up_the_next(client: shmserve.client.
 # --- leaving
 
 
-def left(path: Path) -> bytes:
+def disconnect_message(path: Path) -> bytes:
     return b"left " + os.fsencode(path)
 
 
@@ -240,7 +240,7 @@ LEAVES: dict[str, Callable[[list[Any]], None]] = {
 def test_closing_a_stream_cancels_its_request(
     client: shmserve.client.Server, tmp_path: Path, ending: str
 ) -> None:
-    held = [client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")])]
+    held = [client.stream("steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")])]
     assert values([next(held[0])]) == [1]
     stream = held[0]
     if ending == "collected":
@@ -255,7 +255,9 @@ def test_closing_a_stream_cancels_its_request(
 def test_a_stream_past_its_timeout_is_cancelled(
     client: shmserve.client.Server, tmp_path: Path
 ) -> None:
-    stream = client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")], timeout=0.2)
+    stream = client.stream(
+        "steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")], timeout=0.2
+    )
     assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.TimedOut):
         next(stream)
@@ -265,7 +267,7 @@ def test_a_stream_past_its_timeout_is_cancelled(
 
 def test_a_client_that_is_closed_ends_its_streams(streaming_server: Server, tmp_path: Path) -> None:
     with shmserve.client.connect(streaming_server.run_dir) as client:
-        stream = client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")])
+        stream = client.stream("steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")])
         assert values([next(stream)]) == [1]
     with pytest.raises(shmserve.client.Disconnected):
         next(stream)
@@ -276,7 +278,7 @@ def test_a_program_that_dies_cancels(streaming_server: Server, tmp_path: Path) -
     program = f"""
 import shmserve.client, sys
 server = shmserve.client.connect({str(streaming_server.run_dir)!r})
-stream = server.stream("steps", STEPS=[b"1", {left(tmp_path / "seen")!r}])
+stream = server.stream("steps", STEPS=[b"1", {disconnect_message(tmp_path / "seen")!r}])
 print(next(stream)["OUT"][0], flush=True)
 next(stream)
 """
@@ -364,7 +366,7 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
 
 
 def test_asyncio(streaming_server: Server) -> None:
-    async def one(client: aio.Server, count: int) -> list[int]:
+    async def read_stream(client: aio.Server, count: int) -> list[int]:
         return [
             int(response["OUT"][0]) async for response in client.stream("repeat", repeat(count))
         ]
@@ -373,7 +375,7 @@ def test_asyncio(streaming_server: Server) -> None:
         async with aio.connect(streaming_server.run_dir) as client:
             with pytest.raises(shmserve.client.Unsupported):
                 await client.infer("repeat", repeat(1))
-            return await asyncio.gather(*(one(client, count) for count in (0, 1, 40, 200)))
+            return await asyncio.gather(*(read_stream(client, count) for count in (0, 1, 40, 200)))
 
     assert asyncio.run(all_of_them()) == [[7 + n for n in range(k)] for k in (0, 1, 40, 200)]
 
@@ -383,7 +385,7 @@ async def test_closing_a_stream_in_asyncio_cancels_its_request(
     streaming_server: Server, tmp_path: Path, ending: str
 ) -> None:
     async with aio.connect(streaming_server.run_dir) as client:
-        steps = [b"1", left(tmp_path / "seen")]
+        steps = [b"1", disconnect_message(tmp_path / "seen")]
         stream = client.stream("steps", STEPS=steps, timeout=0.3 if ending == "timeout" else None)
         assert (await anext(stream))["OUT"][0] == 1
         match ending:

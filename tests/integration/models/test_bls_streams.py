@@ -207,8 +207,8 @@ except StopIteration as error:
     seen.append(str(error))
 seen.extend(map(shown, iterator))
 """
-    over = "Iteration is done for the responses."
-    assert ran(http, "caller", code, "a", "final") == ["a", "again", over, "a"]
+    iteration_done = "Iteration is done for the responses."
+    assert ran(http, "caller", code, "a", "final") == ["a", "again", iteration_done, "a"]
 
 
 @pytest.mark.parametrize("model", ITERATE)

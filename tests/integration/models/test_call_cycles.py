@@ -144,11 +144,11 @@ def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) 
         assert infer(http, "streams").status == 200
     with ThreadPoolExecutor(6) as pool:
 
-        def one(_: int) -> int:
+        def infer_once(_: int) -> int:
             with server_of_cycles.http(timeout_s=10) as http:
                 return infer(http, "deep", 1).status
 
-        assert set(pool.map(one, range(24))) <= {200, 500}
+        assert set(pool.map(infer_once, range(24))) <= {200, 500}
     with server_of_cycles.http(timeout_s=5) as http:
         assert infer(http, "deep", 2).status == 200
 

@@ -56,7 +56,7 @@ def test_a_backend_of_another_package_serves(
     client.close()
 
 
-def test_it_is_among_what_a_check_runs(
+def test_check_runs_a_foreign_backend(
     repository: Path, backend_environment: dict[str, str]
 ) -> None:
     add(repository, "rows", TABLE)

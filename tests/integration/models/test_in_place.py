@@ -255,11 +255,13 @@ def sums(explicit: Explicit, strategy: str, count: int) -> Iterator[tuple[Server
         yield server, http, folder
 
 
-def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = False) -> list[int]:
+def step(
+    http: Http, sequence: int, value: int, *, start: bool = False, end: bool = False
+) -> list[int]:
     """Return the sum of a sequence, and the pid of the worker that computed it."""
     body = {
         "inputs": [json_input("IN", np.array([[value]], np.int32))],
-        "parameters": {"sequence_id": who, "sequence_start": start, "sequence_end": end},
+        "parameters": {"sequence_id": sequence, "sequence_start": start, "sequence_end": end},
     }
     reply = http.infer("sums", body)
     return [int(each) for each in reply.tensors()["OUT"].flat]
@@ -269,18 +271,20 @@ def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = F
 def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strategy: str) -> None:
     """Its sequences continue there with their state. New sequences begin at other instances."""
     with sums(empty_server, strategy, 2) as (server, http, folder):
-        runs = {who: step(http, who, who, start=True)[1] for who in (1, 2, 3, 4)}
+        runs = {
+            sequence: step(http, sequence, sequence, start=True)[1] for sequence in (1, 2, 3, 4)
+        }
         both = workers(server, "sums")
         assert set(runs.values()) == both
         set_count(folder, 1)
         http.load("sums").ok()
         assert count_of(http, "sums") == 1
         assert workers(server, "sums") == both
-        for who, process in runs.items():
-            assert step(http, who, 10) == [who + 10, process]
+        for sequence, process in runs.items():
+            assert step(http, sequence, 10) == [sequence + 10, process]
         (stays,) = both - {server.find_one("worker sums.1").pid}
-        for who, process in runs.items():
-            assert step(http, who, 10, end=True) == [who + 20, process]
+        for sequence, process in runs.items():
+            assert step(http, sequence, 10, end=True) == [sequence + 20, process]
         until("one has ended", lambda: workers(server, "sums") == {stays})
         assert [step(http, 9, 1, start=True), step(http, 9, 1, end=True)] == [
             [1, stays],
@@ -290,12 +294,12 @@ def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strateg
 
 def test_a_sequence_that_waits_for_a_slot_gets_one_that_is_added(empty_server: Explicit) -> None:
     with sums(empty_server, "direct", 1) as (server, http, folder):
-        for who in (1, 2):
-            step(http, who, 1, start=True)
+        for sequence in (1, 2):
+            step(http, sequence, 1, start=True)
         (first,) = workers(server, "sums")
         set_count(folder, 2)
         http.load("sums").ok()
         total, process = step(http, 3, 5, start=True, end=True)
         assert total == 5
         assert process != first
-        assert [step(http, who, 1, end=True) for who in (1, 2)] == [[2, first]] * 2
+        assert [step(http, sequence, 1, end=True) for sequence in (1, 2)] == [[2, first]] * 2

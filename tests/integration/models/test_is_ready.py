@@ -103,7 +103,7 @@ def test_a_native_model_reports_whether_it_is_ready(
     assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()[logged:]
 
 
-def test_one_that_takes_long_is_joined_and_holds_up_nothing(
+def test_concurrent_queries_share_a_long_check(
     empty_server: tuple[Server, Path], tmp_path: Path
 ) -> None:
     """The first query times out as "not ready", and the next query waits for the same call."""

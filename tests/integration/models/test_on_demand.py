@@ -181,7 +181,7 @@ def test_a_model_that_a_model_calls_is_loaded_for_the_call(http: Http) -> None:
     assert states(http)["called"] == "READY"
 
 
-def test_its_metadata_and_configuration_load_it(http: Http) -> None:
+def test_metadata_and_configuration_load_a_model(http: Http) -> None:
     assert http.get("/v2/models/metadata").json()["versions"] == ["1"]
     assert http.get("/v2/models/metadata/config").json()["name"] == "metadata"
     assert states(http)["metadata"] == "READY"

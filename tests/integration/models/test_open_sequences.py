@@ -67,7 +67,7 @@ def test_3_3_it_waits_no_longer_than_for_the_idle_time(tmp_path: Path) -> None:
         server.wait_log("sequence 1 of model 'sums' was idle for too long")
 
 
-def test_it_waits_no_longer_than_for_the_exit_timeout(tmp_path: Path) -> None:
+def test_a_drain_ends_at_the_exit_timeout(tmp_path: Path) -> None:
     with ending(tmp_path, _LONG_S, f"--exit-timeout-secs={_SHORT_S}") as server:
         server.wait_log("not every open sequence has ended")
 

@@ -160,7 +160,7 @@ def test_the_counts_of_a_dead_instance_stay(server: Server, http: Http) -> None:
     assert server.metric("metering_amounts", by="metering") == before + 2
 
 
-def test_they_go_with_their_model(empty_server: tuple[Server, Path]) -> None:
+def test_metrics_are_removed_with_their_model(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
     repositories.add(repository, "metering")
     with server.http() as http:

@@ -538,7 +538,7 @@ def test_requests_of_an_old_generation_are_counted(empty_server: Explicit, betwe
     def counted() -> float:
         return server.metric("nv_inference_request_success", model="gated")
 
-    def alone() -> bool:
+    def others_have_ended() -> bool:
         return len(server.find("scheduler gated")) == 2
 
     with server.http() as http, request_pool(server) as pool:
@@ -552,7 +552,7 @@ def test_requests_of_an_old_generation_are_counted(empty_server: Explicit, betwe
             server.gate.next().release()
             later.result().ok()
             http.load("gated").ok()
-            until("one and the first are left", alone)
+            until("one and the first are left", others_have_ended)
         visit.release()
         old.result().ok()
         until("all are counted", lambda: counted() == before + 1 + between)

@@ -34,8 +34,8 @@ def server(models: Path, start: Start) -> Server:
 @pytest.fixture
 def pool(server: Server) -> Iterator[RequestPool]:
     """Yield a pool for concurrent requests."""
-    with request_pool(server) as them:
-        yield them
+    with request_pool(server) as requests:
+        yield requests
         server.gate.release_all()
 
 
@@ -160,7 +160,7 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
     """
     send_step, gate = step_sender(pool, "single"), server.gate
 
-    def alone(sequence: int, **flags: bool) -> tuple[list[int], list[int], list[int]]:
+    def controls_of(sequence: int, **flags: bool) -> tuple[list[int], list[int], list[int]]:
         response = send_step(sequence, **flags)
         visit = gate.next()
         visit.release()
@@ -169,17 +169,17 @@ def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: Requ
         return message["START"], message["READY"], message["CORRID"]
 
     for sequence in (1, 2):  # another test may have begun these sequences
-        alone(sequence, start=True, end=True)
-    assert alone(11, start=True) == ([1], [1], [11])
-    assert alone(12, start=True) == ([0, 1], [0, 1], [0, 12])
-    assert alone(11) == ([0], [1], [11])
-    assert alone(12) == ([0, 0], [0, 1], [0, 12])
-    alone(11, end=True)
-    assert alone(13, start=True) == ([1], [1], [13])
-    alone(12, end=True)
-    assert alone(14, start=True) == ([0, 1], [0, 1], [0, 14])
+        controls_of(sequence, start=True, end=True)
+    assert controls_of(11, start=True) == ([1], [1], [11])
+    assert controls_of(12, start=True) == ([0, 1], [0, 1], [0, 12])
+    assert controls_of(11) == ([0], [1], [11])
+    assert controls_of(12) == ([0, 0], [0, 1], [0, 12])
+    controls_of(11, end=True)
+    assert controls_of(13, start=True) == ([1], [1], [13])
+    controls_of(12, end=True)
+    assert controls_of(14, start=True) == ([0, 1], [0, 1], [0, 14])
     for sequence in (13, 14):
-        alone(sequence, end=True)
+        controls_of(sequence, end=True)
 
 
 def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: RequestPool) -> None:

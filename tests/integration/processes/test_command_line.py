@@ -338,8 +338,8 @@ def infer(door: str, *arguments: str) -> Any:
 @pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
 def test_client_infer(connection_flags: dict[str, str], door: str, tmp_path: Path) -> None:
     """The response is the same over every protocol."""
-    there = connection_flags[door]
-    assert infer(there, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
+    connection = connection_flags[door]
+    assert infer(connection, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
         "id": "shell",
         "model_name": "completed",
         "model_version": "1",
@@ -349,12 +349,14 @@ def test_client_infer(connection_flags: dict[str, str], door: str, tmp_path: Pat
     }
     np.save(tmp_path / "rows.npy", np.ones((3, 4), np.float32))
     answer = infer(
-        there, "completed", f"--input=INPUT0=@{tmp_path / 'rows.npy'}", "--timeout-us=9000000"
+        connection, "completed", f"--input=INPUT0=@{tmp_path / 'rows.npy'}", "--timeout-us=9000000"
     )
     assert answer["outputs"][0]["data"] == [[2, 2, 2, 2]] * 3
-    answer = infer(there, "text", '--input=INPUT0=["a", "ü"]', "--output=OUTPUT0")
+    answer = infer(connection, "text", '--input=INPUT0=["a", "ü"]', "--output=OUTPUT0")
     assert answer["outputs"][0]["data"] == [["a", "ü"]]
-    (output,) = infer(there, "halves", "--input=INPUT0=[0.5, 3]", "--model-version=1")["outputs"]
+    (output,) = infer(connection, "halves", "--input=INPUT0=[0.5, 3]", "--model-version=1")[
+        "outputs"
+    ]
     assert output == {"name": "OUTPUT0", "datatype": "BF16", "shape": [2], "data": [0.5, 3]}
 
 
@@ -380,25 +382,25 @@ def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
 def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     """They act and print the same over every protocol, with flags before or after the command."""
     printed = []
-    for there in connection_flags.values():
-        assert run_client(capsys, there, "unload", "halves") == (0, [], "")
-        status, _, text = run_client(capsys, "ready", "halves", there)
+    for connection in connection_flags.values():
+        assert run_client(capsys, connection, "unload", "halves") == (0, [], "")
+        status, _, text = run_client(capsys, "ready", "halves", connection)
         assert status == 1 and "not ready" in text and text.count("\n") == 1
-        assert run_client(capsys, "load", there, "halves") == (0, [], "")
+        assert run_client(capsys, "load", connection, "halves") == (0, [], "")
         for arguments in (("ready",), ("ready", "halves")):
-            assert run_client(capsys, *arguments, there) == (0, [{"ready": True}], "")
-        _, output, _ = run_client(capsys, "models", there)
+            assert run_client(capsys, *arguments, connection) == (0, [{"ready": True}], "")
+        _, output, _ = run_client(capsys, "models", connection)
         assert [row["name"] for row in output] == ["completed", "halves", "text"]
-        _, (config,), _ = run_client(capsys, "config", "halves", there)
-        _, every, _ = run_client(capsys, there, "stats")
-        _, (stats,), _ = run_client(capsys, there, "stats", "halves", "--model-version=1")
+        _, (config,), _ = run_client(capsys, "config", "halves", connection)
+        _, every, _ = run_client(capsys, connection, "stats")
+        _, (stats,), _ = run_client(capsys, connection, "stats", "halves", "--model-version=1")
         assert [row["name"] for row in every] == ["completed", "halves", "text"]
         assert stats["inference_count"] == 0 and every[1].keys() == stats.keys()
         with SharedObject(4096) as shared_object:
             url = connection_flags["http"].removeprefix("--url=http://127.0.0.1:")
             with contextlib.closing(Http(int(url))) as http:
                 http.register("r", shared_object.key, 4096).ok()
-                _, regions, _ = run_client(capsys, "regions", there)
+                _, regions, _ = run_client(capsys, "regions", connection)
                 http.unregister("r").ok()
         (region,) = [row for row in regions if row["name"] == "r"]
         assert region.pop("key").startswith("/")

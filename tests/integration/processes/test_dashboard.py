@@ -51,7 +51,7 @@ def guarded_server(models: Path, start: Start) -> Server:
     return start(models / "models", f"--auth-token-file={tokens}")
 
 
-def test_it_needs_the_token_of_metrics(guarded_server: Server) -> None:
+def test_the_dashboard_requires_the_metrics_token(guarded_server: Server) -> None:
     with contextlib.closing(Http(guarded_server.metrics_port)) as http:
         for path in ("/", "/live", "/metrics"):
             refused = http.get(path)
@@ -246,7 +246,7 @@ def test_the_keyboard_is_enough(server: Server, page: Page) -> None:
 
 
 @needs_chromium
-def test_it_fits_a_phone_and_is_readable_in_the_dark(server: Server, page: Page) -> None:
+def test_the_dashboard_fits_a_phone_and_is_readable_in_the_dark(server: Server, page: Page) -> None:
     for dark in (False, True):
         page.size(390, 844, dark=dark, phone=True)
         page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
@@ -389,7 +389,7 @@ def test_a_hidden_page_sends_no_requests(server: Server, page: Page) -> None:
 
 
 @needs_chromium
-def test_it_is_there_again_after_a_restart(tmp_path: Path, page: Page) -> None:
+def test_the_dashboard_reconnects_after_a_restart(tmp_path: Path, page: Page) -> None:
     repositories.add(tmp_path / "models", "identity")
     first = Server([tmp_path / "models"]).wait_ready()
     first.wait_named()

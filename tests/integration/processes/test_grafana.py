@@ -263,8 +263,8 @@ def test_every_named_metric_exists(server: Server) -> None:
     with watched.under_load(server, generative=True):
         until("text is made", lambda: server.metric("shmserve_llm_tokens_generated", model="tiny"))
         page = server.metrics()
-    there = set(re.findall(r"^(\w+)[ {]", page, re.MULTILINE))
+    families = set(re.findall(r"^(\w+)[ {]", page, re.MULTILINE))
     queries = [target["expr"] for p in dashboard()["panels"] for target in p.get("targets", ())]
     for query in (*queries, *(rule["expr"] for rule in alerts())):
         named = set(re.findall(r"\b((?:nv|shmserve)_\w+)", query))
-        assert named and named <= there, query
+        assert named and named <= families, query

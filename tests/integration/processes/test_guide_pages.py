@@ -53,9 +53,9 @@ class Reader:
         self.stop()
         words = shlex.split(block.text.replace("\\\n", ""), comments=True)
         assert words[:2] == ["shmserve", "serve"]
-        here = ("env", "-C", str(self.folder))
+        in_folder = ("env", "-C", str(self.folder))
         environment = {"PYTHONPATH": str(ROOT)}
-        self.server = Server([], words[2:], prefix=here, environment=environment, grpc=True)
+        self.server = Server([], words[2:], prefix=in_folder, environment=environment, grpc=True)
         self.server.wait_ready()
 
     def run(self, block: Block) -> None:

@@ -179,10 +179,10 @@ def test_by_a_real_systemd(systemd: Systemd) -> None:
     # Run as the server's user, whose shared memory the server may open.
     user = ("setpriv", "--reuid=shmserve", "--regid=shmclients", "--clear-groups")
     path = f"PYTHONPATH={ROOT}"
-    there = ("nsenter", f"--target={systemd.pid}", "--all", *user, "env", path)
+    inside = ("nsenter", f"--target={systemd.pid}", "--all", *user, "env", path)
     doors = ("8000", "8001", "/run/shmserve/local.sock", "registering")
     for how in (("restart",), ("kill", "--signal=KILL", "--kill-whom=main")):
-        load = Load([*there, *PROGRAM, *doors, *["killed"] * (how[0] == "kill")])
+        load = Load([*inside, *PROGRAM, *doors, *["killed"] * (how[0] == "kill")])
         try:
             load.wait_answered()
             for _ in range(RESTARTS):

@@ -84,7 +84,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
         opened.close()
 
 
-def test_it_is_used_by_keys(server: Server) -> None:
+def test_top_is_controlled_by_keys(server: Server) -> None:
     url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}/metrics"
     with watched.under_load(server), terminal(url) as opened:
         screen = opened.wait(r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken/1: .*no such weight")

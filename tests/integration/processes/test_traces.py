@@ -345,8 +345,8 @@ def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: 
         assert client.update_trace_settings("one", changes) == {**off, **changes}
         assert client.update_trace_settings(None, {"trace_count": 7})["trace_count"] == "7"
         assert client.get_trace_settings("two") == {**off, "trace_count": "7"}
-        back = {"trace_level": None, "trace_rate": None, "log_frequency": None}
-        assert client.update_trace_settings("one", back) == {**off, "trace_count": "7"}
+        defaults = {"trace_level": None, "trace_rate": None, "log_frequency": None}
+        assert client.update_trace_settings("one", defaults) == {**off, "trace_count": "7"}
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
         given = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)["settings"]
         assert given["trace_rate"] == {"value": ["9"]}
@@ -520,9 +520,7 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     assert "COMPUTE_START" in traces["boom", False][1]
 
 
-def test_one_of_so_many_is_traced_and_no_more_than_so_many(
-    tracing_server: Server, tmp_path: Path
-) -> None:
+def test_trace_rate_and_trace_count(tracing_server: Server, tmp_path: Path) -> None:
     settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "trace_count": "3"}
     with tracing_server.http() as http:
         http.post("/v2/models/one/trace/setting", settings | {"log_frequency": "2"}).ok()

@@ -28,7 +28,7 @@ class SimulatedPeer:
     latest: dict[str, ModelPublished] = field(default_factory=dict)
     # Endpoints of all scheduler processes so far.
     known_endpoints: set[str] = field(default_factory=set)
-    came: int = 0  # the value of `said` when the peer connected
+    first_update: int = 0  # the value of `update_count` when the peer connected
     busy_until_ns: int = 0
 
     def receives(self, update: Publication) -> bool:
@@ -127,7 +127,7 @@ class SimulatedAudience:
 
     def enter_gateway(self) -> None:
         """Add a gateway, which first receives all current publications."""
-        key, peer = object(), SimulatedPeer(came=self.update_count)
+        key, peer = object(), SimulatedPeer(first_update=self.update_count)
         self._peers[key] = peer
         for update in self._executor.publications.snapshot():
             self._send(key, peer, update)
@@ -142,7 +142,7 @@ class SimulatedAudience:
         if peer is not None:
             self._send(address, peer, update)
 
-    def left(self, key: Hashable) -> None:
+    def peer_exited(self, key: Hashable) -> None:
         if self._peers.pop(key, None) is not None:
             self.acknowledgements.exited(key)
 
@@ -150,7 +150,7 @@ class SimulatedAudience:
         keys = [key for key, peer in self._peers.items() if peer.ensemble is None]
         if keys:
             self._world.fault("gateway leaves")
-            self.left(self._world.random.choice(keys))
+            self.peer_exited(self._world.random.choice(keys))
 
     def _send(
         self,

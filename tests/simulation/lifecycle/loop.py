@@ -24,7 +24,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._world = world
         self.complain: Callable[[str], None]
-        self._over = False
+        self._stopped = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -34,7 +34,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             try:
                 yield
             finally:
-                self._over = True
+                self._stopped = True
                 for task in asyncio.all_tasks(self):
                     task.cancel()
                 self._world.run(self._world.now_ns)  # lets the cancelled tasks end
@@ -71,5 +71,5 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Report the exception of a callback."""
-        if not self._over:
+        if not self._stopped:
             self.complain(f"{context['message']}: {context.get('exception')!r}")

@@ -287,7 +287,7 @@ class LifecycleOracles:
         for gateway in audience.gateways:
             if (
                 version not in map(audience.by_endpoint.get, gateway.known_endpoints)
-                and gateway.came < audience.first[version]
+                and gateway.first_update < audience.first[version]
             ):
                 self.broke(f"3: {version} takes over, and a gateway does not know it")
 

@@ -142,7 +142,7 @@ class SimulatedProcesses:
 
     def withdraw(self, address: Address) -> None:
         self._handlers.pop(address, None)
-        self.audience.left(address)
+        self.audience.peer_exited(address)
 
     def send(self, address: Address, message: Any) -> None:
         child = self.alive.get(pid_of(address))
@@ -236,7 +236,7 @@ class SimulatedProcesses:
         late = draw_lag(self.world)
         match message:
             case m.Stop():
-                self.audience.left(address)
+                self.audience.peer_exited(address)
                 self._deliver(child.pid, m.SchedulerClosed(address.number, ""))
             case m.Drain():
                 late = self.world.between(1 * MS, 2 * SECOND)

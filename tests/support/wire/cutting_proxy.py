@@ -55,13 +55,13 @@ class CuttingProxy:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                here, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
                 self.connections += 1
-                self._open.append(here)
-                there = self._connect()
-                self._open.append(there)
-                self._pump(here, there, outwards=True)
-                self._pump(there, here, outwards=False)
+                self._open.append(accepted)
+                target = self._connect()
+                self._open.append(target)
+                self._pump(accepted, target, outwards=True)
+                self._pump(target, accepted, outwards=False)
 
     def _pump(self, source: socket.socket, sink: socket.socket, *, outwards: bool) -> None:
         cuts = random.Random(self._random.random())

@@ -62,26 +62,29 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
     Received SETTINGS and PINGs are acknowledged, as by a correct client. If the server closes the
     connection, the next one is opened.
     """
-    over = threading.Event()
+    finished = threading.Event()
 
     def go_on() -> None:
-        while not over.is_set():
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as it:
-                it.setblocking(False)
-                _flood(it, make, over)
+        while not finished.is_set():
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port)) as connection,
+            ):
+                connection.setblocking(False)
+                _flood(connection, make, finished)
 
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
-def _flood(sock: socket.socket, make: Callable[[int], bytes], over: threading.Event) -> None:
+def _flood(sock: socket.socket, make: Callable[[int], bytes], finished: threading.Event) -> None:
     ahead, behind, stream = bytearray(OPENED), b"", 1
-    while not over.is_set():
+    while not finished.is_set():
         while len(ahead) < _AHEAD:
             ahead += make(stream)
             stream += 2

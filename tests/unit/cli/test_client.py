@@ -34,7 +34,7 @@ def tensor(datatype: str, *shape: int) -> ModelTensor:
     return ModelTensor("X", datatype, shape)
 
 
-def back(datatype: str, shape: list[int], raw: bytes) -> Any:
+def decode_raw(datatype: str, shape: list[int], raw: bytes) -> Any:
     return decode(datatype, shape, memoryview(raw))
 
 
@@ -66,15 +66,15 @@ def test_every_datatype_is_encoded_and_decoded(datatype: str) -> None:
     value: Any = [[True, False], [False, True]] if datatype == "BOOL" else [[0, 1], [2, 64]]
     shape, raw = encode(tensor(datatype, -1, 2), value)
     assert (shape, len(raw)) == ([2, 2], 4 * ITEM_SIZE[datatype])
-    assert back(datatype, shape, raw) == value
+    assert decode_raw(datatype, shape, raw) == value
 
 
 def test_texts_go_there_and_back() -> None:
     shape, raw = encode(tensor("BYTES", -1, 2), [["", "a\x00"], ["ü", "\n"]])
     assert raw.startswith(b"\0\0\0\0\2\0\0\0a\0\2\0\0\0")
-    assert back("BYTES", shape, raw) == [["", "a\x00"], ["ü", "\n"]]
-    assert back("BYTES", [1], b"\1\0\0\0\xff") == ["\\xff"]
-    assert back("BYTES", [0], b"") == []
+    assert decode_raw("BYTES", shape, raw) == [["", "a\x00"], ["ü", "\n"]]
+    assert decode_raw("BYTES", [1], b"\1\0\0\0\xff") == ["\\xff"]
+    assert decode_raw("BYTES", [0], b"") == []
 
 
 @given(
@@ -88,7 +88,7 @@ def test_texts_go_there_and_back() -> None:
 def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
     datatype = next(name for name, dtype in NUMPY_DTYPES.items() if dtype == array.dtype)
     shape, raw = encode(ModelTensor("X", datatype, array.shape), array)
-    decoded = np.array(back(datatype, shape, raw), dtype=array.dtype).reshape(array.shape)
+    decoded = np.array(decode_raw(datatype, shape, raw), dtype=array.dtype).reshape(array.shape)
     np.testing.assert_array_equal(decoded, array)
 
 
@@ -135,7 +135,7 @@ def test_bf16_rounds_to_the_nearest_even() -> None:
     torch = pytest.importorskip("torch")
     values = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32).view(np.float32)
     _, raw = encode(tensor("BF16", -1), values)
-    array = np.array(back("BF16", [len(values)], raw), np.float32)
+    array = np.array(decode_raw("BF16", [len(values)], raw), np.float32)
     np.testing.assert_array_equal(array, torch.from_numpy(values).bfloat16().float().numpy())
 
 

@@ -100,7 +100,7 @@ def test_models_appear_and_disappear() -> None:
     st.integers(6, 60),
     st.lists(st.sampled_from(("j", "k", "\x1b[6~", "\r", "n", "p")), max_size=20),
 )
-def test_it_fits_any_terminal(count: int, width: int, height: int, keys: list[str]) -> None:
+def test_the_screen_fits_any_terminal(count: int, width: int, height: int, keys: list[str]) -> None:
     _, row = rows_of(report(0), report(10**6, pending=10**7))
     top = top_of(**{f"model_with_a_long_name_{n}": row for n in range(count)})
     for key in keys:

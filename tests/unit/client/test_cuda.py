@@ -78,7 +78,7 @@ class SupervisorContext:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._over = asyncio.Event()
+        self._stopped = asyncio.Event()
         checker = self._cuda.device_memory()
 
         def look(_: int, question: CheckMemory) -> None:
@@ -101,7 +101,7 @@ class SupervisorContext:
             load_on_demand=nobody,
         )
         self._ready.set()
-        await self._over.wait()
+        await self._stopped.wait()
         local_clients.connections.close()
         registry.close()
 
@@ -131,7 +131,7 @@ class SupervisorContext:
             self.worker.context.mappings.unmap(dropped.memory_id)
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
+        self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
         self.link.close()
 

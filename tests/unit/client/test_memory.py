@@ -428,18 +428,18 @@ def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
 
 
 def test_lists_keep_their_numbers() -> None:
-    def taken(value: object, datatype: str) -> list[object]:
+    def converted(value: object, datatype: str) -> list[object]:
         array, called = as_array(value, TensorSpec("x", datatype, (-1,)), "x")
         assert called == datatype
         return list(array.tolist())
 
-    assert taken([1, 2.0, True], "INT32") == [1, 2, 1]
-    assert taken([], "INT8") == []
-    assert taken([1, 0], "BOOL") == [True, False]
-    assert taken([2**63], "UINT64") == [2**63]
-    assert taken([0.1], "FP32") == [np.float32(0.1)]
+    assert converted([1, 2.0, True], "INT32") == [1, 2, 1]
+    assert converted([], "INT8") == []
+    assert converted([1, 0], "BOOL") == [True, False]
+    assert converted([2**63], "UINT64") == [2**63]
+    assert converted([0.1], "FP32") == [np.float32(0.1)]
     # BF16 as bit patterns: 1.0 is 0x3f80.
-    assert taken([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+    assert converted([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_models_follow_the_news() -> None:
         models.resolve("other", "")
 
 
-def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
+def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
     prepared = ClientTemplate(
         ClientModel(published()).signature, [TensorTemplate("x", "FP32", (1, 0), 0)], (), memories
     )

@@ -43,7 +43,7 @@ def tcp_pair(
             yield ours, theirs
 
 
-def found(ours: socket.socket) -> Peer | None:
+def peer_of(ours: socket.socket) -> Peer | None:
     return loopback_peer(ours.getsockname()[:2], ours.getpeername()[:2])
 
 
@@ -64,14 +64,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_the_user_of_a_loopback_connection(listen: str, connect: str) -> None:
     with tcp_pair(listen, connect) as (ours, _):
-        assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        assert peer_of(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
 
 
 @needs_users
 @pytest.mark.usefixtures("way")
 def test_another_user_of_a_loopback_connection() -> None:
     with tcp_pair(uid=ALICE) as (ours, _):
-        assert found(ours) == Peer(ALICE)
+        assert peer_of(ours) == Peer(ALICE)
 
 
 @needs_users
@@ -83,19 +83,19 @@ def test_a_closed_socket_belongs_to_no_user() -> None:
     """
     with tcp_pair(uid=ALICE) as (ours, theirs):
         theirs.close()
-        assert found(ours) is None
+        assert peer_of(ours) is None
 
 
 @pytest.mark.usefixtures("way")
 def test_a_connection_that_is_not_there() -> None:
     """Holds also if a server listens at the client's port."""
     with tcp_pair() as (ours, _), socket.create_server(("127.0.0.1", 0)) as other:
-        here = ours.getsockname()
+        address = ours.getsockname()
         for port in (1, other.getsockname()[1]):
-            assert loopback_peer(here, ("127.0.0.1", port)) is None
+            assert loopback_peer(address, ("127.0.0.1", port)) is None
 
 
-def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host may have ten thousand recently closed connections, which a lookup must not scan."""
     with tcp_pair() as (ours, theirs):
         try:
@@ -103,7 +103,7 @@ def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
         except OSError:
             pytest.skip("needs a kernel with sock_diag for TCP")
         monkeypatch.setattr(peers, "_tables", None)
-        assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        assert peer_of(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
         address = ours.getpeername()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()  # a linger time of 0 makes the kernel remove the connection at once

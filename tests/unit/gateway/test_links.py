@@ -79,7 +79,7 @@ class Rig:
         self.router.close()
 
 
-async def held(condition: Callable[[], bool]) -> None:
+async def turn_until(condition: Callable[[], bool]) -> None:
     """Let the loop turn until a condition holds."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -189,7 +189,7 @@ def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
         first, second = rig.send_request(1), rig.send_request(2)
         await rig.receive(2)
         await rig.send_response(m.Finished(2, b"", []), m.Failed(1, "INTERNAL", "no", 0, False))
-        await held(lambda: not rig.schedulers)
+        await turn_until(lambda: not rig.schedulers)
         assert [type(message) for message in first.messages] == [m.Failed]
         assert [type(message) for message in second.messages] == [m.Finished]
         assert first.ended and second.ended
@@ -231,7 +231,7 @@ def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: boo
         request = rig.send_request(1) if inflight else None
         (link,) = rig.schedulers._table
         rig.router.close()
-        await held(lambda: not link.connected)
+        await turn_until(lambda: not link.connected)
         assert list(rig.schedulers._table) == ([link] if inflight else [])
         rig.schedulers.fail_over(rig.endpoint, "")
         assert not list(rig.schedulers._table)

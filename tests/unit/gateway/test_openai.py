@@ -122,8 +122,8 @@ def test_stop_reasons_of_choices() -> None:
 def test_the_role_is_only_in_the_first_chunk() -> None:
     choices = Choices(CHAT_FORMAT, "m", 2)
     deltas = [
-        choices.add(0, Delta(sample, text, over))["delta"]
-        for sample, text, over in ((0, "a", ""), (1, "b", ""), (0, "c", ""), (0, "", "length"))
+        choices.add(0, Delta(sample, text, reason))["delta"]
+        for sample, text, reason in ((0, "a", ""), (1, "b", ""), (0, "c", ""), (0, "", "length"))
     ]
     assert deltas == [
         {"role": "assistant", "content": "a"},

@@ -127,7 +127,7 @@ def simple(**members: Any) -> dict[str, Any]:
     return {"inputs": inputs, **members}
 
 
-def one(datatype: str, size: int, data: list[Any]) -> dict[str, Any]:
+def one_input_body(datatype: str, size: int, data: list[Any]) -> dict[str, Any]:
     return {"inputs": [{"name": "IN", "datatype": datatype, "shape": [size], "data": data}]}
 
 
@@ -144,25 +144,25 @@ OURS = {
         400,
         "JSON input 'IN' has a byte_size (4398046511104 bytes) that exceeds the maximum allowed "
         "value of 67108864 bytes. Use --http-max-input-size to increase the limit.",
-    ): one("INT32", 2**40, [1]),
+    ): one_input_body("INT32", 2**40, [1]),
     (
         "id_INT32",
         500,
         "Failed to parse 'data' field: shape does not match true shape (input 'IN': its shape has "
         "2 elements, 1 are given)",
-    ): one("INT32", 2, [1]),
+    ): one_input_body("INT32", 2, [1]),
     (
         "id_BYTES",
         500,
         "Unable to parse 'data': shape does not match true shape of 'data' field (input 'IN': its "
         "shape has 1 elements, more are given)",
-    ): one("BYTES", 1, ["a", "b"]),
+    ): one_input_body("BYTES", 1, ["a", "b"]),
     (
         "id_INT32",
         400,
         "invalid datatype for input IN ('INT33'; allowed: BOOL, UINT8, UINT16, UINT32, UINT64, "
         "INT8, INT16, INT32, INT64, FP16, FP32, FP64, BYTES, BF16)",
-    ): one("INT33", 1, [1]),
+    ): one_input_body("INT33", 1, [1]),
     ("simple", 400, "JSON nesting depth exceeds maximum allowed limit (100)"): (
         b"[" * 101 + b"]" * 101
     ),

@@ -20,7 +20,7 @@ def after(waits: list[int], requests: int = 1, cores: int = 2) -> BusyPoll:
     return busy_poll
 
 
-def test_it_begins_asleep() -> None:
+def test_a_busy_poll_begins_asleep() -> None:
     assert not BusyPoll(2).should_spin[False] and not BusyPoll(2).should_spin[True]
 
 

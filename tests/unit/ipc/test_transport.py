@@ -116,12 +116,12 @@ def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer)
     dealer.send(large)
     router.post(b"me", large)
     router.flush()
-    there: list[Any] = []
-    back: list[Any] = []
-    while not (there and back):
-        there += router.receive()
-        back += dealer.receive()
-    assert there == [(b"me", large)] and back == [large]
+    at_router: list[Any] = []
+    at_dealer: list[Any] = []
+    while not (at_router and at_dealer):
+        at_router += router.receive()
+        at_dealer += dealer.receive()
+    assert at_router == [(b"me", large)] and at_dealer == [large]
 
 
 def test_an_identity_that_is_taken_is_refused(router: Router, dealer: Dealer) -> None:

@@ -97,7 +97,7 @@ def test_a_mistake_in_padding_is_reported(padding: Any, text: str) -> None:
     assert "parameters[\"padding\"]: parameter 'padding' " in message
 
 
-def test_it_takes_a_batch() -> None:
+def test_padding_requires_a_batch_dimension() -> None:
     assert "requires a max_batch_size of at least 1" in padding_error(GOOD, most=0)
 
 

@@ -256,6 +256,6 @@ def test_consequent_errors_are_not_reported(text: str, unread: list[str], more: 
         ),
     ],
 )  # fmt: skip
-def test_nor_about_what_a_model_is(text: str, keys: list[str]) -> None:
+def test_consequent_errors_of_a_model_kind_are_not_reported(text: str, keys: list[str]) -> None:
     lines = problems(text).splitlines()
     assert [line.split(": ")[1] for line in lines] == keys

@@ -59,7 +59,7 @@ def optimum(measure: Callable[[Candidate], Trial]) -> float:
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 8])
 @pytest.mark.parametrize(("a", "b"), [(4, 0.4), (1, 1), (10, 0.1), (0.5, 3), (12, 2), (28, 0.5)])
-def test_it_finds_the_best_in_few_runs(a: float, b: float, cores: int) -> None:
+def test_the_search_finds_the_best_in_few_runs(a: float, b: float, cores: int) -> None:
     measure = model(a, b, cores)
     search = Search(measure, TARGET_MS, SPACE, 60)
     best = search.run(START)

@@ -39,7 +39,7 @@ def _members(node: ast.ClassDef) -> set[str]:
     return {definition.name for definition in node.body if isinstance(definition, kinds)}
 
 
-def test_it_is_read_in_one_go() -> None:
+def test_the_page_is_short() -> None:
     lines = PAGE.splitlines()
     assert len(lines) <= MAX_LINES
     assert not [line for line in lines if len(line) > MAX_CHARACTERS]

@@ -35,7 +35,7 @@ def fixed(delay_ms: float, most: int = 32) -> DynamicBatcher:
 
 
 @given(st.floats(0.1, 100), st.floats(0.0, 10), st.integers(0, 1000))
-def test_it_learns_the_line(setup_ms: float, each_ms: float, seed: int) -> None:
+def test_the_model_learns_the_line(setup_ms: float, each_ms: float, seed: int) -> None:
     sizes, time = random.Random(seed), SizeTimes(64)
     for _ in range(100):
         size = sizes.randint(1, 32)
@@ -126,8 +126,8 @@ def test_estimated_times_are_never_negative(seen: list[tuple[int, float]]) -> No
 def test_a_burst_ends_when_every_client_has_sent() -> None:
     arrivals, clock = Arrivals(), count(0, MS)
     for _ in range(80):
-        for here in (1, 2, 3):
-            arrivals.record_arrival(next(clock), here, 5 * MS)
+        for queued in (1, 2, 3):
+            arrivals.record_arrival(next(clock), queued, 5 * MS)
         now = [next(clock) for _ in range(20)][-1]
         arrivals.record_batch(now, 0, 5 * MS)
     assert now < arrivals.next_by_ns <= now + 2 * MS
@@ -135,10 +135,10 @@ def test_a_burst_ends_when_every_client_has_sent() -> None:
     assert len(burst) == 3 and burst[-1][0] == pytest.approx(3, rel=0.05)
     assert burst[-1][1] == pytest.approx(3 * MS, rel=0.1)
     assert len(list(arrivals.burst(2))) == 2
-    for here in (1, 2):
+    for queued in (1, 2):
         now = next(clock)
-        arrivals.record_arrival(now, here, 5 * MS)
-        assert arrivals.next_by_ns > now and len(list(arrivals.burst(8))) == 3 - here
+        arrivals.record_arrival(now, queued, 5 * MS)
+        assert arrivals.next_by_ns > now and len(list(arrivals.burst(8))) == 3 - queued
     arrivals.record_arrival(next(clock), 3, 5 * MS)
     assert arrivals.next_by_ns == 0 and not list(arrivals.burst(8))
 
@@ -191,22 +191,22 @@ def learned(
     clock, now = random.Random(3), 0
     for _ in range(60):
         size = clock.randint(1, 16)
-        for here in range(1, 17):
+        for queued in range(1, 17):
             now += int(gap_ms * MS)
-            batcher.record_arrival(now, here)
+            batcher.record_arrival(now, queued)
         now += (10 + size) * MS
         batcher.record_batch(now, 0, size, (10 + size) * MS, [MS])
     batcher._waiting.waits = True
     return batcher, now
 
 
-def test_it_waits_for_a_burst_and_not_past_its_end() -> None:
+def test_the_batcher_waits_for_a_burst_and_not_past_its_end() -> None:
     batcher, now = learned(1000, gap_ms=0.1)
     queue: list[Item] = []
-    for here in range(1, 16):
+    for queued in range(1, 16):
         now += MS // 10
         queue.append(Item(now))
-        batcher.record_arrival(now, here)
+        batcher.record_arrival(now, queued)
         decision = batcher.decide(now, queue, 0)
         assert isinstance(decision, WaitUntil) and now < decision.ns < now + MS
     batcher.record_arrival(now, 16)
@@ -214,20 +214,20 @@ def test_it_waits_for_a_burst_and_not_past_its_end() -> None:
     assert batcher.decide(now, queue, 0) == Batch(16, CloseReason.IDLE)
 
 
-def test_it_does_not_wait_longer_than_the_setup_of_an_execution() -> None:
+def test_the_batcher_waits_no_longer_than_the_setup_of_an_execution() -> None:
     batcher, now = learned(1000, gap_ms=1)
-    began, queue, here = now, [], 0
+    began, queue, queued = now, [], 0
     while True:
-        now, here = now + MS, here + 1
+        now, queued = now + MS, queued + 1
         queue.append(Item(now))
         batcher.record_arrival(now, 3)  # more requests seem to be in transit
         decision = batcher.decide(now, queue, 0)
         if isinstance(decision, Batch):
             break
-    assert decision == Batch(here, CloseReason.IDLE) and now - began <= 12 * MS
+    assert decision == Batch(queued, CloseReason.IDLE) and now - began <= 12 * MS
 
 
-def test_it_does_not_wait_where_the_target_would_be_missed() -> None:
+def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
     batcher, now = learned(14, gap_ms=0.1)
     batcher.record_arrival(now, 1)
     assert isinstance(batcher.decide(now, [Item(now)], 0), WaitUntil)
@@ -270,16 +270,16 @@ def situations(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
     """Draw a batcher that has learned any load, the time, and a queue."""
     most = draw(st.integers(1, 12))
     batcher: Batcher = adaptive(draw(st.sampled_from([1, 20, 500])), most)
-    now = here = 0
+    now = queued = 0
     for step in draw(st.lists(st.integers(0, 30), max_size=120)):
         now += step * MS
-        if draw(st.booleans()) or not here:
-            here += 1
-            batcher.record_arrival(now, here)
+        if draw(st.booleans()) or not queued:
+            queued += 1
+            batcher.record_arrival(now, queued)
         else:
-            done = draw(st.integers(1, min(here, most)))
-            here -= done
-            batcher.record_batch(now, here, done, step * MS, [step * MS] * done)
+            done = draw(st.integers(1, min(queued, most)))
+            queued -= done
+            batcher.record_batch(now, queued, done, step * MS, [step * MS] * done)
     item = st.builds(
         Item,
         enqueued_ns=st.integers(now - 40 * MS, now),

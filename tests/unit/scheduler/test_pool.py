@@ -235,7 +235,7 @@ def retired(pool: Pool) -> list[int]:
     return pool.take_retired(lambda slot: False)
 
 
-def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more(pool: Pool) -> None:
+def test_a_retiring_instance_finishes_its_work_and_receives_no_more(pool: Pool) -> None:
     peer = ready(pool)
     slot = pool.assign(execution())
     pool.retire(0)

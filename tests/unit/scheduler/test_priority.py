@@ -59,9 +59,9 @@ class AgainstAList(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         """Remove a request, which may have been removed before."""
         chosen = data.draw(st.sampled_from(self.requests))
-        there = chosen in self._expected()
+        is_expected = chosen in self._expected()
         self._drop([chosen])
-        assert self.queue.remove(chosen) is there
+        assert self.queue.remove(chosen) is is_expected
 
     @rule(data=st.data(), back=st.booleans())
     def take(self, data: st.DataObject, back: bool) -> None:

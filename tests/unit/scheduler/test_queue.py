@@ -96,10 +96,10 @@ def test_a_clients_clock_is_believed_only_as_far_as_it_can_be_true() -> None:
 def test_a_request_expires_strictly_after_its_timeout() -> None:
     queue = backlog({"default_timeout_microseconds": 100})
     request = admit(queue)
-    over = NOW + 100_000
-    assert queue.timers.due_ns == over + 1
-    assert queue.expired(over) == []
-    assert queue.expired(over + 1) == [request]
+    deadline_passed = NOW + 100_000
+    assert queue.timers.due_ns == deadline_passed + 1
+    assert queue.expired(deadline_passed) == []
+    assert queue.expired(deadline_passed + 1) == [request]
     assert queue.timers.due_ns == NEVER
 
 

@@ -401,7 +401,9 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int, int]]) -> None:
+def test_the_cache_keeps_the_last_used_entries_within_its_bound(
+    steps: list[tuple[str, int, int]],
+) -> None:
     """Rule 3.8.5: the size in bytes is bounded, the least recently used entry is evicted, and
     no entry is larger than the cache.
     """

@@ -121,7 +121,7 @@ def test_the_table_has_an_end() -> None:
     assert figures[str(LAST_INDEX)]["success"][0] == 5
 
 
-def test_they_are_not_among_what_is_kept_once_a_second_and_outlive_their_scheduler() -> None:
+def test_counts_are_carried_to_the_next_scheduler() -> None:
     rig, peer, _, key = begun()
     give(rig, peer, key, MS, 1)
     counts = CarriedCounters(lambda _: None)

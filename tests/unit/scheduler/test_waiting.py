@@ -70,7 +70,7 @@ def test_a_wait_without_messages_times_out(pipes: list[tuple[int, int]], wait_ns
     assert waiter.wait(time.monotonic_ns() + wait_ns, 0) == []
 
 
-def test_one_that_is_watched_no_longer(pipes: list[tuple[int, int]]) -> None:
+def test_a_pipe_that_is_no_longer_watched(pipes: list[tuple[int, int]]) -> None:
     waiter = Waiter()
     (first, writes), (second, _) = pipes
     waiter.watch(first, lambda: None)

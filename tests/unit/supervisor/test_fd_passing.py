@@ -9,7 +9,7 @@ from shmserve.supervisor.local_clients import connections
 from tests.support.waiting import until
 
 
-def test_one_that_fails_to_close_keeps_no_other_open(
+def test_a_descriptor_that_fails_to_close_keeps_no_other_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file fails to close if its file system cannot write the remaining data."""

@@ -89,12 +89,12 @@ async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(fol
     registry = LocalMemory(capabilities, RegionOpener(POLICY), RecordedProcesses(), print)
     nobody: Any = None
 
-    def gone(number: int) -> None:
+    def release_place(number: int) -> None:
         registry.release(number)
         left.set()
 
     local_clients = LocalClientServer(
-        folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone, nobody
+        folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), release_place, nobody
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
         program.connect(str(endpoints.listener(folder)))
@@ -180,13 +180,13 @@ async def test_a_model_with_many_inputs_ends_no_connection(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(local_clients.connections.close)
-        there = stack.enter_context(come(folder))
-        assert _names(await _receive(there, 3)) == {"plain"}
+        link = stack.enter_context(come(folder))
+        assert _names(await _receive(link, 3)) == {"plain"}
         number = known.begin(local_clients.numbers())
         local_clients.announce(replace(wide, acknowledge=number))
-        (message,) = await _receive(there, 1, hello=False)
+        (message,) = await _receive(link, 1, hello=False)
         assert isinstance(message, m.ModelPublished if fits else m.ModelWithdrawn)
-        there.send(frames.pack([Acknowledged(message.acknowledge)]))
+        link.send(frames.pack([Acknowledged(message.acknowledge)]))
         while not known.is_acknowledged(number):
             await known.next_complete()
         models.insert(0, wide)

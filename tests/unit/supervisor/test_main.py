@@ -16,7 +16,7 @@ def test_variables_of_the_operator_win() -> None:
     assert given.items() <= _worker_environment(given, Path("/run")).items()
 
 
-def test_it_imports_nothing_that_only_its_children_need() -> None:
+def test_the_supervisor_imports_nothing_that_only_its_children_need() -> None:
     """Each of these takes a tenth of a second, or more, before any child is started."""
     program = "import sys, shmserve.supervisor.main; print(*sys.modules)"
     done = run_python("-c", program, check=True)

@@ -168,14 +168,14 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     held: dict[Any, None] = {}
     waiting: dict[Any, None] = {}
     passed: dict[Any, int] = {}
-    for number, (what, member, index) in enumerate(steps):
+    for number, (action, member, index) in enumerate(steps):
         member %= len(members)
-        if what < 2:
+        if action < 2:
             index %= len(members[member])
             waiting[member, number] = None
             needs[member, number] = members[member][index]
             granted = rate_limiter.ask(member, index, number)
-        elif what == 2 and (held or waiting):
+        elif action == 2 and (held or waiting):
             key = random.Random(number).choice([*held, *waiting])
             held.pop(key, None)
             waiting.pop(key, None)

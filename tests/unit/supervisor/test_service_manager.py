@@ -68,7 +68,7 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
         ({"WATCHDOG_USEC": "soon"}, 0.0),
     ],
 )
-def test_it_may_ask_for_signs_of_life(
+def test_the_watchdog_interval(
     address_and_socket: tuple[str, socket.socket],
     expected_environment: dict[str, str],
     watchdog_s: float,
@@ -79,7 +79,7 @@ def test_it_may_ask_for_signs_of_life(
     manager.close()
 
 
-async def test_it_is_asked_to_wait(address_and_socket: tuple[str, socket.socket]) -> None:
+async def test_the_start_timeout_is_extended(address_and_socket: tuple[str, socket.socket]) -> None:
     address, sock = address_and_socket
     manager = ServiceManager(address)
     waiting = asyncio.ensure_future(manager.keep_waiting())

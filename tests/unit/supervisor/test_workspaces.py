@@ -225,18 +225,18 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
             assert offset + first[2] <= CAPACITY
             leases[offset] = owner, first[2]
 
-    for number, (what, who, size) in enumerate(steps):
-        if what == "ask":
-            waiting.append((who, number, size))
-            take(pool.ask(who, number, size))
-        elif what == "release" and leases:
-            offset = sorted(leases)[who % len(leases)]
+    for number, (action, worker, size) in enumerate(steps):
+        if action == "ask":
+            waiting.append((worker, number, size))
+            take(pool.ask(worker, number, size))
+        elif action == "release" and leases:
+            offset = sorted(leases)[worker % len(leases)]
             owner, _ = leases.pop(offset)
             take(pool.release(owner, offset))
-        elif what == "drop":
-            leases = {at: lease for at, lease in leases.items() if lease[0] != who}
-            waiting = deque(lease for lease in waiting if lease[0] != who)
-            take(pool.drop(who))
+        elif action == "drop":
+            leases = {at: lease for at, lease in leases.items() if lease[0] != worker}
+            waiting = deque(lease for lease in waiting if lease[0] != worker)
+            take(pool.drop(worker))
         pool.check_integrity()
         assert pool.waiting == len(waiting)
         assert leases or not waiting  # if nothing is leased, no request waits

@@ -123,5 +123,5 @@ def test_the_plan_is_aligned() -> None:
     assert (offsets, size) == ([0, 512, 1024, 2048], 2560)
 
 
-def test_it_is_found_by_name() -> None:
+def test_the_backend_is_found_by_name() -> None:
     assert backends.find(ModelSpec.of({"backend": "ascend"})) is AscendBackend

@@ -342,7 +342,7 @@ def test_an_output_too_large_for_its_range_fails_that_request(worker: Rig, regio
 
 
 def test_only_requested_outputs_travel(worker: Rig) -> None:
-    def both(requests: list[Request]) -> list[Response]:
+    def respond_with_three(requests: list[Request]) -> list[Response]:
         return [
             Response(
                 [
@@ -358,7 +358,7 @@ def test_only_requested_outputs_travel(worker: Rig) -> None:
         [tensor_config("X", "FP32", [-1])],
         [tensor_config("A", "INT32", [1]), tensor_config("B", "INT32", [1])],
     )
-    worker.serve(FunctionBackend(worker.context, both), config)
+    worker.serve(FunctionBackend(worker.context, respond_with_three), config)
     x = tensor("X", np.zeros(1, F32))
     for outputs, names in (((), ["A", "B"]), ([RequestedOutput("B")], ["B"])):
         (reply,) = worker.batch(inference(x, outputs=outputs))

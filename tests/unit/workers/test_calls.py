@@ -64,13 +64,13 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
     )
 
 
-def call(calls: CallRouter, what: CallRequest) -> CallResponse:
-    return calls.submit_now(UnaryBlsCall(calls, what)).wait()
+def call(calls: CallRouter, call_request: CallRequest) -> CallResponse:
+    return calls.submit_now(UnaryBlsCall(calls, call_request)).wait()
 
 
-def call_soon(calls: CallRouter, what: CallRequest) -> asyncio.Future[CallResponse]:
+def call_soon(calls: CallRouter, call_request: CallRequest) -> asyncio.Future[CallResponse]:
     future: asyncio.Future[CallResponse] = asyncio.get_running_loop().create_future()
-    calls.submit_soon(UnaryBlsCall(calls, what, future), future)
+    calls.submit_soon(UnaryBlsCall(calls, call_request, future), future)
     return future
 
 
@@ -88,7 +88,7 @@ def doubled(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
 
 def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    what = request(
+    call_request = request(
         outputs=["Y"],
         request_id="me",
         parameters={"a": 1, "deadline_us": 20},
@@ -96,7 +96,7 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
         flags=1,
         timeout_us=10,
     )
-    running = callees.run(call, router, what)
+    running = callees.run(call, router, call_request)
     question = callees.answer_find("s1")
     assert (question.name, question.version) == ("other", "")
     submit = scheduler.next(m.Submit)
@@ -104,7 +104,11 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
     assert submit.deadline_ns == submit.arrived_ns + 20_000
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
-    assert (inference.parameters, submit.correlation_id, submit.flags) == (what.parameters, 7, 1)
+    assert (inference.parameters, submit.correlation_id, submit.flags) == (
+        call_request.parameters,
+        7,
+        1,
+    )
     scheduler.send(doubled(submit))
     reply = running.result(10)
     assert values(reply) == [2.0, 4.0]
@@ -205,8 +209,8 @@ def test_inputs_in_memory_of_the_request_stay_there(
 ) -> None:
     scheduler, region = callees.scheduler("s1"), Region(4096)
     memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
-    what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
-    running = callees.run(call, router, what)
+    call_request = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
+    running = callees.run(call, router, call_request)
     callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
     assert work(submit).inputs[0].data == memory_range
@@ -358,11 +362,11 @@ def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) ->
 def test_many_at_once_from_a_coroutine(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
 
-    async def many() -> list[list[float]]:
+    async def call_many() -> list[list[float]]:
         replies = [call_soon(router, request([n])) for n in range(20)]
         return [values(reply) for reply in await asyncio.gather(*replies)]
 
-    running = callees.run(asyncio.run, many())
+    running = callees.run(asyncio.run, call_many())
     callees.answer_find("s1")
     submits = [scheduler.next(m.Submit) for _ in range(20)]
     for submit in reversed(submits):
@@ -396,14 +400,14 @@ def test_a_coroutine_is_notified_of_losses_and_errors(
 ) -> None:
     first, second = callees.scheduler("s1"), callees.scheduler("s2")
 
-    async def both() -> tuple[list[float], str]:
+    async def call_both() -> tuple[list[float], str]:
         one, two = call_soon(router, request()), call_soon(router, request())
         reply = await one
         with pytest.raises(InvalidArgument) as caught:
             await two
         return values(reply), str(caught.value)
 
-    running = callees.run(asyncio.run, both())
+    running = callees.run(asyncio.run, call_both())
     callees.answer_find("s1")
     first.next(m.Submit)
     first.next(m.Submit)
@@ -444,10 +448,10 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     callees.answer_find("s1")
     first = scheduler.next(m.Submit)
 
-    async def one() -> list[float]:
+    async def call_once() -> list[float]:
         return values(await call_soon(router, request([2])))
 
-    other = callees.run(asyncio.run, one())
+    other = callees.run(asyncio.run, call_once())
     second = scheduler.next(m.Submit)
     scheduler.send(doubled(second), doubled(first))
     assert other.result() == [4.0]

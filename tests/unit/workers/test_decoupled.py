@@ -208,7 +208,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
     assert arena.used == 0
 
 
-def test_one_that_cannot_be_written_is_an_error_and_no_end(
+def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
     model: Model, pump: Callable[[], None]
 ) -> None:
     region = Region(4096)
@@ -536,7 +536,7 @@ def test_a_client_that_does_not_read_stops_send(
     assert [values[0] for values in responses] == list(range(count)) and end == "end"
 
 
-def test_so_it_is_in_execute_itself(model: Model) -> None:
+def test_send_waits_for_credit_in_execute_itself(model: Model) -> None:
     """The loop's thread reads the socket while it waits for credit within `execute`."""
     model.serve(
         """

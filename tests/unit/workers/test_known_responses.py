@@ -170,10 +170,10 @@ def test_rows_of_another_number_are_checked(worker: Rig) -> None:
         [tensor_config("X", "FP32", [1])], [tensor_config("Y", "FP32", [1])], max_batch_size=8
     )
 
-    def two(requests: list[Request]) -> list[Response]:
+    def two_rows(requests: list[Request]) -> list[Response]:
         return [Response([Output("Y", "FP32", np.ones((2, 1), np.float32))]) for _ in requests]
 
-    worker.serve(FunctionBackend(worker.context, two), config)
+    worker.serve(FunctionBackend(worker.context, two_rows), config)
     for rows, code in [(2, "")] * 4 + [(3, "INTERNAL"), (2, "")]:
         (reply,) = worker.batch(inference(tensor("X", np.ones((rows, 1), np.float32))))
         assert reply.code == code

@@ -200,7 +200,7 @@ async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_one_that_computes_for_long_can_look_whether_its_client_has_left(
+def test_a_long_computation_can_check_whether_its_client_has_disconnected(
     worker: Rig, kind: str
 ) -> None:
     iterator = "AsyncIterator" if "async" in kind else "Iterator"
@@ -278,7 +278,7 @@ def test_many_that_wait_for_their_clients_hold_up_no_other(worker: Rig) -> None:
         assert model.responses(1)[-1] == "end"
 
 
-def test_so_many_run_at_a_time(worker: Rig) -> None:
+def test_max_streams_run_at_a_time(worker: Rig) -> None:
     body = f"""
 max_streams = 2
 go = threading.Event()

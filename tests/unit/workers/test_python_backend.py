@@ -371,7 +371,7 @@ def test_returns_that_are_none(model: Model, returned: str, text: str) -> None:
     assert model.infer(0) == [failed(text)]
 
 
-def test_one_entry_that_is_none_of_a_batch(model: Model) -> None:
+def test_an_entry_of_a_batch_that_is_none(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):

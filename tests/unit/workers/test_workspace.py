@@ -39,11 +39,13 @@ class OnDevice:
     exported: Exported
     workspace: Workspace
     mappings: Mappings
-    came: list[tuple[LeaseWorkspace | ReturnWorkspace, int]] = field(default_factory=list)
+    received: list[tuple[LeaseWorkspace | ReturnWorkspace, int]] = field(default_factory=list)
 
     def returned(self) -> list[int]:
         """Return the offsets of the returned leases."""
-        return [message.offset for message, _ in self.came if isinstance(message, ReturnWorkspace)]
+        return [
+            message.offset for message, _ in self.received if isinstance(message, ReturnWorkspace)
+        ]
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def supervise(router: Router, device: OnDevice, memory: Memory, ended: threading
     pools.allocated("cuda:0", memory)
     while not ended.is_set():
         for _, message in arrived(router, 0.02):
-            device.came.append((message, len(device.cuda.calls)))
+            device.received.append((message, len(device.cuda.calls)))
             pools.handle(1, message)
         router.flush()
     pools.close()
@@ -84,10 +86,10 @@ def supervise(router: Router, device: OnDevice, memory: Memory, ended: threading
 def settled(worker: OnDevice, count: int, kind: type = ReturnWorkspace) -> None:
     """Wait until `count` leases were returned, or requested."""
     for _ in range(500):
-        if sum(isinstance(message, kind) for message, _ in worker.came) == count:
+        if sum(isinstance(message, kind) for message, _ in worker.received) == count:
             return
         threading.Event().wait(0.01)
-    raise AssertionError(worker.came)
+    raise AssertionError(worker.received)
 
 
 def test_a_lease_is_a_tensor_and_is_returned_after_the_devices_work(worker: OnDevice) -> None:
@@ -97,7 +99,7 @@ def test_a_lease_is_a_tensor_and_is_returned_after_the_devices_work(worker: OnDe
         assert not worker.returned()
     settled(worker, 1)
     assert (worker.exported.content[:MB] == 7).all() and not worker.exported.content[MB:].any()
-    _, call_count = worker.came[-1]
+    _, call_count = worker.received[-1]
     assert worker.cuda.calls[:call_count] == [("open", 0), ("synchronize", 0)]
 
 

@@ -49,56 +49,8 @@ _MAX_TOKENIZED = 1 << 20  # maximum number of tokens of /tokenize, unless the mo
 _SLICE_BYTES = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
 
 
-class LongText:
-    """A long text in the memory of a request, which the thread of long prompts reads in slices.
-
-    Copying the text at once would hold the GIL, which delays all streams of the model.
-
-    Attributes:
-        raw: The bytes of the text.
-    """
-
-    def __init__(self, name: str, raw: memoryview) -> None:
-        self._name = name
-        self.raw = raw
-
-    def __len__(self) -> int:
-        """Return the number of bytes."""
-        return len(self.raw)
-
-    def whole(self) -> str:
-        """Return the text.
-
-        Raises:
-            InvalidArgument: The text is not UTF-8.
-        """
-        return self.ending(len(self))[0]
-
-    def ending(self, max_characters: int) -> tuple[str, int]:
-        """Return at most `most` of the last characters, and the number of all characters.
-
-        Raises:
-            InvalidArgument: The text is not UTF-8.
-        """
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        pieces: list[str] = []
-        count = 0
-        try:
-            for begin in range(0, len(self.raw), _SLICE_BYTES):
-                data = bytes(self.raw[begin : begin + _SLICE_BYTES])
-                pieces.append(decoder.decode(data, final=begin + _SLICE_BYTES >= len(self.raw)))
-                count += len(pieces[-1])
-                # Every slice has at least a quarter as many characters as bytes.
-                del pieces[: -(4 * max_characters // _SLICE_BYTES + 2)]
-                time.sleep(0)  # releases the GIL
-        except UnicodeDecodeError:
-            beginning = clip(repr(bytes(self.raw[:LONG])))
-            raise InvalidArgument(f"{self._name}: {beginning} is not UTF-8") from None
-        return "".join(pieces)[-max_characters:], count
-
-
 def read_inputs(request: Request, max_bytes: int) -> dict[str, Any]:
-    """Return copies of the inputs of a request, except that a `LongText` refers to its memory.
+    """Return copies of the inputs of a request, except that a long text is a view of its memory.
 
     Args:
         request: The request.
@@ -118,7 +70,7 @@ def read_inputs(request: Request, max_bytes: int) -> dict[str, Any]:
         size = raw.nbytes
         is_long = name in _INPUTS and size > max_bytes
         if is_long and truncates and name != "input_ids" and tensor.is_text():
-            inputs[name] = LongText(name, raw[4:])
+            inputs[name] = raw[4:]
             continue
         if is_long and not truncates:
             raise InvalidArgument(
@@ -148,6 +100,39 @@ def prompt_input(inputs: Mapping[str, Any]) -> str:
     return names[0]
 
 
+def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple[str, int]:
+    """Return at most `max_characters` of the last characters of a text, and the number of all.
+
+    A long text in the memory of a request is decoded in slices. Decoding the text at once would
+    hold the GIL, which delays all streams of the model.
+
+    Raises:
+        InvalidArgument: The text is not UTF-8.
+    """
+    if isinstance(text, str):
+        return text[-max_characters:], len(text)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    pieces: list[str] = []
+    count = 0
+    try:
+        for begin in range(0, len(text), _SLICE_BYTES):
+            data = bytes(text[begin : begin + _SLICE_BYTES])
+            pieces.append(decoder.decode(data, final=begin + _SLICE_BYTES >= len(text)))
+            count += len(pieces[-1])
+            # Every slice has at least a quarter as many characters as bytes.
+            del pieces[: -(4 * max_characters // _SLICE_BYTES + 2)]
+            time.sleep(0)  # releases the GIL
+    except UnicodeDecodeError:
+        beginning = clip(repr(bytes(text[:LONG])))
+        raise InvalidArgument(f"{name}: {beginning} is not UTF-8") from None
+    return "".join(pieces)[-max_characters:], count
+
+
+def read_whole(name: str, text: str | memoryview) -> str:
+    """Return a text; see `read_ending`."""
+    return read_ending(name, text, len(text))[0]
+
+
 class PromptText(NamedTuple):
     """The tokens of a prompt, and its text if responses repeat it.
 
@@ -165,7 +150,7 @@ class RenderedChat(NamedTuple):
 
     tools: ToolRequest | None
     hides_reasoning: bool
-    text: str | LongText
+    text: str | memoryview
 
 
 def _take_options(chat: dict[str, Any]) -> tuple[ToolRequest | None, bool]:
@@ -223,7 +208,7 @@ class PromptReader:
         if "messages" in inputs:
             tools, hides_reasoning, rendered = self._render(inputs["messages"])
             inputs = {**inputs, "messages": rendered}
-            ending = rendered.ending(LONG)[0] if isinstance(rendered, LongText) else rendered
+            ending, _ = read_ending("messages", rendered, LONG)
             message_format = self._formats.make_format(tools, ending, hides_reasoning)
             if message_format is not None:
                 has_body = bool(parameters.grammar[0])
@@ -291,8 +276,7 @@ class PromptReader:
             text = inputs.get("text_input")
             if text is None:
                 text = self._render(inputs["messages"]).text
-            if isinstance(text, LongText):
-                text = text.whole()
+            text = read_whole("prompt", text)
             self._check_length("prompt", text, max(self._max_length, _MAX_TOKENIZED))
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             outputs["token_ids"] = "INT32", encoding.ids
@@ -320,12 +304,12 @@ class PromptReader:
         grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name
         prompt.grammar = self._grammars.matcher(*grammar)
 
-    def _render(self, text: str | LongText) -> RenderedChat:
+    def _render(self, text: str | memoryview) -> RenderedChat:
         """Render a conversation, in a separate process if it is long."""
-        if isinstance(text, LongText):
-            options, prompt = render_in_process(self._chat, text.raw, _take_options)
+        if isinstance(text, memoryview):
+            options, prompt = render_in_process(self._chat, text, _take_options)
             tools, hides_reasoning = options
-            return RenderedChat(tools, hides_reasoning, LongText("messages", prompt))
+            return RenderedChat(tools, hides_reasoning, prompt)
         chat = conversation(text)
         tools, hides_reasoning = _take_options(chat)
         return RenderedChat(tools, hides_reasoning, self._chat.render(chat))
@@ -349,11 +333,11 @@ class PromptReader:
         text = inputs[name]
         special = parameters.add_special_tokens
         if not parameters.truncate_prompt_tokens:
-            text = text.whole() if isinstance(text, LongText) else text
+            text = read_whole(name, text)
             self._check_length(name, text, self._max_length)
             encoding = self._encode(text, special, has_offsets)
         else:
-            encoding = self._encode_suffix(text, has_offsets, parameters)
+            encoding = self._encode_suffix(name, text, has_offsets, parameters)
         count = self._count_tokens(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         if is_cut:
@@ -364,7 +348,7 @@ class PromptReader:
             return PromptText(tokens)
         if is_cut:
             return self._decode(tokens, parameters, has_offsets)
-        text = text.whole() if isinstance(text, LongText) else text
+        text = read_whole(name, text)
         starts = (begin for begin, _ in encoding.offsets) if has_offsets else ()
         return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
 
@@ -381,7 +365,7 @@ class PromptReader:
                 raise InvalidArgument(f"{name}: {_too_long(count, max_tokens)}")
 
     def _encode_suffix(
-        self, text: str | LongText, has_offsets: bool, parameters: GenerationParameters
+        self, name: str, text: str | memoryview, has_offsets: bool, parameters: GenerationParameters
     ) -> Encoding:
         """Return the tokens of a text, or of a suffix with all tokens that are not truncated.
 
@@ -390,17 +374,13 @@ class PromptReader:
         max_tokens, special = parameters.truncate_prompt_tokens, parameters.add_special_tokens
         max_tokens = self._max_length if max_tokens < 0 else min(max_tokens, self._max_length)
         size = _SUFFIX_CHARACTERS * max_tokens + LONG
-        if isinstance(text, LongText):
-            suffix, count = text.ending(size + 1)
-        else:
-            suffix, count = text[-size - 1 :], len(text)
+        suffix, count = read_ending(name, text, size + 1)
         between = _BETWEEN_WORDS.search(suffix, 1, 1 + LONG) if count - size > LONG else None
         if between is not None:
             ending = self._encode(suffix[between.start() :], special, has_offsets)
             if len(ending) > max_tokens + _MAX_CUT_TOKENS:
                 return ending
-        whole = text.whole() if isinstance(text, LongText) else text
-        return self._encode(whole, special, has_offsets)
+        return self._encode(read_whole(name, text), special, has_offsets)
 
     def _encode(self, text: str, special: bool, has_offsets: bool) -> Encoding:
         """Return the tokens of a text, and their offsets if `has_offsets`.

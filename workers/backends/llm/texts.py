@@ -19,7 +19,7 @@ from shmserve.workers.backends import OutputStream
 from shmserve.workers.backends.llm.answers import TextResponse
 from shmserve.workers.backends.llm.engine import SequenceOutput
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.prompts import LONG, LongText, PromptReader
+from shmserve.workers.backends.llm.prompts import LONG, PromptReader
 from shmserve.workers.backends.llm.sequences import Prompt
 from shmserve.workers.backends.llm.token_texts import TokenTexts
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
@@ -97,8 +97,8 @@ class Texts:
         self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
-        size = sum(len(text) for text in inputs.values() if isinstance(text, str | LongText))
-        if isinstance(inputs.get("messages"), LongText):
+        size = sum(len(text) for text in inputs.values() if isinstance(text, str | memoryview))
+        if isinstance(inputs.get("messages"), memoryview):
             self._renderings.submit(self._read_request, stream, inputs, resumed)
         elif size > LONG or "task" in stream.request.schema.parameters:
             self._slow_jobs.submit(self._read_request, stream, inputs, resumed)

@@ -339,10 +339,10 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
     async def scenario(scene: Scene) -> None:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
 
-        async def much(call: StreamingCall) -> None:
+        async def write_much(call: StreamingCall) -> None:
             await call.write_all([bytes(1 << 20)])
 
-        scene.serve = much
+        scene.serve = write_much
         scene.send(scene.head(1, STREAM))
         scene.call(3)
         await scene.clock.advance(0)

@@ -42,7 +42,7 @@ def fed(assembly: Assembly, piece: bytes) -> list[ReceivedMessage]:
 
 def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[ReceivedMessage]:
     assembly = Assembly(WINDOW, HEAD, sinks)
-    items = [it for piece in pieces for it in fed(assembly, piece)]
+    items = [received for piece in pieces for received in fed(assembly, piece)]
     assert not assembly.received_bytes
     return items
 
@@ -82,12 +82,14 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
         buffer = bytearray(stream[at : at + step])
         assembly.feed(memoryview(buffer))
         errors += [
-            it.data for it in (assembly.take_message() for _ in range(takes)) if it is not None
+            received.data
+            for received in (assembly.take_message() for _ in range(takes))
+            if received is not None
         ]
         assembly.keep_piece()
         buffer[:] = bytes(len(buffer))
         at, count = at + step, count + 1
-    errors += [it.data for it in iter(assembly.take_message, None)]
+    errors += [received.data for received in iter(assembly.take_message, None)]
     assert errors == sent
     assert not assembly.received_bytes
 
@@ -189,7 +191,7 @@ def test_large_messages_are_received_by_a_sink() -> None:
     ]
     stream = b"".join(map(message, sent)) + message(bytes(LARGE_MESSAGE_BYTES), compressed=True)
     pieces = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
-    parts: list[Any] = [it.data for it in assemble(pieces, find)]
+    parts: list[Any] = [received.data for received in assemble(pieces, find)]
     assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
     assert pending_calls == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
     assert [len(sink.data) for sink in sinks] == [LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES]
@@ -272,11 +274,11 @@ async def test_concurrent_decompression_bombs_are_refused() -> None:
     bombs = (inflate_message(bomb, "gzip", size, budget) for _ in range(20))
     results = await asyncio.gather(*bombs, return_exceptions=True)
     assert budget._used == 0
-    fine = [it for it in results if it == bytes(size)]
-    refused = [it for it in results if isinstance(it, BrokenMessage)]
+    fine = [received for received in results if received == bytes(size)]
+    refused = [received for received in results if isinstance(received, BrokenMessage)]
     assert len(fine) >= 1
     assert len(refused) >= 17
-    assert {it.ending[0] for it in refused} == {StatusCode.UNAVAILABLE}
+    assert {received.ending[0] for received in refused} == {StatusCode.UNAVAILABLE}
     assert len(fine) + len(refused) == 20
 
 

@@ -154,7 +154,7 @@ def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
     return known
 
 
-def one(data: str, before: str = "", behind: str = "") -> bytes:
+def one_tensor_body(data: str, before: str = "", behind: str = "") -> bytes:
     text = '{%s"inputs": [{"name": "A", "datatype": "INT32", "shape": [2], "data": %s}]%s}'
     return (text % (before, data, behind)).encode()
 
@@ -211,9 +211,9 @@ def test_different_requests_have_different_fingerprints(data: bytes, behind: byt
     """The request equals a known one except for some bytes."""
     cache = new_cache()
     for known in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one(known))
-    assert short_way(cache, one("[5, 6]")) == long_way(one("[5, 6]"))
-    text = one("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", behind + b"}]")
+        short_way(cache, one_tensor_body(known))
+    assert short_way(cache, one_tensor_body("[5, 6]")) == long_way(one_tensor_body("[5, 6]"))
+    text = one_tensor_body("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", behind + b"}]")
     found = short_way(cache, text)
     assert found is None or found == long_way(text)
 
@@ -223,9 +223,12 @@ def test_different_requests_have_different_fingerprints(data: bytes, behind: byt
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = new_cache()
-    found = [short_way(cache, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
+    found = [
+        short_way(cache, one_tensor_body(text))
+        for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
+    ]
     assert [template is not None for template in found] == [False, False, True, True]
-    assert found[3] == long_way(one("[-7, 8]"))
+    assert found[3] == long_way(one_tensor_body("[-7, 8]"))
 
 
 @pytest.mark.parametrize(
@@ -238,18 +241,18 @@ def test_a_request_is_repeated_from_its_third_occurrence() -> None:
 def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
     cache = new_cache()
     for known in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one(known))
-    assert short_way(cache, one(text)) is None
-    assert short_way(cache, one("[5, 6]")) is not None
+        short_way(cache, one_tensor_body(known))
+    assert short_way(cache, one_tensor_body(text)) is None
+    assert short_way(cache, one_tensor_body("[5, 6]")) is not None
 
 
 def test_the_text_of_a_fingerprint_is_no_request() -> None:
     """The text of a fingerprint has no arrays, but the key of a request that has."""
     cache = new_cache()
     for known in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one(known))
-    cut = one("[1, 2]").replace(b'"data": [1, 2]', b"\0")
-    assert Fingerprint(cut, 0).key == Fingerprint(one("[1, 2]"), 0).key
+        short_way(cache, one_tensor_body(known))
+    cut = one_tensor_body("[1, 2]").replace(b'"data": [1, 2]', b"\0")
+    assert Fingerprint(cut, 0).key == Fingerprint(one_tensor_body("[1, 2]"), 0).key
     assert not Fingerprint(cut, 0).arrays
     assert short_way(cache, cut) is None
 
@@ -257,7 +260,7 @@ def test_the_text_of_a_fingerprint_is_no_request() -> None:
 def test_other_arrays_of_numbers_are_not_tensors() -> None:
     """An array of numbers elsewhere, and the tensor's own written so that it is not seen."""
     cache = new_cache()
-    hidden = one("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
+    hidden = one_tensor_body("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
         b'32", "shape": [2], "data":', b'32", "shape": [2], "data" :'
     )
     assert len(Fingerprint(hidden, 0).arrays) == 1
@@ -272,13 +275,16 @@ def test_other_arrays_of_numbers_are_not_tensors() -> None:
 def test_datatypes_without_numbers_are_parsed(datatype: str) -> None:
     cache = new_cache()
     data = json.dumps(["1", "2"] if datatype == "BYTES" else [True, False])
-    text = one(data).replace(b"INT32", datatype.encode())
+    text = one_tensor_body(data).replace(b"INT32", datatype.encode())
     assert [short_way(cache, text) for _ in range(3)] == [None] * 3
 
 
 def test_leniently_parsed_headers_are_not_cached() -> None:
     cache = new_cache()
-    for text in (b"\xef\xbb\xbf" + one("[1, 2]"), one("[1, 2]", '"parameters": {"p": NaN}, ')):
+    for text in (
+        b"\xef\xbb\xbf" + one_tensor_body("[1, 2]"),
+        one_tensor_body("[1, 2]", '"parameters": {"p": NaN}, '),
+    ):
         for _ in range(3):
             assert short_way(cache, text) is None
 
@@ -286,16 +292,16 @@ def test_leniently_parsed_headers_are_not_cached() -> None:
 def test_changed_regions_invalidate_a_template() -> None:
     cache, stale = new_cache(), Bytes()
     for text in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one(text), stale)
+        short_way(cache, one_tensor_body(text), stale)
     stale.unchanged = False
-    assert short_way(cache, one("[5, 6]")) is None
-    assert short_way(cache, one("[5, 6]")) == long_way(one("[5, 6]"))
+    assert short_way(cache, one_tensor_body("[5, 6]")) is None
+    assert short_way(cache, one_tensor_body("[5, 6]")) == long_way(one_tensor_body("[5, 6]"))
 
 
 def test_the_cache_of_templates_is_bounded() -> None:
     cache = new_cache()
     for number in range(2000):
-        short_way(cache, one("[1, 2]", behind=f', "id": "{number // 2}"'))
+        short_way(cache, one_tensor_body("[1, 2]", behind=f', "id": "{number // 2}"'))
     assert 0 < len(cache) <= 256
-    long = one("[1, 2]", behind=', "id": "%s"' % ("x" * 3000))
+    long = one_tensor_body("[1, 2]", behind=', "id": "%s"' % ("x" * 3000))
     assert [short_way(cache, long) for _ in range(3)] == [None] * 3

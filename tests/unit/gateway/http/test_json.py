@@ -290,29 +290,29 @@ def test_parameters_are_assigned_to_their_fields() -> None:
 
 
 def test_a_sequence_has_an_id_of_bounded_length() -> None:
-    def taken(value: Any) -> Any:
+    def parsed_value(value: Any) -> Any:
         header = one_input() | {"parameters": {"sequence_id": value}}
         return parse_request(header, 0, "m", LIMIT).correlation_id
 
-    assert [taken(value) for value in (0, 2**64 - 1, "", "x" * 128)] == [
+    assert [parsed_value(value) for value in (0, 2**64 - 1, "", "x" * 128)] == [
         0,
         2**64 - 1,
         "",
         "x" * 128,
     ]
     with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 chara"):
-        taken("x" * 129)
+        parsed_value("x" * 129)
 
 
 def test_integers_beyond_int64_become_doubles() -> None:
-    def taken(value: Any) -> Any:
+    def parsed_value(value: Any) -> Any:
         header = one_input() | {"parameters": {"x": value}}
         return repr(parse_request(header, 0, "m", LIMIT).parameters["x"])
 
-    assert taken(2**63 - 1) == "9223372036854775807"
-    assert taken(-(2**63)) == "-9223372036854775808"
-    assert taken(2**63) == "9.223372036854776e+18"
-    assert taken(True) == "True"
+    assert parsed_value(2**63 - 1) == "9223372036854775807"
+    assert parsed_value(-(2**63)) == "-9223372036854775808"
+    assert parsed_value(2**63) == "9.223372036854776e+18"
+    assert parsed_value(True) == "True"
 
 
 @pytest.mark.parametrize("key", ["triton_x", "triton_enable_empty_final_response"])

@@ -16,7 +16,9 @@ from shmserve.gateway.http.openai.fields import (
 )
 
 
-def kept(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> Any:
+def supported(
+    body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False
+) -> Any:
     return select_supported_fields(body, known, refuse)
 
 
@@ -65,7 +67,7 @@ def test_null_is_absent_for_every_field() -> None:
         | fields._IGNORED_FIELDS
         | {"nobody_knows"}
     )
-    assert kept(dict.fromkeys(names), refuse=True) == {}
+    assert supported(dict.fromkeys(names), refuse=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_null_is_absent_for_every_field() -> None:
     ],
 )
 def test_supported_fields_are_returned(body: dict[str, Any], known: frozenset[str]) -> None:
-    assert kept(body, known, refuse=True) == body
+    assert supported(body, known, refuse=True) == body
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_supported_fields_are_returned(body: dict[str, Any], known: frozenset[st
     ],
 )
 def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
-    assert kept(body, refuse=True) == {}
+    assert supported(body, refuse=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_unknown_fields_are_logged_once_or_refused(
     monkeypatch.setattr(logs, "_warned", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert kept({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
+            assert supported({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
                 "stream_options": {"odd": 1}
             }
     assert [record.args for record in caplog.records] == [

@@ -48,9 +48,9 @@ class Client:
         self.window, self.initial, self.frame = 65535, 65535, 16384
         self.windows = dict.fromkeys(_STREAMS, 65535)
         self.queued = dict.fromkeys(_STREAMS, b"")
-        self.came = dict.fromkeys(_STREAMS, b"")
+        self.received = dict.fromkeys(_STREAMS, b"")
         self.trailers: set[int] = set()
-        self.over: set[int] = set()
+        self.ended: set[int] = set()
         self.given_up: set[int] = set()
         self.seen = len(self.engine.sent)
 
@@ -58,63 +58,63 @@ class Client:
         """Check the frames sent since the last call."""
         self.engine.flush()
         fresh, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
-        for it in fresh:
-            if it.kind == DATA:
-                assert it.stream not in self.over
-                self.window -= len(it.payload)
-                self.windows[it.stream] -= len(it.payload)
-                assert len(it.payload) <= self.frame
-                assert not it.payload or min(self.window, self.windows[it.stream]) >= 0
-                self.came[it.stream] += it.payload
-            elif it.kind == HEADERS and it.flags & END_STREAM:
-                assert it.stream not in self.over
-                assert self.came[it.stream] == self.queued[it.stream]
-                self.over.add(it.stream)
+        for item in fresh:
+            if item.kind == DATA:
+                assert item.stream not in self.ended
+                self.window -= len(item.payload)
+                self.windows[item.stream] -= len(item.payload)
+                assert len(item.payload) <= self.frame
+                assert not item.payload or min(self.window, self.windows[item.stream]) >= 0
+                self.received[item.stream] += item.payload
+            elif item.kind == HEADERS and item.flags & END_STREAM:
+                assert item.stream not in self.ended
+                assert self.received[item.stream] == self.queued[item.stream]
+                self.ended.add(item.stream)
         for stream in _STREAMS:
-            waits = self.queued[stream][len(self.came[stream]) :]
-            assert self.queued[stream].startswith(self.came[stream])
+            waits = self.queued[stream][len(self.received[stream]) :]
+            assert self.queued[stream].startswith(self.received[stream])
             if stream in self.given_up or self.sending.paused:
                 continue
             if waits:  # only because of a window
                 assert self.window <= 0 or self.windows[stream] <= 0
             elif stream in self.trailers:
-                assert stream in self.over
+                assert stream in self.ended
 
-    def do(self, what: str, stream: int, size: int) -> None:
+    def do(self, action: str, stream: int, size: int) -> None:
         target = self.engine.stream(stream)
         server = stream not in self.trailers | self.given_up
-        if what == "data" and server:
+        if action == "data" and server:
             piece = bytes((size & 0xFF,)) * size
             self.queued[stream] += piece
             self.sending.send_data(target, piece)
-        elif what == "trailers" and server:
+        elif action == "trailers" and server:
             self.trailers.add(stream)
             self.sending.send_trailers(target, TRAILERS)
-        elif what == "respond" and server and not self.queued[stream]:
+        elif action == "respond" and server and not self.queued[stream]:
             self.trailers.add(stream)
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
             self.sending.send_response(target, FORM, pieces)
-        elif what == "grant" and stream not in self.over | self.given_up:
+        elif action == "grant" and stream not in self.ended | self.given_up:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
-        elif what == "grant all":
+        elif action == "grant all":
             self.window += size + 1
             self.engine.take(window(0, size + 1))
-        elif what == "initial":
+        elif action == "initial":
             for each in self.windows:
                 self.windows[each] += size - self.initial
             self.initial = size
             self.engine.take(setting(INITIAL_WINDOW, size))
-        elif what == "frame":
+        elif action == "frame":
             self.frame = 16384 + size
             self.engine.take(setting(MAX_FRAME, self.frame))
-        elif what == "pause":
+        elif action == "pause":
             self.sending.paused = True
-        elif what == "resume":
+        elif action == "resume":
             self.sending.paused = False
             self.sending.resume()
-        elif what == "give up" and size < 1000:
+        elif action == "give up" and size < 1000:
             self.given_up.add(stream)
             self.engine.take(frame(RESET, 0, stream, bytes(4)))
         self.look()
@@ -137,14 +137,14 @@ deeds = st.tuples(
 def test_data_is_sent_within_any_windows(done: list[tuple[str, int, int]]) -> None:
     """5.2, 6.9: nothing is sent that was not granted, and all that was; in the end all is sent."""
     client = Client()
-    for what, stream, size in done:
-        client.do(what, stream, size)
+    for action, stream, size in done:
+        client.do(action, stream, size)
     client.do("resume", 1, 0)
     for stream in _STREAMS:
         client.do("trailers", stream, 0)
     client.do("initial", 1, 2**24)
     client.do("grant all", 1, 2**25)
-    assert client.over | client.given_up == set(_STREAMS)
+    assert client.ended | client.given_up == set(_STREAMS)
     assert not client.engine.http2.streams
     assert not client.sending.waiting_streams
     assert client.engine.gone is None
@@ -222,13 +222,13 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
     sending.send_head(engine.stream(1), HEAD + TRAILERS, end=True)
     sending.send_head(engine.stream(3), HEAD)
     sending.send_trailers(engine.stream(3), TRAILERS)
-    assert [it.stream for it in engine.flush()] == [3]
+    assert [item.stream for item in engine.flush()] == [3]
     assert list(engine.http2.streams) == [1, 3]
     engine.take(window(0, 1))
     assert list(engine.http2.streams) == [1, 3]
     sending.paused = False
     sending.resume()
-    assert [it.payload for it in engine.flush()] == [HEAD + TRAILERS, TRAILERS]
+    assert [item.payload for item in engine.flush()] == [HEAD + TRAILERS, TRAILERS]
     assert not engine.http2.streams
 
 
@@ -265,7 +265,7 @@ def test_a_long_header_block_is_split() -> None:
     sending.send_data(stream, b"x")
     sending.send_trailers(stream, block)
     sent = engine.flush()
-    assert [(it.kind, it.flags, len(it.payload)) for it in sent] == [
+    assert [(item.kind, item.flags, len(item.payload)) for item in sent] == [
         (HEADERS, END_HEADERS, 1),
         (DATA, 0, 1),
         (HEADERS, END_STREAM, 16384),
@@ -281,4 +281,4 @@ def test_a_dropped_stream_is_released() -> None:
     assert not engine.http2.sending.waiting_streams
     before = len(engine.sent)
     engine.take(window(1, 100) + setting(INITIAL_WINDOW, 1000))
-    assert {it.kind for it in engine.sent[before:]} == {SETTINGS}
+    assert {item.kind for item in engine.sent[before:]} == {SETTINGS}

@@ -221,6 +221,8 @@ def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:
     engine.http2.send_goaway(final=True)
     assert 5 not in engine.requests
     engine.take(frame(PING, 0, 0))
-    named = [struct.unpack_from(">I", it.payload)[0] for it in engine.sent if it.kind == GO_AWAY]
+    named = [
+        struct.unpack_from(">I", item.payload)[0] for item in engine.sent if item.kind == GO_AWAY
+    ]
     assert named == [2**31 - 1, 3, 3, 3]
     assert engine.resets[5] is FaultCode.REFUSED_STREAM

@@ -134,13 +134,15 @@ CASES = [
     fine("8.3.1", "a host besides", request((b"host", b"x:1"), end=True)),
     *(
         malformed(
-            "8.3.1", f"no {name!r}", request(pseudo=tuple(it for it in PSEUDO if it[0] != name))
+            "8.3.1",
+            f"no {name!r}",
+            request(pseudo=tuple(item for item in PSEUDO if item[0] != name)),
         )
         for name, _ in PSEUDO
     ),
     *(
-        malformed("8.3.1", f"{it[0]!r} twice", request(pseudo=(*PSEUDO, it), end=True))
-        for it in (*PSEUDO,)
+        malformed("8.3.1", f"{item[0]!r} twice", request(pseudo=(*PSEUDO, item), end=True))
+        for item in (*PSEUDO,)
     ),
     malformed("8.3.1", "two authorities", request(pseudo=(*PSEUDO, *[(b":authority", b"x")] * 2))),
     *(

@@ -313,7 +313,7 @@ def test_a_response_may_overlap_its_request() -> None:
     sending.send_data(stream, b"more")
     sending.send_trailers(stream, b"\x88")
     sent = engine.flush()
-    assert [(it.kind, it.payload) for it in sent] == [(DATA, b"more"), (HEADERS, b"\x88")]
+    assert [(item.kind, item.payload) for item in sent] == [(DATA, b"more"), (HEADERS, b"\x88")]
     assert not engine.http2.streams
 
 
@@ -339,15 +339,17 @@ def test_padding_is_returned_to_the_window() -> None:
     for _ in range(2000):
         engine.take(frame(DATA, PADDED, 1, b"\xff" + bytes(255)))
     assert engine.resets == {}
-    granted = [it for it in engine.sent if it.kind == WINDOW and it.stream == 1]
+    granted = [item for item in engine.sent if item.kind == WINDOW and item.stream == 1]
     assert 0 < len(granted) < 40
 
 
 def test_the_window_of_the_connection_is_refilled() -> None:
     """6.9.1: what streams are granted is all that holds a client back."""
     engine = Engine(Limits(frame=2**20, window=2**20))
-    first = [it for it in engine.sent if it.kind == WINDOW]
-    assert [(it.stream, it.payload) for it in first] == [(0, struct.pack(">I", 2**31 - 65536))]
+    first = [item for item in engine.sent if item.kind == WINDOW]
+    assert [(item.stream, item.payload) for item in first] == [
+        (0, struct.pack(">I", 2**31 - 65536))
+    ]
     engine.take(OPENED + BEGUN)
     piece = frame(DATA, 0, 1, bytes(2**20))
     for _ in range(1100):
@@ -355,7 +357,7 @@ def test_the_window_of_the_connection_is_refilled() -> None:
         engine.take(piece)
         engine.requests[1].data = b""
     assert engine.gone is None
-    assert len([it for it in engine.sent if it.kind == WINDOW and not it.stream]) == 2
+    assert len([item for item in engine.sent if item.kind == WINDOW and not item.stream]) == 2
 
 
 def test_acknowledgements_are_no_requests() -> None:

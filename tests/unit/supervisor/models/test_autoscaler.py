@@ -146,7 +146,7 @@ def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.Monke
     run_scenario(monkeypatch, scenario)
 
 
-def test_one_that_does_not_load_is_taken_back_and_not_tried_at_once(
+def test_an_instance_that_does_not_load_is_not_retried_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(rig: Rig) -> None:
@@ -239,7 +239,7 @@ def looks(policy: ScalingPolicy, seconds: float, count: int, **more: Any) -> lis
     return [change for change in decisions if change is not None]
 
 
-def test_one_more_where_the_queue_is_too_long_for_two_looks() -> None:
+def test_an_instance_is_added_if_the_queue_is_too_long_twice() -> None:
     """Ten that wait for two instances of 50 ms each wait for 250 ms."""
     queue = {"pending": 10, "busy": 2}
     policy = served(ScalingPolicy(1, 4, target_s=0.2))
@@ -306,7 +306,7 @@ def test_without_a_target_they_may_wait_for_the_delay_or_an_execution() -> None:
     assert not looks(ScalingPolicy(1, 4), 1, 2, **queue)  # nothing has been executed yet
 
 
-def test_one_less_where_it_was_not_needed_for_twenty_seconds() -> None:
+def test_an_instance_idle_for_twenty_seconds_is_removed() -> None:
     assert not looks(served(ScalingPolicy(1, 4)), 18, 2)
     (first, *_) = looks(served(ScalingPolicy(1, 4)), 21, 2)
     assert first == Change(1, "at most 0.0 instances were busy for 20 s")
@@ -338,7 +338,7 @@ states = st.builds(
 
 
 @given(st.lists(states, max_size=300), st.floats(0, 1), st.floats(0, 1))
-def test_one_at_a_time_within_the_bounds(
+def test_the_count_changes_by_one_within_the_bounds(
     found: list[tuple[int, int, int, int]], target_s: float, delay_s: float
 ) -> None:
     """Holds for any load. No instance is removed while requests wait for the existing ones."""

@@ -113,15 +113,17 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
     changes.
     """
 
-    def what(instances: list[Instance]) -> list[tuple[str, int]]:
+    def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
 
     present = expand_instances(ModelSpec.of(config(*old)))
     added, leaving = find_changes(present, ModelSpec.of(config(*new)))
     after = [i for i in present if i not in leaving] + added
-    assert what(after) == what(expand_instances(ModelSpec.of(config(*new))))
+    assert kinds_and_devices(after) == kinds_and_devices(
+        expand_instances(ModelSpec.of(config(*new)))
+    )
     assert len({i.index for i in present + added}) == len(present + added)
-    assert not set(what(added)) & set(what(leaving))
+    assert not set(kinds_and_devices(added)) & set(kinds_and_devices(leaving))
 
 
 # --- processes --------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     assert seen == [[ready, retiring], [ready]]
 
 
-async def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
+async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
     processes = Processes()
     model = await serving(processes, 2)
     down = update(model, 1)

@@ -64,7 +64,7 @@ def bounded(count: int, *gpus: int, **bounds: str) -> ModelSpec:
     )
 
 
-def test_one_with_bounds_has_the_fewest_at_least() -> None:
+def test_a_group_with_bounds_has_its_minimum() -> None:
     assert bounds_of(bounded(1)) is None
     assert bounds_of(bounded(1, max_instances="4")) == (1, 4)
     config = bounded(1, min_instances="3", max_instances="4")
@@ -72,7 +72,7 @@ def test_one_with_bounds_has_the_fewest_at_least() -> None:
     assert len(expand_instances(bounded(4, min_instances="3", max_instances="4"))) == 4
 
 
-def test_one_with_bounds_has_as_many_as_run() -> None:
+def test_a_group_with_bounds_keeps_its_running_count() -> None:
     """The count is bounded by the maximum; groups without bounds have their configured count."""
     for written, running, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
         config = bounded(written, max_instances="4")
@@ -80,7 +80,7 @@ def test_one_with_bounds_has_as_many_as_run() -> None:
     assert len(expand_instances(bounded(1), 3)) == 1
 
 
-def test_so_many_evenly_on_the_devices() -> None:
+def test_instances_are_spread_evenly_over_devices() -> None:
     names = [i.name for i in expand_instances(with_count(bounded(1, 0, 2), 3))]
     assert names == ["m_0_gpu0_0", "m_0_gpu0_1", "m_0_gpu2_0"]
     assert [i.name for i in expand_instances(with_count(bounded(2, 0, 2), 1))] == ["m_0_gpu0_0"]

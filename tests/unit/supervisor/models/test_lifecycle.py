@@ -96,7 +96,7 @@ def test_a_model_on_demand_is_loaded_once_for_all_requests() -> None:
     assert again.is_answered and len(rig.alive) == 1
 
 
-def test_one_that_failed_is_loaded_again_when_it_is_wanted_again() -> None:
+def test_a_failed_model_is_loaded_at_the_next_request() -> None:
     rig = on_demand("m")
     rig.broken = {"m"}
     first = rig.lifecycle.load_on_demand("m")

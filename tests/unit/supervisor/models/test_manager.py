@@ -93,13 +93,13 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
     def unload() -> None:
         unloads.append(asyncio.ensure_future(served.unload("m")))
 
-    def once() -> None:
+    def unload_once() -> None:
         repository.reading = lambda: None
         loop.call_soon_threadsafe(unload)
 
     loads = [asyncio.ensure_future(served.load("m"))]
     if moment == "reading":
-        repository.reading = once
+        repository.reading = unload_once
     await until_async(lambda: processes._held)
     if moment == "waiting":
         loads.append(asyncio.ensure_future(served.load("m")))
@@ -263,7 +263,7 @@ def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
     assert gateway.sent == [asleep, ONE, GONE, ModelWithdrawn("m", "", 0)]
 
 
-def test_it_is_known_when_the_last_of_it_is() -> None:
+def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     """Readiness is not waited for."""
     gateway, publications = Gateway(), Publications()
     publications.update(gateway, "m", {"1": ONE, "2": TWO}, [])

@@ -30,11 +30,11 @@ async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
     model = deployment(processes)
     await model.start()
 
-    def once(child: Made) -> None:
+    def kill_once(child: Made) -> None:
         processes.at_start = lambda child: None
         child.kill()
 
-    processes.at_start = once
+    processes.at_start = kill_once
     processes.started[0].kill()
     await turns(1)
     assert not model.ready
@@ -305,6 +305,6 @@ def test_an_output_has_the_labels_of_the_model_that_makes_it(
     assert steps.labels == {"Z": [label]}
 
 
-def test_it_is_ready_while_all_its_models_are() -> None:
+def test_an_ensemble_is_ready_while_all_its_models_are() -> None:
     assert steps_of("a", "b").any_ready
     assert not steps_of("a").any_ready

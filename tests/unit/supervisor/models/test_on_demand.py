@@ -57,10 +57,12 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
 ) -> None:
     names = select_unloads(models, bound, 10)
     gone: set[str] = set()
-    here = {resident.name: resident for resident in models}
+    resident_models = {resident.name: resident for resident in models}
 
-    def over() -> bool:
-        return bool(bound) and sum(resident.byte_size for resident in here.values()) > bound
+    def is_over_bound() -> bool:
+        return (
+            bool(bound) and sum(resident.byte_size for resident in resident_models.values()) > bound
+        )
 
     def idle(each: Resident) -> bool:
         return 0 < each.idle_limit_ns <= 10 - each.used_ns
@@ -68,17 +70,17 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
     def free() -> list[Resident]:
         return [
             resident
-            for resident in here.values()
+            for resident in resident_models.values()
             if not resident.must_stay and resident.users <= gone
         ]
 
     for name in names:
-        assert over() or idle(here[name])
-        if over():
-            assert here[name].used_ns == min(resident.used_ns for resident in free())
-        del here[name]
+        assert is_over_bound() or idle(resident_models[name])
+        if is_over_bound():
+            assert resident_models[name].used_ns == min(resident.used_ns for resident in free())
+        del resident_models[name]
         gone.add(name)
-    assert not (over() and free())
+    assert not (is_over_bound() and free())
     assert not any(map(idle, free()))
 
 
@@ -121,20 +123,20 @@ def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch)
     a, b, coming = version("a", 1, 2, device=7), version("b", 2, 3), version("c", loaded=False)
     use = MemoryUse()
 
-    def found(*models: Any) -> list[int]:
+    def sizes_of(*models: Any) -> list[int]:
         return [use.byte_size(model) for model in models]
 
-    assert found(model("a", a)) == [0], "nothing is known"
+    assert sizes_of(model("a", a)) == [0], "nothing is known"
     asyncio.run(use.measure([a, b, coming]))
     # The second process belongs to two models. A loading model counts as large as the mean of the
     # others.
-    assert found(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
+    assert sizes_of(model("a", a), model("b", b), model("c", coming)) == [137, 70, 103]
     sizes[1] = 1000
     asyncio.run(use.measure([a, b]))
-    assert found(model("a", a)) == [137], "it was looked at just now"
+    assert sizes_of(model("a", a)) == [137], "it was looked at just now"
     asyncio.run(use.measure([b]))
-    assert found(model("a", version("a", loaded=False))) == [137], "as much as it had"
-    assert found(model("a", a, version("a", loaded=False))) == [274]
+    assert sizes_of(model("a", version("a", loaded=False))) == [137], "as much as it had"
+    assert sizes_of(model("a", a, version("a", loaded=False))) == [274]
 
 
 async def test_an_unexpected_error_of_a_load_is_an_internal_error(

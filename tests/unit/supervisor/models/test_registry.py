@@ -88,7 +88,7 @@ def test_a_status_is_the_first_that_holds(
     assert is_ready(facts) is ready
 
 
-def test_one_on_demand_that_was_not_loaded_has_no_version() -> None:
+def test_an_unloaded_model_on_demand_has_no_version() -> None:
     assert statuses(model(on_demand=True)) == {"": ("ON_DEMAND", "")}
     assert statuses(model()) == {}
 

@@ -534,7 +534,7 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
         table.withdraw(number + 1)
 
 
-def test_others_do_not_see_a_users_regions() -> None:
+def test_other_users_do_not_see_a_users_regions() -> None:
     table = RegionTable(lambda memory_id: None)
     table.publish(published("r", 1))
     assert [region.name for region in table.visible_regions("", ME, cuda=True)] == ["r"]

@@ -30,7 +30,7 @@ def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fresh_schedule_cache() -> None:
     """Clear the cached results of single requests before and after a test."""
-    schedules.alone.cache_clear()
+    schedules.run_alone.cache_clear()
 
 
 def test_texts_are_distributed_as_with_transformers() -> None:

@@ -227,16 +227,16 @@ def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
     pairs = [block for memory_range in table for block in (memory_range, memory_range + 3)]
     lone.cache.copy(pairs, [], [])
     lone.cache.pool.zero_()
-    there = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
-    back = [
+    swapped_out = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
+    swapped_in = [
         block
-        for memory_range, target in zip(table, there, strict=True)
+        for memory_range, target in zip(table, swapped_out, strict=True)
         for block in (memory_range + 3, target)
     ]
-    lone.cache.copy([], back, [])
-    assert torch.equal(lone.together([([7], 38, there)]), expected)
+    lone.cache.copy([], swapped_in, [])
+    assert torch.equal(lone.together([([7], 38, swapped_out)]), expected)
     lone.cache.copy([], [], [10, 60])
-    assert torch.equal(lone.together([([7], 38, [*there[:-1], 60])]), expected)
+    assert torch.equal(lone.together([([7], 38, [*swapped_out[:-1], 60])]), expected)
 
 
 def test_one_step_copies_out_then_back_then_within(folder: Folder) -> None:

@@ -10,7 +10,7 @@ import pytest
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm import _prepare, prompts
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
-from shmserve.workers.backends.llm.prompts import LongText, PromptReader
+from shmserve.workers.backends.llm.prompts import PromptReader, read_ending, read_whole
 
 
 @pytest.mark.parametrize("text", ["abc" * 50, "é" * 70, "a" + "東京" * 40, "🐙x" * 33, "a", ""])
@@ -20,24 +20,24 @@ def test_the_ending_of_a_text(
     monkeypatch: pytest.MonkeyPatch, text: str, most: int, slice_size: int
 ) -> None:
     monkeypatch.setattr(prompts, "_SLICE_BYTES", slice_size)
-    long_text = LongText("text_input", memoryview(text.encode()))
-    assert len(long_text) == len(text.encode())
-    assert long_text.ending(most) == (text[-most:], len(text))
-    assert long_text.whole() == text
+    for each in (text, memoryview(text.encode())):
+        assert read_ending("text_input", each, most) == (text[-most:], len(text))
+        assert read_whole("text_input", each) == text
 
 
 @pytest.mark.parametrize("raw", [b"\xff" + b"a" * 99, b"a" * 99 + b"\xff", b"a" * 99 + b"\xe6\x9d"])
 def test_a_text_that_is_not_utf_8_is_refused(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
     monkeypatch.setattr(prompts, "_SLICE_BYTES", 16)
     with pytest.raises(InvalidArgument, match=r"^text_input: b'.* is not UTF-8"):
-        LongText("text_input", memoryview(raw)).ending(1)
+        read_ending("text_input", memoryview(raw), 1)
 
 
 def test_a_text_is_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     text = "a" * (10 * prompts._SLICE_BYTES)
-    assert LongText("text_input", memoryview(text.encode())).ending(3) == ("aaa", len(text))
+    ending = read_ending("text_input", memoryview(text.encode()), 3)
+    assert ending == ("aaa", len(text))
     assert pauses == [0] * 10
 
 
@@ -64,7 +64,7 @@ def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
     reader = cast("Any", PromptReader.__new__(PromptReader))
     reader._chat = ChatTemplate(templates, special)
     text = json.dumps({"messages": [{"role": "user", "content": "é\U0001f419"}], **chat})
-    long_text = LongText("messages", memoryview(text.encode()))
+    long_text = memoryview(text.encode())
     if error:
         for each in (text, long_text):
             with pytest.raises(InvalidArgument, match=error):
@@ -75,7 +75,7 @@ def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     found = reader._render(long_text)
     assert found[:2] == expected[:2]
-    assert found.text.whole() == expected.text
+    assert read_whole("messages", found.text) == expected.text
     imported = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
     assert {"jinja2", "shmserve.errors"} <= imported
     assert not {"torch", "numpy", "shmserve.workers"} & imported
