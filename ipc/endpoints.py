@@ -39,12 +39,8 @@ _DESCRIPTION_FIELDS = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "c
 
 def default_run_directory(environment: Mapping[str, str]) -> Path:
     """Return the default run directory of this user, where clients look for a server."""
-    runtime_directory = environment.get("XDG_RUNTIME_DIR", "")
-    return (
-        Path(runtime_directory, "shmserve")
-        if runtime_directory
-        else Path(f"/tmp/shmserve-{os.getuid()}")
-    )
+    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime, "shmserve") if runtime else Path(f"/tmp/shmserve-{os.getuid()}")
 
 
 def sibling_run_directory(default_directory: Path, name: str) -> Path:

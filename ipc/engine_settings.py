@@ -111,7 +111,7 @@ class EngineSettings:
         """
         problems: list[_Problem] = []
         profile = document.get("profile", "")
-        field_values = {
+        values = {
             **PROFILES.get(str(profile), {}),
             **_valid_settings(cls, document, "", problems),
         }
@@ -122,8 +122,8 @@ class EngineSettings:
             speculation_values = _valid_settings(
                 SpeculationSettings, speculation, "speculative_decoding.", problems
             )
-            field_values["speculative_decoding"] = SpeculationSettings(**speculation_values)
-        settings = cls(**field_values)
+            values["speculative_decoding"] = SpeculationSettings(**speculation_values)
+        settings = cls(**values)
         if not problems:  # otherwise contradictions may result from an invalid value
             problems += settings._contradictions()
         if problems:
@@ -251,10 +251,8 @@ def _allowed_values(name: str, value: Any, default: Any) -> str:
             return ""
         return f"one of {', '.join(filter(None, allowed_texts))}{suggestion(value, allowed_texts)}"
     if isinstance(default, tuple):
-        is_list_of_names = isinstance(value, list) and all(
-            isinstance(item, str) and item for item in value
-        )
-        return "" if is_list_of_names else "a list of names"
+        is_list = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+        return "" if is_list else "a list of names"
     minimum, maximum = _ALLOWED_RANGES[name]
     is_integer = isinstance(default, int)
     if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):

@@ -134,9 +134,7 @@ def _protocol_datatype(data_type: str) -> str:
 
 
 def _parameter_texts(parameters: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        name: str(parameter.get("string_value") or "") for name, parameter in parameters.items()
-    }
+    return {name: str(value.get("string_value") or "") for name, value in parameters.items()}
 
 
 @record
@@ -282,9 +280,7 @@ class SequenceBatching:
     @property
     def controls(self) -> list[tuple[str, SequenceControl]]:
         """Return the controls with the names of their inputs."""
-        return [
-            (tensor.name, control) for tensor in self.control_input for control in tensor.control
-        ]
+        return [(item.name, control) for item in self.control_input for control in item.control]
 
     @property
     def correlation_id(self) -> tuple[str, str]:

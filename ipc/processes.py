@@ -82,12 +82,10 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def with_mark(
-    environment: Mapping[str, str], supervisor_pid: int, run_dir: object
-) -> dict[str, str]:
+def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:
     """Return the environment of a process whose descendants `kill_marked_descendants` finds."""
     # SPT_NOENV: setproctitle would write over the environment that /proc shows.
-    return {**environment, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
+    return {**environ, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
 def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:

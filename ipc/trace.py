@@ -61,11 +61,9 @@ class TraceContext(NamedTuple):
         return cls(match[1], match[2], "", bool(int(match[3], 16) & _SAMPLED_FLAG))
 
     @classmethod
-    def of(cls, trace: str) -> TraceContext:
-        """Return the span in a message's `trace`."""
-        return cls(
-            trace[3:35], trace[36:52], trace[56:72], trace[54:55] == "1", trace[53:54] == "1"
-        )
+    def of(cls, text: str) -> TraceContext:
+        """Return the span in `text`, the `trace` field of a message."""
+        return cls(text[3:35], text[36:52], text[56:72], text[54:55] == "1", text[53:54] == "1")
 
     def child(self, sampled: bool | None = None) -> TraceContext:
         """Return a new child span."""
@@ -220,9 +218,7 @@ def phase_durations(
     return durations
 
 
-def _inner_durations(
-    span: Span, spans_by_parent: dict[str, list[Span]], since_ns: int
-) -> dict[str, Any]:
+def _inner_durations(span: Span, children: dict[str, list[Span]], since_ns: int) -> dict[str, Any]:
     durations: dict[str, Any] = {"batch_size": span.batch_size}
     if span.compute_start_ns:
         durations["batch_closed"] = span.closed
@@ -235,9 +231,9 @@ def _inner_durations(
             "model": child.model,
             "version": child.version,
             "total_us": _microseconds(child.arrived_ns, child.responded_ns),
-            **_inner_durations(child, spans_by_parent, child.arrived_ns),
+            **_inner_durations(child, children, child.arrived_ns),
         }
-        for child in spans_by_parent.pop(span.span_id, ())
+        for child in children.pop(span.span_id, ())
     ]
     if child_durations:
         durations["calls" if span.compute_start_ns else "steps"] = child_durations

@@ -132,13 +132,10 @@ def client_error(
     prefix = f"Failed to process the request(s) for model '{context.instance_name}', message:"
     if isinstance(error, WrongCount):
         return Internal(f"{prefix} {error}")
-    log_fields = {}
+    fields = {}
     if work is not None:
-        log_fields = {
-            "request_id": work.request_id,
-            "trace_id": TraceContext.of(work.trace).trace_id,
-        }
-    logger.error("model '%s' failed", model, exc_info=error, extra=log_fields)
+        fields = {"request_id": work.request_id, "trace_id": TraceContext.of(work.trace).trace_id}
+    logger.error("model '%s' failed", model, exc_info=error, extra=fields)
     if is_device_lost(error):
         raise error
     if is_out_of_memory(error):

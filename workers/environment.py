@@ -104,14 +104,10 @@ def _locate_environment(start: WorkerStart) -> Path:
 
 def _server_package_folders() -> Iterator[str]:
     """Yield the folders of the server's packages, without those of the standard library."""
-    stdlib_folder = sysconfig.get_path("stdlib")
+    stdlib = sysconfig.get_path("stdlib")
     yield str(Path(errors.__file__).resolve().parent.parent)
     for path in sys.path:
-        if (
-            path
-            and path not in (stdlib_folder, f"{stdlib_folder}/lib-dynload")
-            and os.path.isdir(path)
-        ):
+        if path and path not in (stdlib, f"{stdlib}/lib-dynload") and os.path.isdir(path):
             yield path
 
 

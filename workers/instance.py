@@ -104,24 +104,20 @@ class WorkerInstance:
             Internal: A request has failed; the text is Triton's.
         """
         context = self._context
-        instance_text = f"model '{context.model_name}' instance {context.instance_name}"
+        text = f"model '{context.model_name}' instance {context.instance_name}"
         for sample in self._samples:
             name = sample.name
             for n in range(1, sample.count + 1):
-                logger.debug(
-                    "%s is running warmup sample '%s' for iteration %d", instance_text, name, n
-                )
+                logger.debug("%s is running warmup sample '%s' for iteration %d", text, name, n)
                 try:
                     requests = list(_warmup_requests(sample, self._signature, self._unpacker))
                     errors = self._executor.rehearse(requests)
                 except ShmserveError as error:
                     errors = [error]
                 if errors:
-                    logger.debug("%s failed to run warmup sample '%s'", instance_text, name)
-                    failure_text = f"failed to run warmup sample '{name}'"
-                    raise Internal(
-                        "".join(f"{failure_text}: {error.message}; " for error in errors)
-                    )
+                    logger.debug("%s failed to run warmup sample '%s'", text, name)
+                    failure = f"failed to run warmup sample '{name}'"
+                    raise Internal("".join(f"{failure}: {error.message}; " for error in errors))
 
     def run(self, endpoint: str) -> None:
         """Connect the instance to the scheduler at `endpoint`, and serve until `Stop`."""
@@ -166,10 +162,8 @@ class WorkerInstance:
                     context.control.send(context.device_memory.check(message))
             case CheckReady(id=number):
                 # In a thread, because the check may take long and batches continue.
-                check_thread = threading.Thread(
-                    target=self._check_ready, args=(number,), daemon=True
-                )
-                check_thread.start()
+                thread = threading.Thread(target=self._check_ready, args=(number,), daemon=True)
+                thread.start()
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.unmap(memory_id)

@@ -418,12 +418,10 @@ class SequenceExecutor(Executor):
             self._writer.scatterer.finish_writes()
         return replies
 
-    def _with_null_rows(self, row_requests: list[_RowRequest]) -> list[Request]:
+    def _with_null_rows(self, requests: list[_RowRequest]) -> list[Request]:
         """Return the requests in their rows, with null rows before and between them."""
-        by_slot = {row_request.row.slot: row_request.request for row_request in row_requests}
-        return [
-            by_slot.get(row.slot) or self._null_request(row_requests[0], row) for row in self._rows
-        ]
+        by_slot = {row_request.row.slot: row_request.request for row_request in requests}
+        return [by_slot.get(row.slot) or self._null_request(requests[0], row) for row in self._rows]
 
     def _null_request(self, template: _RowRequest, row: SequenceRow) -> Request:
         """Return a null row: a request without a client, with zeros in the shapes of `template`."""

@@ -112,16 +112,12 @@ def _find_tensor(tensors: list[Tensor], name: str) -> Tensor | None:
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
     """Return the entry of a configuration for an input, or None."""
-    return next(
-        (tensor for tensor in model_config.get("input", ()) if tensor["name"] == name), None
-    )
+    return next((item for item in model_config.get("input", ()) if item["name"] == name), None)
 
 
 def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
     """Return the entry of a configuration for an output, or None."""
-    return next(
-        (tensor for tensor in model_config.get("output", ()) if tensor["name"] == name), None
-    )
+    return next((item for item in model_config.get("output", ()) if item["name"] == name), None)
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:

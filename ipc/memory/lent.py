@@ -207,23 +207,19 @@ class LentMemory:
             self._arena.close()
 
 
-def release_messages(
-    memory_ranges: Iterable[Range], own_memory_ids: Container[int] = ()
-) -> list[Release]:
+def release_messages(ranges: Iterable[Range], own_memory_ids: Container[int] = ()) -> list[Release]:
     """Return the messages that release the outputs of a response, one for each memory.
 
     Args:
-        memory_ranges: The ranges of the outputs. Ranges in a client's memory need no message.
+        ranges: The ranges of the outputs. Ranges in a client's memory need no message.
         own_memory_ids: The ids of memories that are left out.
     """
     offsets: dict[tuple[int, int], list[int]] = {}
-    for memory_range in memory_ranges:
+    for memory_range in ranges:
         memory = memory_range.memory
         if memory.sealed and memory.pid and memory.id not in own_memory_ids:
             offsets.setdefault((memory.pid, memory.id), []).append(memory_range.offset)
-    return [
-        Release(pid, offset_list, memory_id) for (pid, memory_id), offset_list in offsets.items()
-    ]
+    return [Release(pid, offset_list, memory) for (pid, memory), offset_list in offsets.items()]
 
 
 def unread_releases(data: Iterable[Any], own_memory_ids: Container[int] = ()) -> list[Release]:

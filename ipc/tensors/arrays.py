@@ -26,9 +26,7 @@ STORAGE_DTYPES: dict[str, np.dtype[Any]] = {
     "BYTES": np.dtype(np.object_),
     "BF16": np.dtype(np.uint16),
 }
-NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
-    n: kind for n, kind in STORAGE_DTYPES.items() if n != "BF16"
-}
+NUMPY_DTYPES = {n: kind for n, kind in STORAGE_DTYPES.items() if n != "BF16"}
 
 
 def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

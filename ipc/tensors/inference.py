@@ -198,10 +198,8 @@ def _tensor_schema(packed_schema: Any) -> TensorSchema:
 
 def tensor_schema(name: str, datatype: str, shape: tuple[int, ...]) -> TensorSchema:
     """Return the schema of a tensor, including its byte size."""
-    item_size = ITEM_SIZE[datatype]
-    return TensorSchema(
-        name, datatype, shape, element_count(shape) * item_size if item_size else -1
-    )
+    itemsize = ITEM_SIZE[datatype]
+    return TensorSchema(name, datatype, shape, element_count(shape) * itemsize if itemsize else -1)
 
 
 def _output_schema(packed_output: Any) -> OutputSchema:

@@ -162,12 +162,10 @@ class PaddedBatch:
             self._true_elements.copy(),
             self._elements_if_alone.copy(),
         )
-        for index, (pad, shape, largest_shape) in enumerate(
-            zip(self._pads, shapes, largest, strict=True)
-        ):
+        for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, largest, strict=True)):
             true_elements[index] += units * element_count(shape)
             elements_if_alone[index] += units * element_count(pad.padded(shape) or shape)
-            padded_shape = pad.padded(largest_shape)
+            padded_shape = pad.padded(limit)
             if self._constant_part is None:
                 continue
             if padded_shape is None:

@@ -62,10 +62,7 @@ class Signature:
         self.padding = config.padding
 
     def check(
-        self,
-        request_id: str,
-        inputs: Sequence[TensorRef],
-        outputs: Iterable[RequestedOutput],
+        self, request_id: str, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]
     ) -> BatchFit:
         """Check a request against the model.
 
@@ -190,19 +187,17 @@ class Signature:
         if not missing and len(names) <= len(self.inputs):
             return
         received = f"Got input(s) [{_quoted_names(sorted(names))}]"
-        missing_text = (
-            f", but missing required input(s) [{_quoted_names(missing)}]" if missing else ""
-        )
+        suffix = f", but missing required input(s) [{_quoted_names(missing)}]" if missing else ""
         hint = " Please provide all required input(s)." if missing else ""
         if self.has_optional_inputs:
             raise InvalidArgument(
                 f"expected number of inputs between {len(self.required)} and {len(self.inputs)} "
                 f"but got {len(names)} inputs for model '{self.name}'. "
-                f"{received}{missing_text}.{hint}"
+                f"{received}{suffix}.{hint}"
             )
         raise InvalidArgument(
             f"expected {len(self.inputs)} inputs but got {len(names)} inputs for model "
-            f"'{self.name}'. {received}{missing_text}.{hint}"
+            f"'{self.name}'. {received}{suffix}.{hint}"
         )
 
     def _check_dims(self, tensor: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:

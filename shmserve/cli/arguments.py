@@ -31,11 +31,9 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
         if groups and title not in groups:
             continue
         group = parser.add_argument_group(title) if title else parser
-        exclusive = (
-            group.add_mutually_exclusive_group() if any(f.exclusive for f in flags) else group
-        )
+        target = group.add_mutually_exclusive_group() if any(f.exclusive for f in flags) else group
         for flag in flags:
-            _add_flag(exclusive if flag.exclusive else group, flag)
+            _add_flag(target if flag.exclusive else group, flag)
 
 
 def _add_flag(group: Any, flag: Flag) -> None:

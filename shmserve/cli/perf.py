@@ -65,12 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse_loads(args: argparse.Namespace) -> tuple[str, list[float]]:
-    for name, low in (
-        ("batch", 1),
-        ("windows", 1),
-        ("sequence_length", 0),
-        ("max_in_flight", 1),
-    ):
+    for name, low in (("batch", 1), ("windows", 1), ("sequence_length", 0), ("max_in_flight", 1)):
         if getattr(args, name) < low:
             flag = name.replace("_", "-")
             raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {low}")

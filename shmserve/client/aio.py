@@ -100,8 +100,7 @@ class ResponseStream:
     """
 
     def __init__(
-        self,
-        start: Callable[[Callable[[], None]], Awaitable[tuple[_LoopChannel, ClientStream]]],
+        self, start: Callable[[Callable[[], None]], Awaitable[tuple[_LoopChannel, ClientStream]]]
     ) -> None:
         self._start: Callable[..., Awaitable[tuple[_LoopChannel, ClientStream]]] | None = start
         self._channel: _LoopChannel

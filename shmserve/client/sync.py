@@ -194,12 +194,7 @@ class Server:
         return future
 
     def allocate(
-        self,
-        tensors: Specs,
-        *,
-        device: str = "cpu",
-        pin: bool = False,
-        huge_pages: bool = False,
+        self, tensors: Specs, *, device: str = "cpu", pin: bool = False, huge_pages: bool = False
     ) -> Region:
         """Allocate memory for tensors that the server reads and writes in place.
 

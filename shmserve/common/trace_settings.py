@@ -194,10 +194,8 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     )
     for name, value in exporter:
         if not _FORMS.get(name, _DIGITS).fullmatch(value):
-            expected = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(
-                name, "a number"
-            )
-            raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected}")
+            needed = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(name, "a number")
+            raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {needed}")
     file = latest.get("triton,file", [""])[0]
     return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)
 

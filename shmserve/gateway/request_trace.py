@@ -20,10 +20,7 @@ from shmserve.ipc.trace import (
 )
 
 _ID_DIGITS = 13  # 13 of 16 hexadecimal digits, since not every JSON parser has integers of 64 bits
-_ACTIVITIES_BY_PROTOCOL = {
-    "HTTP": ("HTTP_RECV", "HTTP_SEND"),
-    "GRPC": ("GRPC_WAITREAD", "GRPC_SEND"),
-}
+_ACTIVITIES = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
 _COMPUTE_ACTIVITIES = (
     ("COMPUTE_START", "compute_start_ns"),
     ("COMPUTE_INPUT_END", "input_end_ns"),
@@ -135,7 +132,7 @@ def _timestamp_entries(trace: RequestTrace, protocol: str) -> list[dict[str, Any
     receive_timestamps: list[tuple[str, int]] = []
     send_timestamps: list[tuple[str, int]] = []
     if protocol:
-        receive, send = _ACTIVITIES_BY_PROTOCOL[protocol]
+        receive, send = _ACTIVITIES[protocol]
         receive_timestamps = [
             (f"{receive}_START", trace.arrived_ns),
             (f"{receive}_END", trace.submitted_ns),
@@ -189,19 +186,12 @@ def _span_entries(
     timestamps: list[tuple[str, int]],
 ) -> list[dict[str, Any]]:
     entry_id = _entry_id(span_id)
-    request_entry: dict[str, Any] = {
-        "id": entry_id,
-        "model_name": model,
-        "model_version": int(version),
-    }
+    entry: dict[str, Any] = {"id": entry_id, "model_name": model, "model_version": int(version)}
     if request_id:
-        request_entry["request_id"] = request_id
+        entry["request_id"] = request_id
     if parent_id:
-        request_entry["parent_id"] = _entry_id(parent_id)
-    return [
-        request_entry,
-        {"id": entry_id, "timestamps": [{"name": n, "ns": ns} for n, ns in timestamps]},
-    ]
+        entry["parent_id"] = _entry_id(parent_id)
+    return [entry, {"id": entry_id, "timestamps": [{"name": n, "ns": ns} for n, ns in timestamps]}]
 
 
 def _entry_id(span_id: str) -> int:

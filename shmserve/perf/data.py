@@ -274,9 +274,7 @@ def run_program(path: Path, *arguments: Any) -> Iterator[Any]:
 
 
 def _read_program(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTensor]]:
-    interface = {
-        name: (tensor.datatype, tensor.shape) for name, tensor in maker.model.inputs.items()
-    }
+    interface = {name: (spec.datatype, spec.shape) for name, spec in maker.model.inputs.items()}
     for number, entry in enumerate(run_program(path, interface)):
         if not isinstance(entry, Mapping):
             raise InvalidArgument(

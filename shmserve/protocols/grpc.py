@@ -47,10 +47,7 @@ _FINAL_PARAMETER = "triton_final_response"
 # The same parameter as true, serialised.
 _FINAL_MARK = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
 _ERROR_TAG = b"\x0a"  # the first byte of a stream message that is an error
-_UNLIMITED_MESSAGES = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-]
+_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _LANES_PER_CONNECTION = 6  # lanes per connection, as in Triton's client
 _HEADER_TABLE_SIZE_SETTING = 1
 _WINDOW_REFILL_BYTES = 1 << 30  # bytes read after which a window is restored to its initial size
@@ -64,11 +61,9 @@ class GrpcTransport:
         self.where = address.where
         self._metadata = [(name.lower(), value) for name, value in credentials.headers]
         self._channel = (
-            grpc.secure_channel(
-                address.target, _channel_credentials(credentials), _UNLIMITED_MESSAGES
-            )
+            grpc.secure_channel(address.target, _channel_credentials(credentials), _UNLIMITED)
             if address.tls
-            else grpc.insecure_channel(address.target, _UNLIMITED_MESSAGES)
+            else grpc.insecure_channel(address.target, _UNLIMITED)
         )
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
@@ -87,12 +82,10 @@ class GrpcTransport:
             pb.ModelStreamInferResponse.FromString,
         )
         with _transport_errors():
-            for stream_response in call(
-                iter([encode_infer_message(request)]), metadata=self._metadata
-            ):
-                if stream_response.error_message:
-                    raise TransportError(stream_response.error_message)
-                yield _decode_response(stream_response.infer_response)
+            for response in call(iter([encode_infer_message(request)]), metadata=self._metadata):
+                if response.error_message:
+                    raise TransportError(response.error_message)
+                yield _decode_response(response.infer_response)
 
     def ready(self, model: str, version: str) -> None:
         """Call ServerReady or ModelReady."""

@@ -66,7 +66,7 @@ class NativeTransport:
             connection = self._session.connection()
             self._session.load(connection, request.model, request.version, PLAIN)
             model = connection.models.resolve(request.model, request.version)
-            datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
+            types = {name: spec.datatype for name, spec in model.signature.outputs.items()}
             with self._server.stream(
                 request.model,
                 {tensor.name: tensor_array(tensor, request.model) for tensor in request.inputs},
@@ -80,9 +80,7 @@ class NativeTransport:
                 parameters=request.parameters,
             ) as results:
                 for result in results:
-                    outputs = [
-                        _encode_output(name, datatypes[name], result[name]) for name in result
-                    ]
+                    outputs = [_encode_output(name, types[name], result[name]) for name in result]
                     identity = (request.model, model.version, request.id)
                     yield response_json(*identity, result.parameters, outputs)
         except ShmserveError as error:
@@ -146,9 +144,7 @@ class NativeDoor:
 
     def encode(self, request: OutgoingRequest) -> Call:
         """Return a call for all outputs; with a device, in a region with space for the outputs."""
-        arrays: Any = {
-            tensor.name: tensor_array(tensor, request.model) for tensor in request.inputs
-        }
+        arrays: Any = {item.name: tensor_array(item, request.model) for item in request.inputs}
         if self._device:
             arrays = self._copy_to_region(request.inputs, arrays)
         return call_of(

@@ -35,12 +35,10 @@ def create_admin_transport(args: argparse.Namespace) -> AdminTransport:
     )
 
 
-def _discover_transport(
-    args: argparse.Namespace, client_credentials: Credentials
-) -> AdminTransport:
+def _discover_transport(args: argparse.Namespace, credentials: Credentials) -> AdminTransport:
     run_dir = discovery.find(args.run_dir)
     for url in discovery.addresses(run_dir):
-        return connect_to(parse_address(url), client_credentials)
+        return connect_to(parse_address(url), credentials)
     raise Unavailable(f"the server of {run_dir} listens for neither HTTP nor gRPC")
 
 
@@ -75,16 +73,12 @@ def parse_address(url: str) -> Address:
         if url.startswith("unix:"):
             path = url.removeprefix("unix:").replace("///", "/", 1)
             return Address("unix:" + path, "http", unix_socket=path)
-        split_url = urlsplit(url if "://" in url else f"http://{url}")
-        if (
-            split_url.scheme in _DEFAULT_PORTS
-            and split_url.hostname
-            and split_url.path in ("", "/")
-        ):
-            host = f"[{split_url.hostname}]" if ":" in split_url.hostname else split_url.hostname
-            target = f"{host}:{split_url.port or _DEFAULT_PORTS[split_url.scheme]}"
-            tls = split_url.scheme.endswith("s")
-            return Address(f"{split_url.scheme}://{target}", split_url.scheme[:4], target, tls)
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme in _DEFAULT_PORTS and parts.hostname and parts.path in ("", "/"):
+            host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+            target = f"{host}:{parts.port or _DEFAULT_PORTS[parts.scheme]}"
+            tls = parts.scheme.endswith("s")
+            return Address(f"{parts.scheme}://{target}", parts.scheme[:4], target, tls)
     except ValueError:
         pass
     raise InvalidArgument(f"--url: expected {_URL_FORMS}, got '{url}'")

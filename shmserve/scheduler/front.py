@@ -48,10 +48,7 @@ from shmserve.ipc.transport.router import trailing_pid
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
-from shmserve.scheduler.statistics import (
-    Reason,
-    Statistics,
-)
+from shmserve.scheduler.statistics import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 

@@ -40,11 +40,7 @@ from shmserve.supervisor.host.console import StartupReport, redirect_stderr
 from shmserve.supervisor.host.handover_link import Offer
 from shmserve.supervisor.host.listeners import Listeners, adopt, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.host.service_manager import (
-    ServiceManager,
-    progress_line,
-    take_inherited,
-)
+from shmserve.supervisor.host.service_manager import ServiceManager, progress_line, take_inherited
 from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
@@ -227,10 +223,7 @@ def compose(
     def state() -> str:
         return progress_line(registry.progress())
 
-    observers: list[Callable[[], None]] = [
-        feed.models_changed,
-        partial(announce, context, health),
-    ]
+    observers: list[Callable[[], None]] = [feed.models_changed, partial(announce, context, health)]
     if manager.is_present:
         observers.append(lambda: manager.status(state()))
     parts = (context, planner, registry, publications, observers)

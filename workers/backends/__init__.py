@@ -8,13 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from shmserve.errors import (
-    InvalidArgument,
-    Unavailable,
-    Unsupported,
-    missing_package,
-    suggestion,
-)
+from shmserve.errors import InvalidArgument, Unavailable, Unsupported, missing_package, suggestion
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.batch.request import Input, Output, Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter

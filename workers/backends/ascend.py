@@ -299,12 +299,10 @@ class AscendBackend(Backend):
         model.run()
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
-        needed_names = {
-            name for request in requests for name in (*request.requested, *request.states)
-        }
+        needed = {name for request in requests for name in (*request.requested, *request.states)}
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
-            if tensor.name in needed_names:
+            if tensor.name in needed:
                 result = self._results[index][:rows] if self._batched else self._results[index]
                 model.fetch(index, result.ctypes.data, result.nbytes)
                 copy_counter.outputs += result.nbytes
@@ -359,10 +357,7 @@ def _as_config(tensors: Sequence[OfflineTensor], batched: bool) -> list[dict[str
 
 
 def _check(
-    signature: Signature,
-    side: str,
-    specs: dict[str, TensorSpec],
-    tensors: Sequence[OfflineTensor],
+    signature: Signature, side: str, specs: dict[str, TensorSpec], tensors: Sequence[OfflineTensor]
 ) -> None:
     """Check a configuration against the model file.
 

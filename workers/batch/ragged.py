@@ -134,9 +134,7 @@ def _element_counts(shapes: Sequence[Shape]) -> list[int]:
 def _item_shapes(shapes: Sequence[Shape], batched: bool) -> Array:
     if not batched:
         return np.array(shapes)
-    return np.repeat(
-        np.array([shape[1:] for shape in shapes]), [shape[0] for shape in shapes], axis=0
-    )
+    return np.repeat(np.array([dims[1:] for dims in shapes]), [dims[0] for dims in shapes], axis=0)
 
 
 _GENERATORS: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
@@ -180,26 +178,24 @@ class Padder:
             inputs = [request.inputs[name] for request in requests]
             shapes = [item.shape[1:] for item in inputs]
             largest = tuple(map(max, zip(*shapes, strict=True)))
-            target_shape = pad.padded(largest) or largest
-            padded.true_shapes[name], padded.padded_shapes[name] = shapes, target_shape
+            target = pad.padded(largest) or largest
+            padded.true_shapes[name], padded.padded_shapes[name] = shapes, target
             self._copy_counter.inputs += sum(len(item.raw) for item in inputs)
             _replace_inputs(
                 requests,
                 inputs,
                 name,
                 inputs[0].datatype,
-                _padded_batch(pad, inputs, target_shape),
-                target_shape,
+                _padded_batch(pad, inputs, target),
+                target,
             )
             if pad.lengths:
                 rows = [item.shape[0] for item in inputs]
                 lengths = _byte_view(np.repeat(np.array(shapes, np.int64), rows, axis=0))
-                _replace_inputs(
-                    requests, inputs, pad.lengths, "INT64", lengths, (len(target_shape),)
-                )
+                _replace_inputs(requests, inputs, pad.lengths, "INT64", lengths, (len(target),))
             if pad.mask:
-                mask = _byte_view(_true_mask(inputs, target_shape))
-                _replace_inputs(requests, inputs, pad.mask, "BOOL", mask, target_shape)
+                mask = _byte_view(_true_mask(inputs, target))
+                _replace_inputs(requests, inputs, pad.mask, "BOOL", mask, target)
         return padded
 
     def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:

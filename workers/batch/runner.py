@@ -134,26 +134,24 @@ class Gatherer:
         return self._device_buffers.gather(name, [item.raw for item in inputs], capacity)
 
     def _adjacent_bytes(self, inputs: list[Input]) -> Any:
-        first_range = inputs[0].memory_range
-        if first_range is None:
+        first = inputs[0].memory_range
+        if first is None:
             batch_bytes = inputs[0].batch
             parts = [
                 item.raw for item in inputs if batch_bytes is not None and item.batch is batch_bytes
             ]
             return batch_bytes if parts and sum(map(len, parts)) == len(batch_bytes) else None
-        end = first_range.offset
+        end = first.offset
         for item in inputs:
             memory_range = item.memory_range
             if (
                 memory_range is None
                 or memory_range.offset != end
-                or memory_range.memory.id != first_range.memory.id
+                or memory_range.memory.id != first.memory.id
             ):
                 return None
             end += memory_range.byte_size
-        return self._mappings.view(
-            Range(first_range.memory, first_range.offset, end - first_range.offset)
-        )
+        return self._mappings.view(Range(first.memory, first.offset, end - first.offset))
 
     def _buffer(self, name: str, byte_size: int, capacity: int) -> memoryview:
         buffer = self._buffers.get(name)
@@ -474,16 +472,14 @@ class Runner:
 
     def _split(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
         """Return the parts of an output for the requests."""
-        batch_shape = tuple(output.shape)
-        shapes = self._ragged and self._ragged.part_shapes(output.name, requests, batch_shape)
+        shape = tuple(output.shape)
+        shapes = self._ragged and self._ragged.part_shapes(output.name, requests, shape)
         if shapes:
             elements = _adjacent_slices(map(element_count, shapes))
             return list(map(output.part, requests, elements, shapes))
         if len(requests) == 1:
             return [output.part(requests[0])]
-        return list(
-            map(output.part, requests, self._row_slices(output.name, batch_shape, requests))
-        )
+        return list(map(output.part, requests, self._row_slices(output.name, shape, requests)))
 
     def _row_slices(
         self, name: str, shape: Sequence[int], requests: Sequence[Request]

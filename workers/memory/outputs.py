@@ -135,9 +135,7 @@ class OutputMemory:
         """Free every block of a process that has exited."""
         self._exited_readers.discard(reader)
         self._readers.release_all(reader)
-        self.free_unused(
-            [offset for offset, output in self.unsent.items() if output.reader == reader]
-        )
+        self.free_unused([offset for offset, item in self.unsent.items() if item.reader == reader])
 
     def free_unused(self, offsets: Iterable[int]) -> None:
         """Free blocks that were allocated for responses and are not used for them."""

@@ -228,10 +228,7 @@ class RequestChannel:
     """
 
     def __init__(
-        self,
-        server: ServerState,
-        watch: Callable[[int], None],
-        unwatch: Callable[[int], None],
+        self, server: ServerState, watch: Callable[[int], None], unwatch: Callable[[int], None]
     ) -> None:
         self.server = server
         self._unwatch = unwatch

@@ -325,19 +325,17 @@ class _UntemplatedRequest:
         self._templates: list[TensorTemplate] = []
         self._memory_ranges: list[Range | None] = []
         specs = model.signature.inputs
-        for index, (name, value) in enumerate(inputs.items()):
-            if type(value) is DeviceView:
-                self._templates.append(
-                    TensorTemplate(name, value.datatype, value.shape, value.nbytes)
-                )
-                self._memory_ranges.append(self._device_range(value))
+        for index, (name, data) in enumerate(inputs.items()):
+            if type(data) is DeviceView:
+                self._templates.append(TensorTemplate(name, data.datatype, data.shape, data.nbytes))
+                self._memory_ranges.append(self._device_range(data))
                 continue
-            array, datatype = as_array(value, specs.get(name), name)
+            array, datatype = as_array(data, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
                 array = arrays[index] = np.frombuffer(_encode(array, name), np.uint8)
             self._templates.append(TensorTemplate(name, datatype, shape, array.nbytes))
-            self._memory_ranges.append(self._find_range(value, array))
+            self._memory_ranges.append(self._find_range(data, array))
 
     def _device_range(self, view: DeviceView) -> Range:
         self._hold(view.segment, view.lease)

@@ -165,10 +165,7 @@ def _decode(packed: PackedRequest, ref: TensorSchema, data: bytes | bytearray) -
 
 
 def _tensors_of(
-    reader: Reader,
-    outputs: Sequence[TensorSchema],
-    datas: Sequence[Any],
-    lease: MemoryLease | None,
+    reader: Reader, outputs: Sequence[TensorSchema], datas: Sequence[Any], lease: MemoryLease | None
 ) -> dict[str, Any]:
     contents = [data if type(data) is bytes else unpack_range(data) for data in datas]
     try:

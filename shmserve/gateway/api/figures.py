@@ -24,10 +24,7 @@ _TOTALS = (
 _COUNTS = {"failures": "failures", "closed": "batches_closed", "instances": "instances"}
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 _GENERATION_RATES = {"tokens_rate": "generated", "prefill_rate": "prefilled"}
-_GENERATION_TIMES = {
-    "first_token_ms": "first_token_seconds",
-    "inter_token_ms": "inter_token_seconds",
-}
+_TOKEN_TIMES = {"first_token_ms": "first_token_seconds", "inter_token_ms": "inter_token_seconds"}
 # Ranks of models with exited workers; failing requests rank from 2000.
 _NEW_EXIT_RANK, _EARLIER_EXIT_RANK = 3000, 1500
 _LONG_QUEUE_MS = 1.0  # a model with a shorter mean queueing time has no problem
@@ -56,15 +53,15 @@ class Figures:
             reports: The reports, as `management.collect_reports` returns them.
             now_s: The time of the reports, in monotonic seconds.
         """
-        report_by_version = {
+        by_version = {
             f"{report['name']}/{report['version']}": report["shmserve"] for report in reports
         }
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now_s - WINDOW_S:
             self._snapshots.popleft()
         earlier_s, earlier_reports = self._snapshots[0] if self._snapshots else (now_s, {})
         previous_reports = self._snapshots[-1][1] if self._snapshots else {}
-        self._snapshots.append((now_s, report_by_version))
-        for key, report in report_by_version.items():
+        self._snapshots.append((now_s, by_version))
+        for key, report in by_version.items():
             if (
                 key in previous_reports
                 and (new_exits := report["workers_lost"] - previous_reports[key]["workers_lost"])
@@ -75,7 +72,7 @@ class Figures:
             key: build_row(
                 report, earlier_reports.get(key), now_s - earlier_s, self._recent_exits(key, now_s)
             )
-            for key, report in report_by_version.items()
+            for key, report in by_version.items()
         }
 
     def _recent_exits(self, key: str, now_s: float) -> int:
@@ -127,12 +124,12 @@ def _build_point(row: Row) -> Point:
     return _IDLE_POINT if point == _IDLE_POINT else point
 
 
-def build_row(report: Report, earlier_report: Report | None, seconds: float, exits: int = 0) -> Row:
+def build_row(report: Report, earlier: Report | None, seconds: float, exits: int = 0) -> Row:
     """Return a model's row; without an earlier report it has no `recent`.
 
     Args:
         report: The current report.
-        earlier_report: The report of `seconds` ago.
+        earlier: The report of `seconds` ago.
         seconds: The length of the interval.
         exits: The number of workers that died within an hour.
     """
@@ -144,15 +141,13 @@ def build_row(report: Report, earlier_report: Report | None, seconds: float, exi
     if "generated" in report:
         figures["generation"] = {**report["generation"], "generated": report["generated"]}
         figures["generation"]["preemptions"] = sum(report["preemptions"].values())
-    if earlier_report is not None and seconds > 0:
-        figures["recent"] = _recent_figures(report, earlier_report, seconds)
+    if earlier is not None and seconds > 0:
+        figures["recent"] = _recent_figures(report, earlier, seconds)
     figures["hurts"], figures["because"] = _find_problem(figures, report)
     if exits:
         exits_text = f"{exits} worker{'s' * (exits > 1)} died within an hour"
         figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
-        is_new = (
-            earlier_report is not None and report["workers_lost"] > earlier_report["workers_lost"]
-        )
+        is_new = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
         figures["hurts"] = max(
             figures["hurts"], (_NEW_EXIT_RANK if is_new else _EARLIER_EXIT_RANK) + exits
         )
@@ -193,17 +188,15 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
         }
         figures |= {
             name: _quantiles_ms(report[key], earlier_report[key])
-            for name, key in _GENERATION_TIMES.items()
+            for name, key in _TOKEN_TIMES.items()
         }
     return figures
 
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed_count = increases["success"] - increases["cache_hit"]
-    counts = {
-        phase: increases["success"] if phase == "queue" else executed_count for phase in _PHASES
-    }
+    executed = increases["success"] - increases["cache_hit"]
+    counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
         phase.removeprefix("compute_"): _round_to_four_digits(
             increases[f"{phase}_ns"] / count / 1e6

@@ -88,11 +88,7 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
 
 def server_metadata(gateway: Gateway) -> dict[str, Any]:
     """Return the server's metadata: its name, version and extensions."""
-    return {
-        "name": gateway.settings.id,
-        "version": shmserve.__version__,
-        "extensions": EXTENSIONS,
-    }
+    return {"name": gateway.settings.id, "version": shmserve.__version__, "extensions": EXTENSIONS}
 
 
 async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
@@ -101,10 +97,8 @@ async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str,
     Raises:
         ShmserveError: `resolve_model` has raised it.
     """
-    served_model = await resolve_model(gateway, name, version)
-    return describe_model(
-        served_model, [served_model.version] if version else gateway.models.versions(name)
-    )
+    model = await resolve_model(gateway, name, version)
+    return describe_model(model, [model.version] if version else gateway.models.versions(name))
 
 
 def request_examples(gateway: Gateway) -> list[dict[str, Any]]:

@@ -395,19 +395,17 @@ class MetricsExporter:
         """Yield all families of the server."""
         settings, models = self._gateway.settings, self._gateway.models
         plain_reports: Reports = []
-        tagged_reports: Reports = []
+        tagged: Reports = []
         for report in reports:
             labels = {"model": str(report["name"]), "version": str(report["version"])}
             model = models.find(labels["model"], labels["version"])
             plain_reports.append((labels, report["shmserve"]))
-            tagged_reports.append(
-                (labels if model is None else labels | model.tags, report["shmserve"])
-            )
-        yield from triton_families(tagged_reports, latencies=settings.counter_latencies)
+            tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
+        yield from triton_families(tagged, latencies=settings.counter_latencies)
         if settings.histogram_latencies:
-            yield from first_response_families(tagged_reports)
+            yield from first_response_families(tagged)
         if settings.summary_latencies:
-            yield from summary_families(tagged_reports)
+            yield from summary_families(tagged)
         yield from self._load_families()
         yield from own_families(plain_reports)
         yield from generative_families(plain_reports)
@@ -442,7 +440,7 @@ class MetricsExporter:
 
     def _region_families(self) -> Iterator[ExpositionFamily]:
         table = self._gateway.regions
-        for kind, regions, help_text in (
+        for kind, regions, text in (
             ("", table.named_regions(), "registered regions of shared memory"),
             (
                 *("unnamed_", table.unnamed_regions()),
@@ -450,10 +448,8 @@ class MetricsExporter:
             ),
         ):
             sizes = [region.byte_size for region in regions]
-            yield _create_gauge(f"shmserve_shm_{kind}regions", f"Number of {help_text}", len(sizes))
-            yield _create_gauge(
-                f"shmserve_shm_{kind}region_bytes", f"Bytes of {help_text}", sum(sizes)
-            )
+            yield _create_gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
+            yield _create_gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
 
     def _host_families(self) -> Iterator[ExpositionFamily]:
         total, used = memory_bytes()
@@ -479,19 +475,15 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 
 
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
-    report_families = [
-        model_metrics.parse(report["shmserve"].get("families", [])) for report in reports
-    ]
-    families = model_metrics.added(report_families)
-    unique_families = {
-        name: family for name, family in families.items() if name not in server_names
-    }
-    if len(unique_families) < len(families):
+    parsed = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
+    families = model_metrics.added(parsed)
+    unique = {name: family for name, family in families.items() if name not in server_names}
+    if len(unique) < len(families):
         logger.warning(
             "metrics of models that have the names of the server's metrics are not shown: %s",
-            ", ".join(sorted(families.keys() - unique_families.keys())),
+            ", ".join(sorted(families.keys() - unique.keys())),
         )
-    return model_metrics.exposition(unique_families)
+    return model_metrics.exposition(unique)
 
 
 _PROCESS_FAMILIES = (
@@ -503,12 +495,9 @@ _PROCESS_FAMILIES = (
 
 
 def _process_families() -> Iterator[ExpositionFamily]:
-    running_processes = list(processes(os.getppid()))
+    running = list(processes(os.getppid()))
     for kind, name, text, attribute in _PROCESS_FAMILIES:
-        samples = (
-            ({"process": process.title}, getattr(process, attribute))
-            for process in running_processes
-        )
+        samples = (({"process": process.title}, getattr(process, attribute)) for process in running)
         yield _create_family(kind, name, text, *samples)
 
 

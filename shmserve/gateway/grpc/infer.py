@@ -91,17 +91,15 @@ class Inferences(ActiveCount):
 
     # --- ModelInfer
 
-    def infer(self, raw_request: bytes | ArrivingRequest, call: UnaryCall) -> None:
-        """Handle a ModelInfer, whose message is `raw_request`, without a task."""
+    def infer(self, message: bytes | ArrivingRequest, call: UnaryCall) -> None:
+        """Handle a ModelInfer without a task; `message` is the encoded request."""
         try:
             pattern = self.gateway.settings.grpc_header_forward_pattern
             headers = self.select_headers(call.head) if pattern else _NO_HEADERS
-            inference = self.submit_request(
-                raw_request, call, headers, partial(self._respond, call)
-            )
+            inference = self.submit_request(message, call, headers, partial(self._respond, call))
         except Exception as error:
-            if isinstance(error, RequestRefused) and self.needs_load(raw_request):
-                task = asyncio.ensure_future(self._infer_once_loaded(raw_request, call))
+            if isinstance(error, RequestRefused) and self.needs_load(message):
+                task = asyncio.ensure_future(self._infer_once_loaded(message, call))
                 call.on_disconnect = task.cancel
             else:
                 call.fail(*_ending_from_error(error, call))
@@ -111,16 +109,14 @@ class Inferences(ActiveCount):
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
 
-    async def _infer_once_loaded(
-        self, raw_request: bytes | ArrivingRequest, call: UnaryCall
-    ) -> None:
+    async def _infer_once_loaded(self, message: bytes | ArrivingRequest, call: UnaryCall) -> None:
         try:
-            await self.load_model(raw_request, call.time_remaining())
+            await self.load_model(message, call.time_remaining())
         except Exception as error:
             call.fail(*_ending_from_error(error, call))
         else:
             call.on_disconnect = None
-            self.infer(raw_request, call)
+            self.infer(message, call)
 
     def _respond(self, call: UnaryCall, inference: UnaryInference) -> None:
         try:
@@ -170,27 +166,25 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built_request = self._decode(raw_request, headers, streamed=on_streamed is not None)
+        built = self._decode(raw_request, headers, streamed=on_streamed is not None)
         inference_args: tuple[Any, ...] = (UnaryInference, on_response, True)
-        if built_request.model.decoupled:
+        if built.model.decoupled:
             if on_streamed is None:
-                built_request.release()
-                raise RequestRefused(
-                    Unsupported(_DECOUPLED_UNSUPPORTED), built_request.infer_request.id
-                )
+                built.release()
+                raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), built.infer_request.id)
             inference_args = (StreamingInference, on_streamed)
         call_limit = UNLIMITED
         if call.head.timeout_s is not None:
             call_limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
             inference: UnaryInference | StreamingInference = submit(
-                *(self.gateway, built_request, call.client, arrived_ns, *inference_args),
+                *(self.gateway, built, call.client, arrived_ns, *inference_args),
                 call_limit=call_limit,
                 traceparent=call.head.traceparent,
             )
             return inference
         except ShmserveError as error:
-            raise RequestRefused(error, built_request.infer_request.id) from None
+            raise RequestRefused(error, built.infer_request.id) from None
 
     def _decode(
         self, raw_request: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
@@ -301,45 +295,39 @@ class Inferences(ActiveCount):
             inference.built_request.trace.finish()
         return response
 
-    def _encode_outputs(
-        self, inference: UnaryInference, message: m.Finished | m.Responded
-    ) -> bytes:
-        built_request = inference.built_request
-        inferred = inference.outputs(message)
-        is_explained = built_request.trace is not None and built_request.trace.explained
-        schema = b"" if is_explained else message.schema
+    def _encode_outputs(self, inference: UnaryInference, result: m.Finished | m.Responded) -> bytes:
+        built = inference.built_request
+        inferred = inference.outputs(result)
+        is_explained = built.trace is not None and built.trace.explained
+        schema = b"" if is_explained else result.schema
         try:
-            encoded = self.encode(built_request, schema, inferred)
+            encoded = self.encode(built, schema, inferred)
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)
         self.gateway.malloc_trim.schedule(len(encoded))
-        if built_request.responses is not None and _is_plain(built_request.infer_request, inferred):
-            in_regions = built_request.infer_request.region_outputs
-            template = self.encoder.create_template(
-                built_request.model, schema, inferred, in_regions
-            )
-            built_request.responses.store(schema, template)
+        if built.responses is not None and _is_plain(built.infer_request, inferred):
+            in_regions = built.infer_request.region_outputs
+            template = self.encoder.create_template(built.model, schema, inferred, in_regions)
+            built.responses.store(schema, template)
         return encoded
 
-    def encode(self, built_request: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
+    def encode(self, built: BuiltRequest, schema: bytes, inferred: Inferred) -> bytes:
         """Return a response with this schema as a serialized ModelInferResponse.
 
         Raises:
             InvalidArgument: An output cannot be classified.
             Internal: An output has another size than its shape, or the response is too large.
         """
-        request = built_request.infer_request
-        classified = classify_outputs(self.gateway, built_request.model, request, inferred)
+        request = built.infer_request
+        classified = classify_outputs(self.gateway, built.model, request, inferred)
         in_regions = request.region_outputs
         contents: list[bytes | memoryview] = []
         for tensor in classified.outputs:
             is_sent = tensor.name not in in_regions
             contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
         cacheable_schema = schema if classified is inferred else b""
-        return self.encoder.encode(
-            built_request.model, request.id, cacheable_schema, classified, contents
-        )
+        return self.encoder.encode(built.model, request.id, cacheable_schema, classified, contents)
 
     # --- models that are loaded on demand
 
@@ -412,9 +400,7 @@ def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
     if not inferred.outputs or any(output.classes for output in request.outputs):
         return False
     in_regions = request.region_outputs
-    return all(
-        type(output.data) is bytes or output.name in in_regions for output in inferred.outputs
-    )
+    return all(type(item.data) is bytes or item.name in in_regions for item in inferred.outputs)
 
 
 def _limit_us(remaining_s: float | None) -> int:

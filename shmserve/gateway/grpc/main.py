@@ -68,17 +68,13 @@ class GrpcFrontend(process.Frontend):
         gateway_settings = self._gateway.settings
         restrictions = decode_restrictions(gateway_settings.grpc_restricted)
         rules = Authorisation(gateway_settings.tokens, restrictions, "protocol")
-        max_connections = min(
-            gateway_settings.max_connections, fd_limits.for_connections(len(self._sockets))
-        )
+        limit = min(gateway_settings.max_connections, fd_limits.for_connections(len(self._sockets)))
         for sock in self._sockets:
             listener = ListenerRules(listener_kind(sock), rules, gateway_settings.allow_client_shm)
             self.listeners.append(listener)
             is_unix = sock.family == socket.AF_UNIX
             front = replace(self._front, tls=None) if is_unix else self._front
-            await self.listen(
-                sock, Acceptor(partial(GrpcConnection, front=front), listener, max_connections)
-            )
+            await self.listen(sock, Acceptor(partial(GrpcConnection, front=front), listener, limit))
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         # Requests in streams count; a stream without requests, or a Watch, does not.

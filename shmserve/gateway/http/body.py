@@ -24,12 +24,7 @@ from typing import Any
 from aiohttp import StreamReader
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.compression import (
-    BodyTooLarge,
-    Inflater,
-    UnsupportedEncoding,
-    check_encoding,
-)
+from shmserve.gateway.compression import BodyTooLarge, Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors

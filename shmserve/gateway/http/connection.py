@@ -89,10 +89,8 @@ class HttpConnection(Incoming):
         self.client.call_disconnect_actions()
 
     def _close_if_idle(self) -> None:
-        idle_since = self.idle_since
-        remaining_s = (
-            self._idle_s if idle_since is None else idle_since + self._idle_s - self._loop.time()
-        )
+        since = self.idle_since
+        remaining_s = self._idle_s if since is None else since + self._idle_s - self._loop.time()
         if remaining_s > 0:
             self._idle_timer = self._loop.call_later(remaining_s, self._close_if_idle)
         else:

@@ -208,14 +208,12 @@ class _Snapshot:
         newest = list(watch.newest)
         new_count, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
         common_members = {"at": time.time(), "server": self._server_figures()}
-        changed_models = {
-            key: row for key, row in self._models.items() if previous_models.get(key) != row
-        }
+        changed = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
         return (
             {**common_members, "whole": True, "models": self._models, "events": newest},
             {
                 **common_members,
-                "models": changed_models,
+                "models": changed,
                 "gone": sorted(previous_models.keys() - self._models.keys()),
                 "events": newest[len(newest) - new_count :],
             },

@@ -163,10 +163,8 @@ class _Generation:
             )
             outputs.append((tensor, text))
         model = self._model
-        infer_request = self.responses.request.built_request.infer_request
-        return encode_response(
-            infer_request, model.name, model.version, outputs, inferred.parameters
-        )
+        request = self.responses.request.built_request.infer_request
+        return encode_response(request, model.name, model.version, outputs, inferred.parameters)
 
 
 _NESTED_MEMBER = "parameters"

@@ -352,10 +352,7 @@ def _typed_member(members: dict[str, Any], field: str, kind: type[str] | type[in
     if kind is str:
         type_name, is_valid = "string", type(value) is str
     else:
-        type_name, is_valid = (
-            "unsigned-integer",
-            type(value) is int and 0 <= value <= MAX_UINT64,
-        )
+        type_name, is_valid = ("unsigned-integer", type(value) is int and 0 <= value <= MAX_UINT64)
     if not is_valid:
         raise mistyped_value_error(type_name)
     return value

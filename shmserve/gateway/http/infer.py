@@ -68,9 +68,7 @@ from shmserve.ipc.tensors.inference import Inferred
 logger = logging.getLogger(__name__)
 
 _DECOUPLED_UNSUPPORTED = "HTTP end point doesn't support models with decoupled transaction policy"
-_BINARY_HEADERS = (
-    b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-)
+_BINARY_HEAD = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
 
 async def infer(
@@ -231,22 +229,20 @@ class HttpInference(UnaryInference):
         if self.encoded is not None:
             return _assemble_response(*self.encoded)
         built_request, gateway = self.built_request, self.gateway
-        infer_request, model = built_request.infer_request, built_request.model
+        request, model = built_request.infer_request, built_request.model
         inferred = self.outputs(message)
-        uses_worker_memory = _has_worker_memory(infer_request, inferred)
+        uses_worker_memory = _has_worker_memory(request, inferred)
         try:
-            classified = classify_outputs(gateway, model, infer_request, inferred)
+            classified = classify_outputs(gateway, model, request, inferred)
             template = None
             if built_request.responses is not None:
                 template = built_request.responses.find(message.schema)
             if template is None:
-                template = JsonResponseTemplate(
-                    infer_request, model.name, model.version, classified
-                )
+                template = JsonResponseTemplate(request, model.name, model.version, classified)
                 if built_request.responses is not None and classified is inferred:
                     built_request.responses.store(message.schema, template)
             response = await _encode_response(
-                gateway, self.request, infer_request.id, template, classified
+                gateway, self.request, request.id, template, classified
             )
         except BaseException:
             if uses_worker_memory:
@@ -301,7 +297,7 @@ def _assemble_response(json: bytes, binary: Sequence[bytes | memoryview]) -> Htt
 
 
 def _response_headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
-    return _BINARY_HEADERS % len(json) if binary and any(map(len, binary)) else JSON_HEADER
+    return _BINARY_HEAD % len(json) if binary and any(map(len, binary)) else JSON_HEADER
 
 
 # --- clients that accept a stream

@@ -153,10 +153,7 @@ class HttpRequest:
     )
 
     def __init__(
-        self,
-        message: RawRequestMessage,
-        content: StreamReader | WholeBody,
-        connection: HttpChannel,
+        self, message: RawRequestMessage, content: StreamReader | WholeBody, connection: HttpChannel
     ) -> None:
         self.method: str = message.method
         self.target: str = message.path

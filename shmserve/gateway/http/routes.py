@@ -77,7 +77,7 @@ def _paths(template: str) -> list[str]:
 
 
 def _describe_operation(route: Route, operation: dict[str, Any], path: str) -> dict[str, Any]:
-    description: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "summary": operation["summary"],
         "tags": ["metadata" if route.scope == SIGNATURE else route.scope],
@@ -90,14 +90,11 @@ def _describe_operation(route: Route, operation: dict[str, Any], path: str) -> d
         success_response["content"] = _media_types(operation["reply"])
     client_error = {"description": "invalid request", "content": error}
     server_error = {"description": "failure, or temporarily unavailable", "content": error}
-    description["responses"] = {"200": success_response, "4XX": client_error, "5XX": server_error}
+    entry["responses"] = {"200": success_response, "4XX": client_error, "5XX": server_error}
     if "body" in operation:
         required = operation.get("required", False)
-        description["requestBody"] = {
-            "required": required,
-            "content": _media_types(operation["body"]),
-        }
-    return description
+        entry["requestBody"] = {"required": required, "content": _media_types(operation["body"])}
+    return entry
 
 
 def _path_parameter(name: str) -> dict[str, Any]:

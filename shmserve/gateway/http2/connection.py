@@ -354,9 +354,7 @@ class Http2Connection(FrameReader[HeadT]):
             raise ConnectionFault(code, "a malformed frame on an idle stream")
         if stream is None:
             self._record_reset(stream_id)
-            self.sending.ready.append(
-                frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code))
-            )
+            self._queue_reset(stream_id, code)
         else:
             self.reset(stream, code)
             events.append(StreamReset(stream))
@@ -367,9 +365,11 @@ class Http2Connection(FrameReader[HeadT]):
             if not stream.ended:
                 self._record_reset(stream.id)
             self._remove(stream)
-            self.sending.ready.append(
-                frames.encode_frame(RST_STREAM, 0, stream.id, pack_uint32(code))
-            )
+            self._queue_reset(stream.id, code)
+
+    def _queue_reset(self, stream_id: int, code: FaultCode) -> None:
+        frame = frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code))
+        self.sending.ready.append(frame)
 
     def _remove(self, stream: Stream) -> None:
         stream.ended = True

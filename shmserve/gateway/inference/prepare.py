@@ -37,12 +37,7 @@ from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import (
-    INLINE_LIMIT,
-    Inference,
-    RequestedOutput,
-    pack_inference,
-)
+from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference, RequestedOutput, pack_inference
 from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
@@ -179,7 +174,7 @@ class RequestTemplate:
 
     def __init__(
         self,
-        built_request: BuiltRequest,
+        built: BuiltRequest,
         sizes: Sequence[int | None],
         references: RegionReferences | None,
         create_resources: Callable[[], Resources] | None,
@@ -187,20 +182,18 @@ class RequestTemplate:
         """Derive the template from the first request with a header.
 
         Args:
-            built_request: The request.
+            built: The request.
             sizes: The byte size of each input in the body; None for an input in a region.
             references: The references of the request to regions.
             create_resources: Creates the resources of a request with large tensors; None if the
                 tensors are small.
         """
-        self._model = built_request.model
-        self._request = built_request.infer_request
-        self._schema = built_request.schema
+        self._model = built.model
+        self._request = built.infer_request
+        self._schema = built.schema
         self._body_indices = [index for index, size in enumerate(sizes) if size is not None]
         # The data of the first request is kept only for inputs in regions.
-        self._data = (
-            built_request.data if len(self._body_indices) < len(built_request.data) else None
-        )
+        self._data = built.data if len(self._body_indices) < len(built.data) else None
         self._sizes = [size for size in sizes if size is not None]
         tensor_layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
         self._unpack_tensors: Callable[[bytes, int], tuple[bytes, ...]] = tensor_layout.unpack_from
@@ -251,11 +244,7 @@ class RequestTemplate:
 
 
 def build_request(
-    gateway: Gateway,
-    model: GatewayModel,
-    request: InferRequest,
-    body: bytes = b"",
-    offset: int = 0,
+    gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes = b"", offset: int = 0
 ) -> BuiltRequest:
     """Place the tensors of a request, and check the request.
 

@@ -197,13 +197,11 @@ def compose(
 
 
 def _available_models(
-    config: ModelConfig, models: Sequence[ModelConfig | None], has_any_version: Sequence[bool]
+    config: ModelConfig, models: Sequence[ModelConfig | None], has_versions: Sequence[bool]
 ) -> list[ModelConfig]:
     name, steps = config.name, config.ensemble_scheduling.step
     missing: dict[str, Key] = {}
-    for index, (step, model, is_loaded) in enumerate(
-        zip(steps, models, has_any_version, strict=True)
-    ):
+    for index, (step, model, is_loaded) in enumerate(zip(steps, models, has_versions, strict=True)):
         if model is None and is_loaded:
             raise GraphProblem(
                 f"ensemble '{name}' depends on '{step.model_name}' whose required version "

@@ -41,11 +41,7 @@ from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.records import record
 from shmserve.scheduler.batchers import dynamic
-from shmserve.scheduler.batchers.dynamic import (
-    Batch,
-    CloseReason,
-    WaitUntil,
-)
+from shmserve.scheduler.batchers.dynamic import Batch, CloseReason, WaitUntil
 from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 

@@ -344,15 +344,13 @@ class EnsembleCore(Core[EnsembleRequest]):
         }
 
 
-def _check_ranges(
-    memory_ranges: dict[str, Range], inputs: Tensors, plan: Plan, graph: Graph
-) -> None:
+def _check_ranges(ranges: dict[str, Range], inputs: Tensors, plan: Plan, graph: Graph) -> None:
     """Check that no output is written over an input that another step reads.
 
     Raises:
         InvalidArgument: An output overlaps such an input.
     """
-    for name, memory_range in memory_ranges.items():
+    for name, memory_range in ranges.items():
         writer = graph.writers[name].index
         for tensor, value in inputs:
             route = plan.routes.get(tensor)

@@ -229,10 +229,7 @@ class Plan:
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        outputs: Iterable[str],
-        models: Callable[[StepNode], ModelProperties],
+        self, graph: Graph, outputs: Iterable[str], models: Callable[[StepNode], ModelProperties]
     ) -> None:
         """Make a plan.
 

@@ -237,9 +237,7 @@ class StepMessages:
             inputs.append(TensorRef(name, kind.datatype, shape, value.data))
         fit = signature.check(request.submit.request_id, inputs, used_outputs)
         sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, used_outputs)
-        to_client = frozenset(
-            output.name for output in used_outputs if output.memory_range is not None
-        )
+        to_client = frozenset(item.name for item in used_outputs if item.memory_range is not None)
         names = [output.name for output in used_outputs]
         placed_names = [name for name in names if name in sizes or name in to_client]
         outputs = firing.step.outputs

@@ -278,10 +278,8 @@ class GenerativeDispatch(Dispatcher):
             return
         can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
         if message.replays:
-            ended_tokens = {
-                sample: tokens for sample, (tokens, _) in assigned.ended_samples.items()
-            }
-            for sample, tokens in (resumed | ended_tokens).items():
+            ended = {sample: tokens for sample, (tokens, _) in assigned.ended_samples.items()}
+            for sample, tokens in (resumed | ended).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
                 assigned.replayed_tokens[sample] = max(tokens, previous_tokens, key=len)
             assigned.ended_samples.clear()

@@ -88,10 +88,8 @@ class Engine(Generic[T]):
         preempted = self.settings.enable_preemption and generation.beams is None
         seats = self.settings.max_batch_size
         concurrent = 1 if preempted else min(generation.rows, seats)
-        blocks_needed = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
-        return blocks_needed <= self.pool.count and (
-            generation.beams is None or generation.rows <= seats
-        )
+        needed = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
+        return needed <= self.pool.count and (generation.beams is None or generation.rows <= seats)
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
@@ -373,13 +371,11 @@ class Engine(Generic[T]):
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // block_size) - len(sequence.table), 0)
         max_blocks = -(-generation.max_computed // block_size)
-        shared_blocks = generation.shared // block_size
+        shared = generation.shared // block_size
         # Beams share blocks (copy-on-write).
-        own_blocks = sum(
-            self.pool.references[block] == 1 for block in sequence.table[shared_blocks:]
-        )
-        held_blocks = min(len(sequence.table), shared_blocks) + own_blocks
-        return max(shared_blocks + sequence.seats * (max_blocks - shared_blocks) - held_blocks, 0)
+        own_blocks = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
+        held_blocks = min(len(sequence.table), shared) + own_blocks
+        return max(shared + sequence.seats * (max_blocks - shared) - held_blocks, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free_blocks: int) -> bool:
         """Assign the cached blocks of its prompt's beginning to a sequence.
@@ -507,8 +503,7 @@ class Engine(Generic[T]):
             child.table = parent.table[:]
             self.pool.share(child.table)
         self._enter(
-            child,
-            NewSequence(child.number, parent.generation.key, sample, parent.number, token),
+            child, NewSequence(child.number, parent.generation.key, sample, parent.number, token)
         )
         return child
 

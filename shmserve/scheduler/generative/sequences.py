@@ -413,13 +413,11 @@ class Beams(Generic[T]):
         """Return the beams of the next step, best first; none once the search is over."""
         search = self.generation.beams
         assert search is not None
-        best_candidates = sorted(self._candidates, key=attrgetter("score"), reverse=True)[
-            : 2 * search.width
-        ]
+        best = sorted(self._candidates, key=attrgetter("score"), reverse=True)[: 2 * search.width]
         self._candidates = []
-        generated = best_candidates[0].parent.generated + 1
+        generated = best[0].parent.generated + 1
         continuing: list[BeamCandidate[T]] = []
-        for rank, candidate in enumerate(best_candidates):
+        for rank, candidate in enumerate(best):
             if candidate.token in search.end_tokens:
                 if rank < search.width:
                     self._add_hypothesis(candidate, generated, "stop")
@@ -434,14 +432,12 @@ class Beams(Generic[T]):
             self.is_finished = not continuing or self._is_settled(continuing[0].score, generated)
         return [] if self.is_finished else continuing
 
-    def _add_hypothesis(
-        self, candidate: BeamCandidate[T], generated: int, finish_reason: str
-    ) -> None:
+    def _add_hypothesis(self, candidate: BeamCandidate[T], generated: int, reason: str) -> None:
         search = self.generation.beams
         assert search is not None
         tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
         score = candidate.score / generated**search.length_penalty
-        self.hypotheses.append(FinishedBeam(tokens, finish_reason, score))
+        self.hypotheses.append(FinishedBeam(tokens, reason, score))
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[search.width :]
 

@@ -68,12 +68,7 @@ from shmserve.ipc.messages.unions import (
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.ipc.transport.router import (
-    PeerCredRouter,
-    UntrustedRouter,
-    leading_pid,
-    trailing_pid,
-)
+from shmserve.ipc.transport.router import PeerCredRouter, UntrustedRouter, leading_pid, trailing_pid
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -147,12 +142,7 @@ class HostedScheduler(ABC):
         self._cache = _cache(start.cache, self._settings, self._lent_memory)
         self.core, peers, self.outboxes = self._create_parts()
         self.front: Front[Any] = Front(
-            self.core,
-            self,
-            self._control,
-            time.time_ns,
-            self._settings.name,
-            self._cache,
+            self.core, self, self._control, time.time_ns, self._settings.name, self._cache
         )
         if start.snapshot:
             self.front.restore(start.snapshot, start.worker_pids)
@@ -390,10 +380,8 @@ class Host:
         try:
             while not self._is_stopped:
                 # A request of an ensemble is also a request of its step; it counts once.
-                live_requests = max(
-                    [scheduler.live_requests for scheduler in schedulers], default=0
-                )
-                for fd, _ in waiter.wait(wake_ns, live_requests):
+                live = max([scheduler.live_requests for scheduler in schedulers], default=0)
+                for fd, _ in waiter.wait(wake_ns, live):
                     handler = waiter.handlers.get(fd)
                     if handler is not None:
                         handler()

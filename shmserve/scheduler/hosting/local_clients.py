@@ -61,10 +61,7 @@ class LocalClientListener:
         """Open the listener of a scheduler; programs of the server's group can connect."""
         endpoint = endpoints.local_clients(start.run_dir, start.number)
         listener = cls(
-            endpoint,
-            Capabilities(start.capability_key),
-            signature,
-            start.limits.request_timeout_us,
+            endpoint, Capabilities(start.capability_key), signature, start.limits.request_timeout_us
         )
         if start.group != NO_GROUP:
             admit_group(Path(endpoint.removeprefix("ipc://")), start.group)

@@ -196,10 +196,8 @@ class Executions:
             self._workers.post(slot.peer, release)
         # A predecessor scheduler's worker, which has not connected yet.
         elif message.pid in self._pool.awaited():
-            early_releases = self._early_releases.setdefault(message.pid, [])
-            early_releases += _split_release(client_pid, message)[
-                : _MAX_EARLY - len(early_releases)
-            ]
+            releases = self._early_releases.setdefault(message.pid, [])
+            releases += _split_release(client_pid, message)[: _MAX_EARLY - len(releases)]
         else:  # the process may be announced later: clients may learn of a successor first
             self._unknown_releases += [
                 (message.pid, release) for release in _split_release(client_pid, message)

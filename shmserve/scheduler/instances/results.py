@@ -157,12 +157,7 @@ class Results:
             self._batcher.record_batch(now_ns, live_requests, execution.rows, took_ns, latencies)
 
     def _handle_returned(
-        self,
-        slot: Slot,
-        execution: Execution,
-        replies: list[Reply],
-        timing: Timing,
-        now_ns: int,
+        self, slot: Slot, execution: Execution, replies: list[Reply], timing: Timing, now_ns: int
     ) -> None:
         """Handle the return of a decoupled model's `execute`.
 

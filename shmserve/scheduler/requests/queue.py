@@ -229,9 +229,7 @@ class RequestQueue:
         policies = settings.policies
         # The level and policy of all requests, if there is one level.
         self._only_level = None if policies.levels else (0, policies.default)
-        bounds = [
-            policy.max_queue_size for policy in (policies.default, *policies.by_level.values())
-        ]
+        bounds = [rule.max_queue_size for rule in (policies.default, *policies.by_level.values())]
         self.least_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:
@@ -430,10 +428,8 @@ def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
     if 0 < request.deadline_ns < now_ns:
         return expired_text(request.submit, request.arrived_ns, request.deadline_ns)
     timeout_us = (request.queue_limit_ns - request.enqueued_ns) // _NS_PER_US
-    is_own_timeout = timeout_us == request.submit.timeout_us
-    origin = (
-        _TIMEOUT_ORIGIN if is_own_timeout else "default_timeout_microseconds of the queue policy"
-    )
+    is_own = timeout_us == request.submit.timeout_us
+    origin = _TIMEOUT_ORIGIN if is_own else "default_timeout_microseconds of the queue policy"
     return _EXPIRED_TEXT.format(us=timeout_us, where=" in the queue", origin=origin)
 
 

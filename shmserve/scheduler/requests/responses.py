@@ -38,10 +38,7 @@ from shmserve.scheduler.requests.request import (
     Timing,
 )
 from shmserve.scheduler.response_cache import ResponseCache
-from shmserve.scheduler.statistics import (
-    Reason,
-    Statistics,
-)
+from shmserve.scheduler.statistics import Reason, Statistics
 
 # Stale entries of the order are swept when they outnumber the live requests by this much.
 _MAX_STALE_ENTRIES = 1024

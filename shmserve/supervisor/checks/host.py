@@ -43,12 +43,10 @@ Versions = dict[str, tuple[str, str]]
 def gather_packages(_: ServerConfig) -> Versions:
     """Return the versions of the required packages; empty if shmserve itself is not installed."""
     try:
-        requirement_lines = "\n".join(metadata.requires("shmserve") or [])
+        lines = "\n".join(metadata.requires("shmserve") or [])
     except metadata.PackageNotFoundError:
         return {}
-    requirements = re.findall(
-        r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", requirement_lines, re.MULTILINE
-    )
+    requirements = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", lines, re.MULTILINE)
     return {name: (_installed_version(name), minimum) for name, minimum in requirements}
 
 

@@ -111,10 +111,8 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
             status = entry.stat(follow_symlinks=False)
             if status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
                 large.append((entry.name, status.st_blocks * 512, status.st_uid))
-    used_files = _used_files() if large else set()
-    objects = (
-        ShmObject(name, size, uid, f"{_SHM}/{name}" in used_files) for name, size, uid in large
-    )
+    used = _used_files() if large else set()
+    objects = (ShmObject(name, size, uid, f"{_SHM}/{name}" in used) for name, size, uid in large)
     return sorted(objects, key=attrgetter("byte_size"), reverse=True)
 
 
@@ -347,9 +345,9 @@ def probe() -> str | None:
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*_PROBE_COMMAND, "export"], stdin=pipe, stdout=pipe, text=True
-    ) as exporter_process:
-        assert exporter_process.stdout is not None
-        line = exporter_process.stdout.readline().strip()
+    ) as exporter:
+        assert exporter.stdout is not None
+        line = exporter.stdout.readline().strip()
         try:
             shared = bool(line) and read_memory(bytes.fromhex(line)) == _TEST_DATA
         except (ShmserveError, CudaError) as error:

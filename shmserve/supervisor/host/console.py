@@ -131,9 +131,7 @@ def example_command(models: Iterable[ModelSpec], url: str) -> str:
     for spec in candidates:
         required = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
         if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MAX_ELEMENTS:
-            inputs = " ".join(
-                f"--input {shlex.quote(_example_input(tensor))}" for tensor in required
-            )
+            inputs = " ".join(f"--input {shlex.quote(_example_input(item))}" for item in required)
             return f"shmserve client infer {shlex.quote(spec.name)} --url {url} {inputs}"
     return f"shmserve perf {shlex.quote(candidates[0].name)} --url {url}" if candidates else ""
 

@@ -38,9 +38,7 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
         addresses = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    if not guarded and not all(
-        is_loopback(str(socket_address[0])) for *_, socket_address in addresses
-    ):
+    if not guarded and not all(is_loopback(str(address[0])) for *_, address in addresses):
         raise _unguarded(flag, f"'{address}'")
     return addresses
 
@@ -71,13 +69,9 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
     if failure is not None and (not sockets or failure.errno not in _NO_SUCH_FAMILY):
         for sock in sockets:
             sock.close()
-        failed_flag = (
-            flag if failure.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
-        )
-        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, failed_flag)}"
-        raise InvalidArgument(
-            f"{failed_flag}: cannot listen on {address}:{port}: {reason}"
-        ) from None
+        failed = flag if failure.errno in _NO_SUCH_FAMILY else flag.replace("-address", "-port")
+        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, failed)}"
+        raise InvalidArgument(f"{failed}: cannot listen on {address}:{port}: {reason}") from None
     return sockets
 
 

@@ -138,13 +138,11 @@ class Autoscaler:
         before, now_s = version.instances.count, time.monotonic()
         if now_s < state.next_change_s:
             return
-        missing_resources = (
-            state.capacity.missing_resources(change.total) if change.total > before else ""
-        )
-        if missing_resources:
+        missing = state.capacity.missing_resources(change.total) if change.total > before else ""
+        if missing:
             state.next_change_s = now_s + _RETRY_S
             text = "model '%s' keeps %d instances although %s: %s"
-            logger.warning(text, version.spec.name, before, change.reason, missing_resources)
+            logger.warning(text, version.spec.name, before, change.reason, missing)
             return
         state.is_changing = True
         self._context.background(self._change(version, state, change))
@@ -324,13 +322,11 @@ class ScalingPolicy:
         if not allowed_s:
             return ""  # nothing has been executed yet
         if load.pending and load.ready and load.busy == load.ready:
-            expected_s = load.pending * self._mean_request_s / load.ready
-            expected_s = max(expected_s, load.at_s - self._last_progress_s)
-            if expected_s > _P99_RATIO * allowed_s:
+            wait_s = load.pending * self._mean_request_s / load.ready
+            wait_s = max(wait_s, load.at_s - self._last_progress_s)
+            if wait_s > _P99_RATIO * allowed_s:
                 self._window_start_s = load.at_s
-                return (
-                    f"requests wait {_ms(expected_s)}, the limit is {_ms(_P99_RATIO * allowed_s)}"
-                )
+                return f"requests wait {_ms(wait_s)}, the limit is {_ms(_P99_RATIO * allowed_s)}"
         start_s = max(load.at_s - _MEAN_WINDOW_S, self._window_start_s)
         first = next((sample for sample in self._loads if sample.at_s >= start_s), load)
         count = load.succeeded - first.succeeded

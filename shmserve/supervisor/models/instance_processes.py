@@ -539,6 +539,4 @@ class Instances:
 
     async def stop(self) -> None:
         """Finalize the model in every process and wait for their exits."""
-        await asyncio.gather(
-            *(self._end(instance) for instance in self._instances if instance.alive)
-        )
+        await asyncio.gather(*(self._end(process) for process in self._instances if process.alive))

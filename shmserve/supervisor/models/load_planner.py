@@ -27,10 +27,7 @@ from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.class_source import DEFAULT_CLASS_NAME, class_attribute, served_class
 from shmserve.ipc.engine_settings import LLM_BACKEND, EngineSettings
-from shmserve.ipc.model_spec import (
-    ENVIRONMENT,
-    ModelSpec,
-)
+from shmserve.ipc.model_spec import ENVIRONMENT, ModelSpec
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
@@ -105,21 +102,19 @@ class LoadPlanner:
             raise
 
     def _plan_versions(self, folder: ModelFolder, override: str) -> list[VersionSpec]:
-        name, problem = folder.name, ""
+        name, fault = folder.name, ""
         labels: dict[str, list[str]] = {}
         try:
             written, source = repository.read_config(folder, override)
             config = self._with_defaults(written, folder)
             # The model cannot be loaded then, whatever else its configuration says.
-            problem = model_config.unknown_backend(config) or repository.check_agents(
-                folder, config
-            )
-            if not problem:
+            fault = model_config.unknown_backend(config) or repository.check_agents(folder, config)
+            if not fault:
                 _add_environment(config, folder)
                 self._validate(config, folder, source, complete=False)
                 labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
-            problem = error.message
+            fault = error.message
         except ShmserveError as error:
             hint = repository.config_in_version_folder(folder)
             if hint:
@@ -133,15 +128,15 @@ class LoadPlanner:
             logger.warning(text, name, ignored, reason)
         versions = repository.versions_to_load(config, folder.versions)
         missing = (repository.missing_content(folder, version) for version in versions)
-        problem = problem or next(filter(None, missing), "")
+        fault = fault or next(filter(None, missing), "")
         text = "version %d is specified for model '%s', but the version directory is not present"
         for version in repository.missing_versions(config, folder.versions):
             logger.error(text, version, name)
         if not versions:
             text = f"load failed for model '{name}': {repository.no_version(folder)}\n"
             raise InvalidArgument(text)
-        if problem:
-            lines = _unavailable(versions, problem)
+        if fault:
+            lines = _unavailable(versions, fault)
             raise InvalidArgument(f"load failed for model '{name}': {lines}")
         spec = ModelSpec.of(model_config.to_dict(config))
         read_config, path = ReadConfig(folder, written, config, source), folder.path

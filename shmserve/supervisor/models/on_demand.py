@@ -271,13 +271,11 @@ class OnDemand:
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
         usages = [self._usage(version) for version in model.serving.values()]
         used_ns = max((usage.used_ns for usage in usages), default=0)
-        must_stay = (
-            model.orders or model.retiring or model.name in self._loads or not model.on_demand
-        )
-        must_stay = bool(must_stay) or any(usage.is_busy for usage in usages)
+        stays = model.orders or model.retiring or model.name in self._loads or not model.on_demand
+        stays = bool(stays) or any(usage.is_busy for usage in usages)
         idle_limit_ns = int(1e9 * min(map(self._idle_limit_s, model.serving.values()), default=0.0))
         size = self._memory.byte_size(model)
-        return Resident(model.name, size, used_ns, must_stay, idle_limit_ns, users)
+        return Resident(model.name, size, used_ns, stays, idle_limit_ns, users)
 
     def _idle_limit_s(self, version: ModelVersion) -> float:
         limit_s = parse_idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))

@@ -122,14 +122,12 @@ class ModelRegistry:
     def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
-        used_elsewhere = {
-            step for user in models.values() if user.name != name for step in user.step_models
-        }
+        used = {step for user in models.values() if user.name != name for step in user.step_models}
         step_models = models[name].step_models if name in models else []
         return [
             step
             for step in step_models
-            if step not in used_elsewhere and step in models and models[step].for_ensembles
+            if step not in used and step in models and models[step].for_ensembles
         ]
 
     def users_of(self, model: ModelEntry) -> list[ModelEntry]:
@@ -330,10 +328,7 @@ def progress(model: ModelEntry) -> str:
 
 
 def index_rows(
-    name: str,
-    by_version: Mapping[str, Status] | None,
-    folder: ModelFolder | None,
-    ready_only: bool,
+    name: str, by_version: Mapping[str, Status] | None, folder: ModelFolder | None, ready_only: bool
 ) -> list[dict[str, Any]]:
     """Return the rows of a model in the repository index.
 
@@ -346,14 +341,12 @@ def index_rows(
         folder: The model in the repositories.
         ready_only: Whether only ready versions are listed.
     """
-    problem = folder.problem if folder is not None else ""
+    fault = folder.problem if folder is not None else ""
     # The problem is listed even if the model serves, since it prevents the next load.
-    if problem == DUPLICATE_MODEL or not by_version:
+    if fault == DUPLICATE_MODEL or not by_version:
         if ready_only:
             return []
-        return [
-            _row(name, "", Status(ModelState.UNAVAILABLE, problem)) if problem else {"name": name}
-        ]
+        return [_row(name, "", Status(ModelState.UNAVAILABLE, fault)) if fault else {"name": name}]
     if folder is None and all(status == _UNLOADED_STATUS for status in by_version.values()):
         return []
     return [

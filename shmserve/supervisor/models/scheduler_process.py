@@ -136,13 +136,11 @@ class VersionScheduler:
         assert self._serving is not None
         return self._serving
 
-    async def start(
-        self, config: ModelSpec, worker_pids: list[int], is_first: bool = False
-    ) -> None:
+    async def start(self, spec: ModelSpec, worker_pids: list[int], is_first: bool = False) -> None:
         """Start a scheduler in place of the last one.
 
         Args:
-            config: The configuration of the version.
+            spec: The configuration of the version.
             worker_pids: The worker processes that the scheduler may expect.
             is_first: Whether the version has had no scheduler.
 
@@ -152,7 +150,7 @@ class VersionScheduler:
         context = self._context
         number = self.number if is_first else next(context.numbers)
         ready = self._ready = asyncio.get_running_loop().create_future()
-        start = self._start_record(number, config, worker_pids)
+        start = self._start_record(number, spec, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)
         hosted = self._latest = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
@@ -170,13 +168,11 @@ class VersionScheduler:
         self.number = number  # the endpoints of the new scheduler exist from now on
         self._serving = hosted
         self.counters.send_base()
-        if config.cached:  # the share may have changed while the scheduler started
+        if spec.cached:  # the share may have changed while the scheduler started
             context.cache_shares.send(id(self))
         context.tracing.send_settings(hosted.address)
 
-    def _start_record(
-        self, number: int, config: ModelSpec, worker_pids: list[int]
-    ) -> SchedulerStart:
+    def _start_record(self, number: int, spec: ModelSpec, worker_pids: list[int]) -> SchedulerStart:
         context, server = self._context, self._context.config
         limits = SchedulingLimits(
             execution_timeout_s=server.execution_timeout_s,
@@ -192,13 +188,13 @@ class VersionScheduler:
             kind="ensemble" if self._spec.steps else "scheduler",
             number=number,
             version=self._spec.version,
-            config=config,
+            config=spec,
             run_dir=context.run_dir,
             capability_key=context.capabilities.key,
             group=server.shm.group,
             arena_byte_size=server.arena_byte_size,
             limits=limits,
-            cache=self._cache_start(config),
+            cache=self._cache_start(spec),
             snapshot=self.counters.snapshot,
             worker_pids=worker_pids,
         )

@@ -91,10 +91,7 @@ class ProcessTable:
     before the waiters of its `exited`.
     """
 
-    def __init__(
-        self,
-        on_start: Callable[[Child], None] = lambda child: None,
-    ) -> None:
+    def __init__(self, on_start: Callable[[Child], None] = lambda child: None) -> None:
         self._on_start = on_start
         self._watching: list[Callable[[Child], None]] = []
         self._children: dict[int, Child] = {}
@@ -140,20 +137,18 @@ class ProcessTable:
     def _reap(self) -> None:
         while True:
             try:
-                event = os.waitid(
-                    os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG
-                )
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
             except ChildProcessError:
                 break
-            if event is None:
+            if info is None:
                 break
-            child = self._children.get(event.si_pid)
-            if event.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
-                kind = "exit status" if event.si_code == os.CLD_EXITED else "signal"
-                self._on_child_exit(event.si_pid, f"{kind} {event.si_status}")
-            elif child is not None and event.si_code == os.CLD_STOPPED:
+            child = self._children.get(info.si_pid)
+            if info.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
+                kind = "exit status" if info.si_code == os.CLD_EXITED else "signal"
+                self._on_child_exit(info.si_pid, f"{kind} {info.si_status}")
+            elif child is not None and info.si_code == os.CLD_STOPPED:
                 self._on_stopped(child)
-            elif child is not None and event.si_code == os.CLD_CONTINUED:
+            elif child is not None and info.si_code == os.CLD_CONTINUED:
                 self._on_continued(child)
         self._kill_strays()
 

@@ -26,14 +26,7 @@ from typing import Any
 
 from shmserve.common import fd_limits
 from shmserve.common.host import CUDA_INVALID
-from shmserve.common.peers import (
-    NO_GROUP,
-    SHM_DISABLED,
-    Ownership,
-    Peer,
-    ShmPolicy,
-    ownership,
-)
+from shmserve.common.peers import NO_GROUP, SHM_DISABLED, Ownership, Peer, ShmPolicy, ownership
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported, from_code
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked

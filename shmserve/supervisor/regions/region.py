@@ -177,16 +177,14 @@ class KeptRegions:
         if self._other_server is not None:
             await self._other_server.until_done()
 
-    def restore(
-        self, registrations: dict[str, list[int]], admit: Admission
-    ) -> Iterator[OpenRegion]:
+    def restore(self, records: dict[str, list[int]], admit: Admission) -> Iterator[OpenRegion]:
         """Yield the regions of kept registrations, open. Invalid registrations are dropped.
 
         Args:
-            registrations: The two descriptors of each registration.
+            records: The two descriptors of each registration.
             admit: `RegionOpener.readmit`.
         """
-        for name, fds in registrations.items():
+        for name, fds in records.items():
             try:
                 region = _reopen(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:

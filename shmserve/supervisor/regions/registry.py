@@ -310,9 +310,7 @@ class RegionRegistry:
                 await self._withdraw(existing, _OBJECT_REMOVED)
             await self._activate(region)
 
-    def _has_cuda(
-        self, name: str, handle: CudaHandle, offset: int, byte_size: int, peer: Peer
-    ) -> bool:
+    def _has_cuda(self, name: str, handle: CudaHandle, offset: int, size: int, peer: Peer) -> bool:
         """Return whether `name` is registered with these properties and accessible to `peer`.
 
         Raises:
@@ -321,11 +319,7 @@ class RegionRegistry:
         existing = self._active.get(name)
         if existing is None or (existing.is_orphaned and existing.owner.admits(peer)):
             return False
-        is_same = (existing.cuda, existing.offset, existing.byte_size) == (
-            handle,
-            offset,
-            byte_size,
-        )
+        is_same = (existing.cuda, existing.offset, existing.byte_size) == (handle, offset, size)
         if not is_same or not existing.owner.admits(peer):
             raise _name_in_use(name)
         return True

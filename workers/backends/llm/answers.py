@@ -109,14 +109,12 @@ class SampleText:
             self.sent_tokens += len(self.pending_tokens)
             self.pending_tokens, self.pending_logprobs = [], []
 
-    def add(
-        self, tokens: Sequence[int], finish_reason: str, logprobs: Sequence[TokenLogprobs]
-    ) -> bool:
+    def add(self, tokens: Sequence[int], reason: str, logprobs: Sequence[TokenLogprobs]) -> bool:
         """Append tokens; return whether a stop string has ended the sample.
 
         Args:
             tokens: The tokens.
-            finish_reason: The finish reason if the last token ends the sample, else "".
+            reason: The finish reason if the last token ends the sample, else "".
             logprobs: The log probabilities of the tokens, if they are requested.
         """
         if not self._prompt.parameters.max_tokens:  # the sampled token is not a part of the text
@@ -128,7 +126,7 @@ class SampleText:
             if logprobs:
                 offset = self._echo_length + self._detokenizer.position
                 self.pending_logprobs.append(ScoredToken(logprobs[position], offset))
-            ending = finish_reason if position == len(tokens) - 1 else ""
+            ending = reason if position == len(tokens) - 1 else ""
             start = len(self.pending_text)
             stop = self._append_text(token, ending)
             if self.parser is not None:
@@ -139,8 +137,8 @@ class SampleText:
             if stop:
                 self.finish_reason, self.stop_reason = "stop", stop
                 return not ending
-        self.finish_reason = finish_reason
-        if finish_reason == "stop":
+        self.finish_reason = reason
+        if reason == "stop":
             self.stop_reason = self._stop_token(tokens[-1])
         return False
 
@@ -202,12 +200,7 @@ class TextResponse:
     """The samples of one request, and the responses that contain them."""
 
     def __init__(
-        self,
-        prompt: Prompt,
-        texts: TokenTexts,
-        stream: OutputStream,
-        link: InstanceLink,
-        echo: str,
+        self, prompt: Prompt, texts: TokenTexts, stream: OutputStream, link: InstanceLink, echo: str
     ) -> None:
         self.prompt = prompt
         self.stream = stream

@@ -259,10 +259,7 @@ class PromptReader:
         if task is None:
             return None
         outputs: dict[str, tuple[str, Any]] = {}
-        requested = {output.name for output in request.schema.outputs} or {
-            "text_output",
-            "token_ids",
-        }
+        requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
         if task == "detokenize" and "input_ids" in inputs:
             tokens = inputs["input_ids"]
             wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]

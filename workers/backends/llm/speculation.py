@@ -10,29 +10,26 @@ import torch
 
 from shmserve.ipc.messages.generation import Row
 from shmserve.workers.backends.llm.model.passes import Passes
-from shmserve.workers.backends.llm.sampler import (
-    PROPOSAL,
-    Proposal,
-    process,
-    sample,
-)
+from shmserve.workers.backends.llm.sampler import PROPOSAL, Proposal, process, sample
 from shmserve.workers.backends.llm.sequences import TokenSequence
 
 _MAX_NGRAM, _MIN_NGRAM = 4, 2  # number of tokens
 _MAX_DRAFT_INPUT = 512  # tokens of a sequence that a draft model reads per step
 
+_SequenceRow = tuple[TokenSequence, Row]
+
 
 class Proposer(Protocol):
     """The interface of the methods that propose draft tokens."""
 
-    def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
+    def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         """Return up to `row.draft_count` proposed tokens for each sequence, by sequence number."""
 
 
 class NgramProposer(Proposer):
     """A proposer of tokens from the sequence itself (prompt lookup decoding; Saxena, 2023)."""
 
-    def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
+    def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         return {
             sequence.number: Proposal(ngram_draft(sequence.tokens, row.draft_count))
             for sequence, row in rows
@@ -65,23 +62,19 @@ class DraftModel(Proposer):
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
-    def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
+    def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
-        ready_rows = self._catch_up(rows)
-        max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
+        ready = self._catch_up(rows)
+        max_drafts = max((row.draft_count for _, row in ready), default=0)
         for round_ in range(max_drafts):
-            draft_rows = [
-                (sequence, row) for sequence, row in ready_rows if row.draft_count > round_
-            ]
+            draft_rows = [(sequence, row) for sequence, row in ready if row.draft_count > round_]
             logits = self._next_logits(draft_rows, proposals)
             self._append_drafts(logits, draft_rows, proposals)
-        for sequence, row in ready_rows:
+        for sequence, row in ready:
             sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
         return proposals
 
-    def _catch_up(
-        self, rows: Sequence[tuple[TokenSequence, Row]]
-    ) -> list[tuple[TokenSequence, Row]]:
+    def _catch_up(self, rows: Sequence[_SequenceRow]) -> list[_SequenceRow]:
         """Compute earlier tokens of sequences that the draft model has not computed yet.
 
         Returns:
@@ -102,7 +95,7 @@ class DraftModel(Proposer):
         return [pair for pair in rows if pair not in behind_rows]
 
     def _next_logits(
-        self, rows: Sequence[tuple[TokenSequence, Row]], proposals: dict[int, Proposal]
+        self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
     ) -> torch.Tensor:
         """Return the logits after each sequence and its draft tokens, [rows, vocabulary]."""
         batch = self._passes.empty()
@@ -115,10 +108,7 @@ class DraftModel(Proposer):
         return self._passes.logits(batch, logit_rows)
 
     def _append_drafts(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[tuple[TokenSequence, Row]],
-        proposals: dict[int, Proposal],
+        self, logits: torch.Tensor, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
     ) -> None:
         sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
         process(logits, sampled)

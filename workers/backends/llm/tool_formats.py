@@ -540,10 +540,7 @@ FAMILIES: Mapping[str, ToolSyntax] = {
         id_length=9,  # Mistral's templates require this length
     ),
     "pythonic": ToolSyntax(
-        _read_pythonic,
-        _pythonic_grammar,
-        ("<|python_start|>", "<|python_end|>"),
-        r"\[\w+\(\w+=\w+",
+        _read_pythonic, _pythonic_grammar, ("<|python_start|>", "<|python_end|>"), r"\[\w+\(\w+=\w+"
     ),
     "llama3_json": ToolSyntax(
         _read_llama_json,

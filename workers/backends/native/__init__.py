@@ -34,12 +34,7 @@ from typing import Any
 
 from shmserve.errors import Cancelled, InvalidArgument, suggestion
 from shmserve.ipc.class_source import DEFAULT_CLASS_NAME, source_positions
-from shmserve.ipc.model_spec import (
-    ENVIRONMENT,
-    MAX_STREAMS,
-    ModelSpec,
-    TensorSpec,
-)
+from shmserve.ipc.model_spec import ENVIRONMENT, MAX_STREAMS, ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.model import IS_CANCELLED, Context, TensorType
@@ -136,9 +131,7 @@ class NativeBackend(Backend):
                 f"'decoupled' transaction policy {str(config.decoupled).lower()}"
             )
         self._to_outputs = predict.to_outputs
-        numpy_inputs = frozenset(
-            parameter.name for parameter in predict.parameters if parameter.numpy
-        )
+        numpy_inputs = frozenset(item.name for item in predict.parameters if item.numpy)
         self.read_only_inputs = bool(numpy_inputs)
         self._runner = Runner(context, signature, self._device, numpy_inputs, Ragged(config))
         self._model = model_class()

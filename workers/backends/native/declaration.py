@@ -226,17 +226,11 @@ def as_config(signature: PredictSignature) -> tuple[list[dict[str, Any]], list[d
         if parameter.optional:
             tensor["optional"] = True
         inputs.append(tensor)
-    return inputs, [
-        _tensor_config(name, tensor_type) for name, tensor_type in signature.outputs.items()
-    ]
+    return inputs, [_tensor_config(name, tensor) for name, tensor in signature.outputs.items()]
 
 
-def _tensor_config(name: str, tensor_type: TensorType) -> dict[str, Any]:
-    return {
-        "name": name,
-        "data_type": TO_CONFIG[tensor_type.datatype],
-        "dims": list(tensor_type.dims),
-    }
+def _tensor_config(name: str, tensor: TensorType) -> dict[str, Any]:
+    return {"name": name, "data_type": TO_CONFIG[tensor.datatype], "dims": list(tensor.dims)}
 
 
 def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter:
@@ -250,11 +244,9 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         if len(options) == 1:
             hint = options[0]
-    array, tensor_type = _tensor_type(subject, hint)
+    array, tensor = _tensor_type(subject, hint)
     is_numpy = array is np.ndarray or typing.get_origin(array) is np.ndarray
-    return Parameter(
-        parameter.name, tensor_type, is_numpy or tensor_type.datatype == "BYTES", optional
-    )
+    return Parameter(parameter.name, tensor, is_numpy or tensor.datatype == "BYTES", optional)
 
 
 def _outputs(
@@ -388,12 +380,10 @@ def instance_groups(model: type) -> list[dict[str, Any]]:
 def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
     """Log a warning for unknown attributes whose name resembles a known one."""
     for base in model.__mro__:
-        attributes = vars(base) if base.__module__ == model.__module__ else {}
-        for name in [
-            name for name in attributes if name[:1] != "_" and name not in _KNOWN_ATTRIBUTES
-        ]:
+        members = vars(base) if base.__module__ == model.__module__ else {}
+        for name in [name for name in members if name[:1] != "_" and name not in _KNOWN_ATTRIBUTES]:
             # Methods are usually helpers of the class.
-            similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(attributes[name]) else 0.75)
+            similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75)
             if similar:
                 logger.warning(
                     "%s'%s.%s' is unknown; did you mean '%s'?",
@@ -472,14 +462,12 @@ def parameter(model: type, name: str) -> str | None:
         InvalidArgument: The attribute has a wrong type.
     """
     value = getattr(model, name, None)
-    allowed_types, allowed_text = _PARAMETER_ATTRIBUTES[name]
+    allowed_types, allowed = _PARAMETER_ATTRIBUTES[name]
     if value is None:
         return None
     if type(value) not in allowed_types:
-        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed_text}, got {value!r}")
+        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed}, got {value!r}")
     try:
         return json.dumps(value) if allowed_types == (dict,) else str(value)
     except TypeError as error:
-        raise InvalidArgument(
-            f"'{model.__name__}.{name}' must be {allowed_text}: {error}"
-        ) from None
+        raise InvalidArgument(f"'{model.__name__}.{name}' must be {allowed}: {error}") from None

@@ -287,9 +287,7 @@ def check(
                 )
             if spec.name not in generated:
                 _check_tensor(side, spec, file_tensors[spec.name], signature)
-    missing = sorted(
-        {tensor.name for tensor in description.inputs} - {*signature.inputs, *generated}
-    )
+    missing = sorted({item.name for item in description.inputs} - {*signature.inputs, *generated})
     if missing:
         raise InvalidArgument(
             f"unable to load model '{name}', configuration expects {len(signature.inputs)} inputs, "

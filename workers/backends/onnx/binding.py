@@ -285,13 +285,11 @@ def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
     }
     if not ranges:
         return {}
-    occupied = [
-        item.memory_range for item in request.inputs.values() if item.memory_range is not None
-    ]
-    occupied += request.memory_ranges.values()
+    taken = [item.memory_range for item in request.inputs.values() if item.memory_range is not None]
+    taken += request.memory_ranges.values()
     return {
         name: memory_range
         for name, memory_range in ranges.items()
         # A range overlaps itself once.
-        if sum(memory_range.overlaps(other) for other in occupied) == 1
+        if sum(memory_range.overlaps(other) for other in taken) == 1
     }

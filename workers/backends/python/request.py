@@ -493,11 +493,9 @@ class InferenceRequest:
         reply: asyncio.Future[CallResponse]
         try:
             if decoupled:
-                first_response: asyncio.Future[None] = loop.create_future()
-                call = server.current_server().open_stream_soon(
-                    self._call_request(), first_response
-                )
-                task = loop.create_task(_iterator(call, first_response))
+                first: asyncio.Future[None] = loop.create_future()
+                call = server.current_server().open_stream_soon(self._call_request(), first)
+                task = loop.create_task(_iterator(call, first))
 
                 def on_done(task: asyncio.Future[Any]) -> None:
                     if task.cancelled():

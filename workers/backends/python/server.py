@@ -18,13 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import (
-    Cancelled,
-    Internal,
-    NotFound,
-    ShmserveError,
-    Unavailable,
-)
+from shmserve.errors import Cancelled, Internal, NotFound, ShmserveError, Unavailable
 from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.ipc.messages.inference import Caller
 from shmserve.workers.backends import ModelContext

@@ -92,10 +92,8 @@ class PytorchBackend(Backend):
         spec = ModelSpec.of(config)
         program, description = self._open_program(spec)
         if description is not None:
-            default_max_batch_size = int(
-                self.context.backend_config.get("default-max-batch-size", "4")
-            )
-            return complete(config, description, default_max_batch_size)
+            default_size = int(self.context.backend_config.get("default-max-batch-size", "4"))
+            return complete(config, description, default_size)
         if not spec.input or not spec.output:
             raise InvalidArgument(_missing_tensors_message(spec, program))
         return config
@@ -257,11 +255,9 @@ def _set_options(parameters: dict[str, str]) -> None:
         torch.set_num_threads(int(value))
     # Torch permits this only before parallel work has started.
     with contextlib.suppress(RuntimeError):
-        thread_count = parameters.get("INTER_OP_THREAD_COUNT") or parameters.get(
-            "NUM_INTEROP_THREADS"
-        )
-        if thread_count and thread_count.isdecimal():
-            torch.set_num_interop_threads(int(thread_count))
+        threads = parameters.get("INTER_OP_THREAD_COUNT") or parameters.get("NUM_INTEROP_THREADS")
+        if threads and threads.isdecimal():
+            torch.set_num_interop_threads(int(threads))
 
 
 def _missing_tensors_message(config: ModelSpec, program: Program) -> str:

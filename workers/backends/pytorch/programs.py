@@ -296,20 +296,18 @@ def load_script(path: Path, device: Device) -> Program:
         for argument in inputs
     ]
     single_dict = len(inputs) == 1 and isinstance(inputs[0].type, torch._C.DictType)
-    call, result_count = module, None
+    call, count = module, None
     if len(schema.returns) == 1:
         result_type = schema.returns[0].type
         if isinstance(result_type, torch._C.TupleType):
-            result_count = len(result_type.elements())
+            count = len(result_type.elements())
         elif isinstance(result_type, torch._C.TensorType):
-            result_count = 1
+            count = 1
         elif _is_strings(
             result_type
         ):  # a list of strings is a single output, not a list of outputs
-            call, result_count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
-    return Program(
-        call, None if single_dict else arguments, result_count, single_dict, module=module
-    )
+            call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
+    return Program(call, None if single_dict else arguments, count, single_dict, module=module)
 
 
 def _is_strings(kind: Any) -> bool:
@@ -519,10 +517,8 @@ def _labels(exported: torch.export.ExportedProgram, count: int) -> Sequence[str]
         if issubclass(out_spec.type, Mapping):
             return [str(key) for key in out_spec.context]
         if hasattr(out_spec.type, "_fields") or hasattr(out_spec.context, "_fields"):
-            named_tuple = (
-                out_spec.context if hasattr(out_spec.context, "_fields") else out_spec.type
-            )
-            return list(named_tuple._fields)
+            tuple_type = out_spec.context if hasattr(out_spec.context, "_fields") else out_spec.type
+            return list(tuple_type._fields)
     return [f"OUTPUT__{index}" for index in range(count)]
 
 

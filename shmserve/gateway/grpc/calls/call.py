@@ -56,7 +56,8 @@ from shmserve.gateway.settings import GrpcSettings
 
 logger = logging.getLogger(__name__)
 
-_READ_BUFFER_BYTES = 64 * 1024  # initial size of the read buffer in bytes
+_Metadata = Sequence[tuple[str, str]]
+_READ_BYTES = 64 * 1024  # initial size of the read buffer in bytes
 # The header blocks of responses, which have the same bytes for every client.
 _RESPONSE_FIELDS = (
     (b"content-type", b"application/grpc"),
@@ -101,9 +102,7 @@ class GrpcFront:
     tls: ssl.SSLContext | None
     deflater: Deflater | None
     limits: Limits = field(default_factory=Limits)
-    read_buffer: memoryview = field(
-        default_factory=lambda: memoryview(bytearray(_READ_BUFFER_BYTES))
-    )
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ_BYTES)))
 
 
 class Carrier(Protocol):
@@ -135,7 +134,7 @@ def encode_response_start(http_status: int) -> bytes:
     return encode_block(((b":status", str(http_status).encode()), *_RESPONSE_FIELDS))
 
 
-def encode_trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]) -> bytes:
+def encode_trailers(code: StatusCode, details: str, metadata: _Metadata) -> bytes:
     """Return the trailers of a response."""
     if code is StatusCode.OK and not (details or metadata):
         return OK_TRAILERS
@@ -205,18 +204,14 @@ class GrpcCall(ABC):
         """Return whether the deadline has expired, or is too soon for a response."""
         return bool(self._deadline) and self._deadline - time.monotonic() < _MIN_TIME_LEFT_S
 
-    def fail(
-        self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()
-    ) -> None:
+    def fail(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
         """End the call with a status. An error discards responses that are not sent yet."""
         if self.done:
             return
         self._mark_done()
         self._send_status(code, details, metadata)
 
-    def _send_status(
-        self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]
-    ) -> None:
+    def _send_status(self, code: StatusCode, details: str, metadata: _Metadata) -> None:
         sending = self._connection.http2.sending
         block = encode_trailers(code, details, metadata)
         self._stream.on_sent = self._on_all_sent
@@ -609,13 +604,11 @@ class StreamingCall(GrpcCall):
         sending = self._connection.http2.sending
         sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
 
-    async def write_all(
-        self, responses: Sequence[bytes], stall_timeout_s: float | None = None
-    ) -> None:
+    async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
         """Write responses, and wait until the windows permit the last one, or for a disconnect.
 
         Raises:
-            TimeoutError: The client has not read the responses within `stall_timeout_s` seconds.
+            TimeoutError: The client has not read the responses within `stall_s` seconds.
         """
         if self.done or not responses:
             return
@@ -641,7 +634,7 @@ class StreamingCall(GrpcCall):
             return
         self._stream.on_progress = self._on_progress
         self._write_waiter = self._connection.loop.create_future()
-        async with asyncio.timeout(stall_timeout_s):
+        async with asyncio.timeout(stall_s):
             await self._write_waiter
 
     def _on_progress(self) -> None:

@@ -65,12 +65,10 @@ class ArrivingMessage(Arrival):
     `on_evicted` is called when other messages need its memory.
     """
 
-    def __init__(
-        self, time_limit_s: float, budget: BodyBudget, on_evicted: Callable[[], None]
-    ) -> None:
-        super().__init__(time_limit_s, budget)
+    def __init__(self, limit_s: float, budget: BodyBudget, on_evicted: Callable[[], None]) -> None:
+        super().__init__(limit_s, budget)
         self._on_evicted = on_evicted
-        self.time_limit_s = time_limit_s
+        self.time_limit_s = limit_s
         self.started_at = time.monotonic()
 
     def is_overdue(self, now: float) -> bool:

@@ -34,11 +34,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.signature import shape_text
-from shmserve.proto.grpc_service_pb2 import (
-    InferParameter,
-    InferTensorContents,
-    ModelInferRequest,
-)
+from shmserve.proto.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest
 
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _RESERVED_KEYS = (
@@ -357,10 +353,8 @@ class RequestSink(Generic[A]):
         """Collect the message as a whole, beginning with the bytes that were received already."""
         pieces: list[bytes] = []
         if self._tensors is not None:
-            for prefix, received_data in zip(
-                self._prefixes, self._tensors.received_pieces(), strict=True
-            ):
-                pieces += (prefix, received_data)
+            for prefix, data in zip(self._prefixes, self._tensors.received_pieces(), strict=True):
+                pieces += (prefix, data)
             self.discard()
         pieces.append(bytes(self._head))
         self._whole_message = pieces

@@ -211,14 +211,12 @@ def encode_streamed(response: bytes, *, final: bool = True) -> bytes:
     )
 
 
-def encode_stream_end(model_name: str, requested_version: str, request_id: str) -> bytes:
+def encode_stream_end(model_name: str, version: str, request_id: str) -> bytes:
     """Return the message without outputs that ends the responses to a request.
 
-    `requested_version` is the version of the model in the request.
+    `version` is the version of the model in the request.
     """
-    response = ModelInferResponse(
-        model_name=model_name, model_version=requested_version, id=request_id
-    )
+    response = ModelInferResponse(model_name=model_name, model_version=version, id=request_id)
     return encode_streamed(response.SerializeToString())
 
 

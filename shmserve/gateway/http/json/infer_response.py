@@ -72,9 +72,7 @@ class JsonResponseTemplate:
         # Most responses send all outputs in one way, as numbers or in binary. `fill` is fast then.
         is_uniform = len(self.outputs) == self._output_count and min(self._sizes, default=-1) >= 0
         self._is_all_binary = is_uniform and all(output.binary for output in self.outputs)
-        unpackers = [
-            output.unpack for output in self.outputs if not output.binary and output.unpack
-        ]
+        unpackers = [item.unpack for item in self.outputs if not item.binary and item.unpack]
         self._unpackers = unpackers if is_uniform and len(unpackers) == self._output_count else None
 
     def encode_json(self, request_id: str, text_values: Sequence[bytes]) -> bytes:

@@ -155,9 +155,7 @@ def _pack_values(values: list[Any], kinds: set[type], datatype: str, name: str) 
         return _pack_strings(values, name)
     if datatype == "BOOL":
         if kinds != {bool}:
-            raise _misfit_error(
-                values, lambda value: type(value) is bool, "boolean", "boolean", name
-            )
+            raise _misfit_error(values, lambda item: type(item) is bool, "boolean", "boolean", name)
         return bytes(values)
     code = _STRUCT_CODES[datatype]
     if datatype in _FLOAT_DATATYPES:

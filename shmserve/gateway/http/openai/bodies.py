@@ -77,12 +77,8 @@ async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
         return {}
-    model_aliases: dict[str, list[str]] = (await gateway.supervisor.send_request(NameModels))[
-        "names"
-    ]
-    return {
-        name: model_aliases[name] for name in sorted(model_aliases) if not models.versions(name)
-    }
+    aliases: dict[str, list[str]] = (await gateway.supervisor.send_request(NameModels))["names"]
+    return {name: aliases[name] for name in sorted(aliases) if not models.versions(name)}
 
 
 def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:

@@ -125,9 +125,7 @@ def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[st
         if token is None:
             rows.append(None)
             continue
-        top = [
-            {**candidate, "rank": rank} for rank, candidate in enumerate(token["top_logprobs"], 1)
-        ]
+        top = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
         ranked = {
             str(candidate["token_id"]): {
                 "logprob": candidate["logprob"],
@@ -452,10 +450,8 @@ class _Generation:
         gateway, model = self._gateway, self._text_request.model
         arrived_ns = time.monotonic_ns()
         for infer_request in self._text_request.infer_requests():
-            built_request = await build_in_turns(gateway, model, infer_request)
-            queue = ResponseQueue(
-                gateway, self._request, built_request, arrived_ns, self._response_event
-            )
+            built = await build_in_turns(gateway, model, infer_request)
+            queue = ResponseQueue(gateway, self._request, built, arrived_ns, self._response_event)
             self._queues.append(queue)
         first_queue = self._queues[0]
         await first_queue.wait()

@@ -167,37 +167,35 @@ def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
-    item_type = item.get("type", "message")
-    if item_type == "message" and type(item.get("role")) is not str:
+    kind = item.get("type", "message")
+    if kind == "message" and type(item.get("role")) is not str:
         raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
-    if item_type == "function_call_output":
+    if kind == "function_call_output":
         output = _chat_content(item.get("output"), f"{position}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         return
-    if item_type == "message" and item.get("role") != "assistant":
+    if kind == "message" and item.get("role") != "assistant":
         messages.append(
             {"role": item.get("role"), "content": _chat_content(item.get("content"), position)}
         )
         return
     last_message: dict[str, Any] = messages[-1] if messages else {}
     if last_message.get("role") != "assistant" or (
-        item_type == "message" and last_message.get("content")
+        kind == "message" and last_message.get("content")
     ):
         last_message = {"role": "assistant", "content": None}
         messages.append(last_message)
-    if item_type == "message":
+    if kind == "message":
         last_message["content"] = _chat_content(item.get("content"), position)
-    elif item_type == "function_call":
+    elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         last_message.setdefault("tool_calls", []).append(call)
-    elif item_type == "reasoning":
+    elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         last_message["reasoning_content"] = _chat_content(parts, position)
     else:
-        raise InvalidArgument(
-            f"{position}: items of type {clip(repr(item_type))} are not supported"
-        )
+        raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
 
 _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
@@ -375,12 +373,9 @@ class ResponseObject:
         """Return the last events of a stream that fails."""
         fault = orjson.loads(response_error(error))["error"]
         code = fault["code"] or "server_error"
-        described = {"code": code, "message": fault["message"], "param": fault["param"]}
+        details = {"code": code, "message": fault["message"], "param": fault["param"]}
         failed = {**self._object("failed"), "error": {"code": code, "message": fault["message"]}}
-        events = [
-            self._event("error", **described),
-            self._event("response.failed", response=failed),
-        ]
+        events = [self._event("error", **details), self._event("response.failed", response=failed)]
         return self.frames([[events]])
 
     def _object(self, status: str) -> dict[str, Any]:

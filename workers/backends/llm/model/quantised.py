@@ -54,11 +54,7 @@ _METHODS = {
     "fp8": Method({"weight": _FP8_TYPES}, {"scales": ("weight_scale_inv", "weight_scale")}),
     "compressed-tensors": Method(
         {"weight_packed": ("I32",), "weight": ("I8", *_FP8_TYPES)},
-        {
-            "scales": ("weight_scale",),
-            "zeros": ("weight_zero_point",),
-            "groups": ("weight_g_idx",),
-        },
+        {"scales": ("weight_scale",), "zeros": ("weight_zero_point",), "groups": ("weight_g_idx",)},
         {"format": (*_FORMATS, "mixed-precision", "dense")},
     ),
     "gptq": Method(
