@@ -54,6 +54,8 @@ def camera(regions: Sequence[Region], free: Connection, full: Connection, frames
         index = free.recv()
         picture(number, regions[index]["image"][0])
         full.send(index)
+    for _ in regions:  # if this process ended earlier, so would the viewer
+        free.recv()
 
 
 def inference(regions: Sequence[Region], run_dir: Path, full: Connection, done: Connection) -> None:

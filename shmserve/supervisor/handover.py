@@ -171,10 +171,13 @@ class Handover:
             logger.info("the successor takes over")
             self._on_handed_over()
 
-    def let_successor_accept(self) -> None:
-        """Let the successor accept clients. This server no longer accepts clients."""
+    async def let_successor_accept(self) -> None:
+        """Let the successor accept clients, and wait until it uses the run directory.
+
+        This server no longer accepts clients. If it ended earlier, it would remove the directory.
+        """
         if self._successor is not None:
-            self._successor.ask(_ACCEPT)
+            await self._successor.ask(_ACCEPT)
 
     def close(self) -> None:
         """Close the links, so that the other server detects the end of this one."""

@@ -345,8 +345,11 @@ class Supervisor:
                 await self.models.finish_sequences()
         except TimeoutError:
             logger.warning("not every open sequence has ended")
-        self.handover.let_successor_accept()
-        await asyncio.gather(self._drain_gateways(), self.context.local_clients.redirect())
+        await asyncio.gather(
+            self.handover.let_successor_accept(),
+            self._drain_gateways(),
+            self.context.local_clients.redirect(),
+        )
         await self.models.stop()
         await self.gateways.stop()
 

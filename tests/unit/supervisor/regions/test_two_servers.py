@@ -1,13 +1,17 @@
-"""Regions of two servers, one of which takes over from the other: both have the same regions."""
+"""Two servers, one of which takes over from the other: their regions, and the end of the first."""
 
 import asyncio
 import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
 
 from shmserve.common.peers import Peer
 from shmserve.ipc.messages.publications import RegionPublished
+from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.host.handover_link import HandoverLink
 from tests.rigs.region_rig import RegionOffice, policy
 from tests.support.regions import SharedObject
@@ -118,3 +122,32 @@ def test_the_other_one_ends() -> None:
 
     with SharedObject(SIZE) as shared:
         asyncio.run(steps())
+
+
+@pytest.mark.parametrize("successor_exits", [False, True])
+def test_the_first_one_waits_until_the_other_uses_the_run_directory(successor_exits: bool) -> None:
+    """Otherwise it would remove the directory, and both servers would end."""
+
+    async def steps() -> None:
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        received, uses_directory = asyncio.Event(), asyncio.Event()
+
+        async def accept(*_: object) -> None:
+            received.set()
+            await uses_directory.wait()
+
+        successor = HandoverLink(ends[1], accept)
+        handover = cast("Any", Handover.__new__(Handover))
+        handover._successor = HandoverLink(ends[0], accept)
+        waiting = asyncio.ensure_future(handover.let_successor_accept())
+        await received.wait()
+        assert not waiting.done()
+        if successor_exits:
+            successor.close()
+        else:
+            uses_directory.set()
+        await asyncio.wait_for(waiting, 20)
+        for link in (successor, handover._successor):
+            link.close()
+
+    asyncio.run(steps())
