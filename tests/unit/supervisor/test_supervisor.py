@@ -22,6 +22,7 @@ def supervisor() -> Any:
     parts: dict[str, Any] = {field.name: MagicMock() for field in fields(Supervisor) if field.init}
     parts["context"] = MagicMock(tasks=set(), config=config)
     parts["context"].local_clients.redirect = AsyncMock()
+    parts["handover"].let_successor_accept = AsyncMock()
     parts["end_signals"] = asyncio.Queue()
     parts["processes"].all.return_value = []
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
