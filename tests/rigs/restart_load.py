@@ -132,12 +132,12 @@ def main(
     stop = threading.Event()
     counts: dict[str, Counter[str]] = {}
 
-    def run(door: str, senders: Iterator[SendRequest]) -> None:
+    def run(protocol: str, senders: Iterator[SendRequest]) -> None:
         with contextlib.closing(senders):  # type: ignore[type-var]
             try:
                 send_request, number = next(senders), 0
             except Exception as error:
-                counts[door][f"not begun: {error}"] += 1
+                counts[protocol][f"not begun: {error}"] += 1
                 return
             while not stop.is_set():
                 number += 1
@@ -145,10 +145,10 @@ def main(
                     outcome = send_request(number) or "right"
                 except Exception as error:
                     outcome = f"{type(error).__name__}: {error}"
-                counts[door][outcome[:300]] += 1
+                counts[protocol][outcome[:300]] += 1
                 stop.wait(0.02)
 
-    doors = {
+    senders_by_protocol = {
         "http": lambda number: (
             registering(http_port)
             if often and number == 0
@@ -157,10 +157,10 @@ def main(
         "grpc": lambda _: over_grpc(grpc_port, killed),
         "native": lambda _: native(local),
     }
-    counts.update((door, Counter()) for door in doors)
+    counts.update((protocol, Counter()) for protocol in senders_by_protocol)
     threads = [
-        threading.Thread(target=run, args=(door, make(number)))
-        for door, make in doors.items()
+        threading.Thread(target=run, args=(protocol, make(number)))
+        for protocol, make in senders_by_protocol.items()
         for number in range(clients)
     ]
     for thread in threads:

@@ -201,7 +201,12 @@ class Rig:
         """Return a batch from its worker, with success unless `replies` are given."""
         answers = list(replies) or [ok(request.key) for request in batch.requests]
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
-        self.worker(peer, m.BatchFinished(batch.batch, *times, answers, copied_in=5, copied_out=6))
+        self.worker(
+            peer,
+            m.BatchFinished(
+                batch.batch, *times, answers, copied_input_bytes=5, copied_output_bytes=6
+            ),
+        )
 
     def respond(
         self, peer: bytes, key: int, response: bytes | Packed = b"part", **fields: Any

@@ -263,7 +263,7 @@ class Client(Process):
             self._check(pending.request, message, count)
             self.schedulers.discard(pending.endpoint, message)
         pending.read += 1
-        credit = pending.window.read(byte_size_of(message.data))
+        credit = pending.window.record_read(byte_size_of(message.data))
         if credit:
             self.schedulers.credit(pending, credit)
 

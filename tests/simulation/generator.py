@@ -58,7 +58,7 @@ class Answer(Stream):
 
     def credit(self, responses: int) -> None:
         """Return credit for responses, which may be those of the previous worker."""
-        self.window.read(responses)
+        self.window.record_credit(responses)
 
 
 class Generator(Worker):
@@ -276,7 +276,7 @@ class Generator(Worker):
             self._engine.prompts.pop(answer.work.key, None)
             self._close(answer)
         body = self._body(answer.work, answer.content + b"#" + b";".join(pieces), [])
-        answer.window.sent(byte_size_of(body[1]))
+        answer.window.record_sent(byte_size_of(body[1]))
         self._post_response(answer, "", body, final, *sent_news)
 
     def _post(self, message: Any) -> None:

@@ -48,7 +48,7 @@ class Stream:
                 f"{self.credited} responses to {self.work.request_id} are credited, and "
                 f"{self.sent} were sent"
             )
-        self.window.read(responses)
+        self.window.record_credit(responses)
 
 
 class Worker(Process):
@@ -369,7 +369,7 @@ class Worker(Process):
         except ShmserveError as error:
             code = error.code
         stream.sent += 1
-        stream.window.sent(byte_size_of(body[1]))
+        stream.window.record_sent(byte_size_of(body[1]))
         self._post_response(stream, code, body, final)
 
     def _end(self, stream: Stream, code: str) -> None:

@@ -54,12 +54,12 @@ def in_force(server: Server) -> dict[str, Any]:
         return config
 
 
-@pytest.mark.parametrize("door", ["http", "native"])
+@pytest.mark.parametrize("protocol", ["http", "native"])
 def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
-    server: Server, tmp_path: Path, door: str
+    server: Server, tmp_path: Path, protocol: str
 ) -> None:
     before = in_force(server)
-    where = f"--url=http://{server.url}" if door == "http" else f"--run-dir={server.run_dir}"
+    where = f"--url=http://{server.url}" if protocol == "http" else f"--run-dir={server.run_dir}"
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
     # Every configuration meets this target. The quality of the choice is tested by the
     # simulation.

@@ -313,7 +313,7 @@ def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> N
 @pytest.fixture(scope="module")
 def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Yield the flag for each way to connect to a server."""
-    folder = tmp_path_factory.mktemp("doors")
+    folder = tmp_path_factory.mktemp("connections")
     flags = ("--model-control-mode=explicit", "--load-model=*")
     repositories.add(folder, "completed", "text")
     repositories.add_identity(folder, "halves", "BF16", [-1])
@@ -328,17 +328,17 @@ def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
             }
 
 
-def infer(door: str, *arguments: str) -> Any:
+def infer(connection_flag: str, *arguments: str) -> Any:
     """Return the output of `shmserve client infer`."""
-    done = run_command("client", "infer", *arguments, door)
+    done = run_command("client", "infer", *arguments, connection_flag)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
-def test_client_infer(connection_flags: dict[str, str], door: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", ["native", "http", "unix", "grpc"])
+def test_client_infer(connection_flags: dict[str, str], protocol: str, tmp_path: Path) -> None:
     """The response is the same over every protocol."""
-    connection = connection_flags[door]
+    connection = connection_flags[protocol]
     assert infer(connection, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
         "id": "shell",
         "model_name": "completed",
@@ -360,14 +360,14 @@ def test_client_infer(connection_flags: dict[str, str], door: str, tmp_path: Pat
     assert output == {"name": "OUTPUT0", "datatype": "BF16", "shape": [2], "data": [0.5, 3]}
 
 
-@pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
-def test_client_infer_that_is_refused(connection_flags: dict[str, str], door: str) -> None:
+@pytest.mark.parametrize("protocol", ["native", "http", "unix", "grpc"])
+def test_client_infer_that_is_refused(connection_flags: dict[str, str], protocol: str) -> None:
     """The error text is the same over every protocol, too."""
     for arguments, expected in (
         (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
         (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
     ):
-        done = run_command("client", "infer", *arguments, connection_flags[door])
+        done = run_command("client", "infer", *arguments, connection_flags[protocol])
         assert (done.returncode, done.stdout) == (1, "")
         assert expected in done.stderr and done.stderr.count("\n") == 1
 

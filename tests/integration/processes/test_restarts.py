@@ -46,16 +46,18 @@ class Load:
 
     def wait_answered(self) -> None:
         """Wait until the clients of each protocol have further responses."""
-        response_counts = {door: sum(counts.values()) for door, counts in self.found().items()}
+        response_counts = {
+            protocol: sum(counts.values()) for protocol, counts in self.found().items()
+        }
 
         def answered() -> bool:
             now = self.found()
             return all(
-                sum(now[door].values()) - response_counts[door] > 5 * CLIENTS
-                for door in response_counts
+                sum(now[protocol].values()) - response_counts[protocol] > 5 * CLIENTS
+                for protocol in response_counts
             )
 
-        until("every door answers", answered)
+        until("every protocol answers", answered)
 
     def end(self) -> dict[str, dict[str, int]]:
         """Stop the program; return all results."""
@@ -70,8 +72,8 @@ class Load:
 def assert_unnoticed(found: dict[str, dict[str, int]]) -> None:
     """Check that every response was correct."""
     print(found)
-    assert {door: list(counts) for door, counts in found.items()} == {
-        door: ["right"] for door in ("http", "grpc", "native")
+    assert {protocol: list(counts) for protocol, counts in found.items()} == {
+        protocol: ["right"] for protocol in ("http", "grpc", "native")
     }
 
 

@@ -293,10 +293,10 @@ def test_a_stream_is_explained_at_its_end(
     assert trace_id["total_us"] - 6 <= sum(parts) <= trace_id["total_us"]
 
 
-@pytest.mark.parametrize("door", ["http", "stream", "grpc"])
-def test_a_request_of_a_disconnected_client_is_traced(server: Server, door: str) -> None:
+@pytest.mark.parametrize("protocol", ["http", "stream", "grpc"])
+def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: str) -> None:
     before = server.log().count("the client has disconnected")
-    if door == "grpc":
+    if protocol == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             infer_input = grpcclient.InferInput("X", [1], "FP32")
             infer_input.set_data_from_numpy(ROW[0])
@@ -304,7 +304,7 @@ def test_a_request_of_a_disconnected_client_is_traced(server: Server, door: str)
             time.sleep(0.1)
             call.cancel()
     else:
-        accept = {"Accept": "text/event-stream"} if door == "stream" else {}
+        accept = {"Accept": "text/event-stream"} if protocol == "stream" else {}
         with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
             http.infer("late", X, accept)
     until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
@@ -565,15 +565,15 @@ def spans_of(trace_collector: Collector, count: int) -> dict[str, Any]:
 PARTS = ("queue", "compute_input", "compute", "compute_output")
 
 
-@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+@pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
 def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
-    server_and_collector: tuple[Server, Collector], door: str
+    server_and_collector: tuple[Server, Collector], protocol: str
 ) -> None:
     server, collected_spans = server_and_collector
-    if door == "http":
+    if protocol == "http":
         with server.http() as http:
             http.infer("both", {"inputs": [json_input("IN", ROW)]}, {"traceparent": TRACEPARENT})
-    elif door == "native":
+    elif protocol == "native":
         with shmserve.client.connect(server.run_dir) as native:
             assert native.infer("both", IN=ROW, traceparent=TRACEPARENT)["OUT"].item() == 3
             unsampled = TRACEPARENT[:-1] + "0"
@@ -583,8 +583,8 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
             infer_input = grpcclient.InferInput("IN", [1, 1], "FP32")
             infer_input.set_data_from_numpy(ROW)
             client.infer("both", [infer_input], headers={"traceparent": TRACEPARENT})
-    spans = spans_of(collected_spans, 12 if door == "native" else 14)
-    if door != "native":
+    spans = spans_of(collected_spans, 12 if protocol == "native" else 14)
+    if protocol != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]
         assert {each.parent_span_id for each in order} == {spans["InferRequest"].span_id}
         ends = [(each.start_time_unix_nano, each.end_time_unix_nano) for each in order]

@@ -98,10 +98,10 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
             channel.wake()  # another thread, as soon as it has looked
 
         monkeypatch.setattr(channel, "_check_server", look_around)
-        channel.take([channel.waker])
+        channel.process_events([channel.waker])
         assert readable(channel.waker)
         monkeypatch.undo()
-        channel.take([channel.waker])
+        channel.process_events([channel.waker])
         assert not readable(channel.waker)
     finally:
         channel.close()
@@ -111,14 +111,14 @@ def test_a_task_that_arrives_while_answers_are_read_is_run(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = connection._channel
-    take, ran = own.take, threading.Event()
+    process_events, ran = own.process_events, threading.Event()
 
     def beset(events: Any) -> None:
         monkeypatch.undo()
         connection.call(lambda _: ran.set())
-        take(events)
+        process_events(events)
 
-    monkeypatch.setattr(own, "take", beset)
+    monkeypatch.setattr(own, "process_events", beset)
     os.eventfd_write(own.waker, 1)
     assert ran.wait(5)
 

@@ -55,7 +55,7 @@ def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN)
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
     model = ClientModel(published, way.connection.models)
-    built = PackedRequest(model, *WORK, options, end=lambda: ended.append("free"))
+    built = PackedRequest(model, *WORK, options, release_memory=lambda: ended.append("free"))
     return ResponseStream(way, way.open(built), None)
 
 
@@ -186,7 +186,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
             next(stream)
         assert ended_ids == ["free"] and list(stream) == []
     else:
-        channel.channel.take([])
+        channel.channel.process_events([])
         assert successor.next(m.Submit) == submit
         successor.send(responded(submit.id, 5, final=True))
         assert values(stream) == [5]

@@ -21,17 +21,17 @@ def test_unread_responses_are_bounded_and_never_stuck(
     placed: bool, steps: list[tuple[int, int]]
 ) -> None:
     sender, reader = SendWindow(placed), ReadWindow(placed)
-    on_the_way: list[int] = []
+    in_flight_sizes: list[int] = []
     for size, reads in steps:
         if sender.is_open:
-            sender.sent(size)
-            on_the_way.append(size)
+            sender.record_sent(size)
+            in_flight_sizes.append(size)
         assert sender.unread <= (1 if placed else FIRST_CREDIT)
-        for _ in range(min(reads, len(on_the_way))):
-            credit = reader.read(on_the_way.pop(0))
-            assert sender.read(credit) == credit
-    while on_the_way:
-        sender.read(reader.read(on_the_way.pop(0)))
+        for _ in range(min(reads, len(in_flight_sizes))):
+            credit = reader.record_read(in_flight_sizes.pop(0))
+            assert sender.record_credit(credit) == credit
+    while in_flight_sizes:
+        sender.record_credit(reader.record_read(in_flight_sizes.pop(0)))
     assert sender.is_open, "who has read all gets the next"
 
 
@@ -43,10 +43,10 @@ def test_a_window_closes(placed: bool, size: int, most: int) -> None:
     window = SendWindow(placed)
     for _ in range(most):
         assert window.is_open
-        window.sent(size)
+        window.record_sent(size)
     assert not window.is_open
-    assert (window.read(most + 7), window.unread) == (most, 0)
-    assert window.is_open and window.read(1) == 0
+    assert (window.record_credit(most + 7), window.unread) == (most, 0)
+    assert window.is_open and window.record_credit(1) == 0
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,5 @@ def test_a_window_closes(placed: bool, size: int, most: int) -> None:
 )
 def test_small_responses_are_credited_together(placed: bool, size: int, together: int) -> None:
     window = ReadWindow(placed)
-    credited = [window.read(size) for _ in range(2 * together)]
+    credited = [window.record_read(size) for _ in range(2 * together)]
     assert credited == [*[0] * (together - 1), together] * 2

@@ -1,4 +1,4 @@
-"""Schedules and sweeps; loads on a made-up door: closed and open loops, waiting requests, errors,
+"""Schedules and sweeps; loads on a made-up server: closed and open loops, waiting requests, errors,
 silence."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shmserve.protocols import LaneObserver
 from shmserve.protocols.connection import Poller
 
 
-class InstantDoor:
+class InstantLaneFactory:
     """A transport that answers in the next turn: with an error for an error, and never for None."""
 
     streams = False
@@ -39,47 +39,53 @@ class InstantDoor:
 
 
 class InstantLane:
-    def __init__(self, door: InstantDoor, observer: LaneObserver) -> None:
-        self.door, self.observer = door, observer
+    def __init__(self, lane_factory: InstantLaneFactory, observer: LaneObserver) -> None:
+        self.lane_factory, self.observer = lane_factory, observer
 
     def send(self, request: Any) -> None:
-        self.door.sent.append(request)
+        self.lane_factory.sent.append(request)
         if request is not None:
-            self.door.poller.call_soon(self.answer(request))
+            self.lane_factory.poller.call_soon(self.answer(request))
 
     def answer(self, request: str) -> Any:
-        return lambda: self.observer.ended(request if request.startswith("error") else "")
+        return lambda: self.observer.on_end(request if request.startswith("error") else "")
 
     def close(self) -> None:
         pass
 
 
 @pytest.fixture
-def door() -> Iterator[InstantDoor]:
+def lane_factory() -> Iterator[InstantLaneFactory]:
     with contextlib.closing(Poller()) as poller:
-        yield InstantDoor(poller)
+        yield InstantLaneFactory(poller)
 
 
-def load(door: InstantDoor, requests: list[Any], slots: int, schedule: Any = None) -> LoadGenerator:
-    return LoadGenerator(door.poller, door, lambda slot: requests, slots, schedule, patience_s=0.2)
+def load(
+    lane_factory: InstantLaneFactory, requests: list[Any], slots: int, schedule: Any = None
+) -> LoadGenerator:
+    return LoadGenerator(
+        lane_factory.poller, lane_factory, lambda slot: requests, slots, schedule, patience_s=0.2
+    )
 
 
-def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(door: InstantDoor) -> None:
-    one = load(door, ["a", "b", "c"], 2)
+def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(
+    lane_factory: InstantLaneFactory,
+) -> None:
+    one = load(lane_factory, ["a", "b", "c"], 2)
     one.begin()
-    assert door.sent == ["a", "a"]
-    while len(door.sent) < 6:
+    assert lane_factory.sent == ["a", "a"]
+    while len(lane_factory.sent) < 6:
         one.run(0)
     one.finish()
-    assert door.sent[:6] == ["a", "a", "b", "b", "c", "c"]
-    assert one.mark().requests == len(door.sent) == len(one.records.delays_ns)
+    assert lane_factory.sent[:6] == ["a", "a", "b", "b", "c", "c"]
+    assert one.mark().requests == len(lane_factory.sent) == len(one.records.delays_ns)
 
 
 def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_scheduled_time(
-    door: InstantDoor,
+    lane_factory: InstantLaneFactory,
 ) -> None:
     # Four are due at once, and the next never.
-    one = load(door, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
+    one = load(lane_factory, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
     one.begin()
     until = time.monotonic() + 10
     while one.mark().requests < 4 and time.monotonic() < until:
@@ -87,27 +93,29 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     one.finish()
     assert len(set(one.records.scheduled_ns)) == 1
     assert list(one.records.delays_ns) == sorted(one.records.delays_ns)
-    assert door.sent == ["a"] * 4
+    assert lane_factory.sent == ["a"] * 4
 
 
-def test_errors_are_counted_by_text_and_no_latency_is_theirs(door: InstantDoor) -> None:
-    one = load(door, ["a", "error one", "error two"], 1)
+def test_errors_are_counted_by_text_and_no_latency_is_theirs(
+    lane_factory: InstantLaneFactory,
+) -> None:
+    one = load(lane_factory, ["a", "error one", "error two"], 1)
     one.begin()
     while one.mark().failed < 4:
         one.run(0)
     one.finish()
     assert set(one.records.errors) == {"error one", "error two"}
-    assert one.mark().requests == door.sent.count("a")
+    assert one.mark().requests == lane_factory.sent.count("a")
 
 
-def test_a_load_against_a_silent_server_ends(door: InstantDoor) -> None:
-    one = load(door, [None], 1)
+def test_a_load_against_a_silent_server_ends(lane_factory: InstantLaneFactory) -> None:
+    one = load(lane_factory, [None], 1)
     one.begin()
     with pytest.raises(Unavailable, match=r"not responded to a request for 0\.2 s"):
         one.run(60)
     with pytest.raises(Unavailable, match=r"not responded within 0\.1 s"):
-        probe(door.poller, door, None, 0.1)
-    assert probe(door.poller, door, "error!", 5) == "error!"
+        probe(lane_factory.poller, lane_factory, None, 0.1)
+    assert probe(lane_factory.poller, lane_factory, "error!", 5) == "error!"
 
 
 RATES = st.floats(0.5, 1e6)

@@ -156,7 +156,7 @@ def test_timing_never_exceeds_what_can_be_true(reported: list[int], ran: int) ->
     started, now = 1000, 1000 + ran
     start, input_end, output_start, end = reported
     message = m.BatchFinished(1, start, input_end, output_start, end, [])
-    timing = Timing.clamped(message, started, now)
+    timing = Timing.from_worker(message, started, now)
     assert started <= timing.compute_start_ns <= now
     assert min(timing[1:4]) >= 0
     assert timing.compute_start_ns + sum(timing[1:4]) <= now

@@ -232,7 +232,7 @@ def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple: Scheduler) 
         gateway.http.infer("simple", simple_body()).ok()
     limited, unlimited = simple.submits[-2:]
     assert limited.deadline_ns == limited.arrived_ns + 30_000_000_000
-    assert limited.limit == "the header 'X-Request-Timeout-Ms'"
+    assert limited.deadline_origin == "the header 'X-Request-Timeout-Ms'"
     assert unlimited.deadline_ns == 0
     reply = gateway.http.infer("simple", simple_body(), {"X-Request-Timeout-Ms": "30s"})
     assert reply.status == 400
