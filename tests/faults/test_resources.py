@@ -26,7 +26,7 @@ def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> Non
         repository,
         "large",
         'return self.response(Y=self.input(request, "X") + 1)',
-        more="response_cache { enable: true }",
+        settings="response_cache { enable: true }",
     )
     with running(repository, "--cache-config=local,size=100000") as server:
 

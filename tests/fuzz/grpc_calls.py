@@ -126,8 +126,8 @@ class _Client:
             self._end(stream)
             scene.send(frame(RESET, 0, stream, bytes(4)))
         elif kind == 17:
-            more = struct.pack(">I", (1, 500, 2**20)[self.number() % 3])
-            scene.send(frame(WINDOW, 0, (0, self._stream())[self.number() % 2], more))
+            increment = struct.pack(">I", (1, 500, 2**20)[self.number() % 3])
+            scene.send(frame(WINDOW, 0, (0, self._stream())[self.number() % 2], increment))
         elif kind == 18:
             size = (0, 10, 65535, 2**20)[self.number() % 4]
             scene.send(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)))

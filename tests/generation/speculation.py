@@ -73,8 +73,8 @@ def spoken(
     texts = verify(target[[row.tokens[-1] for row in checked]], checked, checks)
     for _ in range(LENGTH):
         sampled = rows(texts, parameters, seeds)
-        more, _ = sample(target[[row.tokens[-1] for row in sampled]], sampled)
-        texts = [[*text, token] for text, token in zip(texts, more, strict=True)]
+        next_tokens, _ = sample(target[[row.tokens[-1] for row in sampled]], sampled)
+        texts = [[*text, token] for text, token in zip(texts, next_tokens, strict=True)]
     return [tuple(text[: LENGTH + 1]) for text in texts]
 
 

@@ -77,9 +77,11 @@ def run(size: int, first: int = 0) -> str:
         tokens = train.tokenizer_of(text).encode(text).ids[first:]
         check_greedy(path, Path(folder) / "rig", tokens)
         exact, rounded = (perplexity(path, kind, tokens) for kind in ("fp32", "int8"))
-    more = rounded / exact - 1
-    assert abs(more) < _MAX_INCREASE, f"perplexity {exact:.3f}, and {rounded:.3f} with int8 weights"
+    relative_increase = rounded / exact - 1
+    assert abs(relative_increase) < _MAX_INCREASE, (
+        f"perplexity {exact:.3f}, and {rounded:.3f} with int8 weights"
+    )
     return (
         f"trained for {size} s: greedy texts are transformers'; perplexity {exact:.3f}, and "
-        f"{rounded:.3f} with int8 weights ({more:+.2%})"
+        f"{rounded:.3f} with int8 weights ({relative_increase:+.2%})"
     )

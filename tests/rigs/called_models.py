@@ -89,11 +89,11 @@ class CalledModels:
         self._routers.append(Router(self.endpoint(name)))
         return Peer(self._routers[-1])
 
-    def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> FindModel:
+    def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **fields: Any) -> FindModel:
         """Answer the next query for a model: its scheduler is `name`."""
         question = self.supervisor.next(FindModel)
         answer = {"endpoint": self.endpoint(name), "config": config, "version": "1", "ready": True}
-        self.supervisor.send(Answered(question.id, {**answer, **more}))
+        self.supervisor.send(Answered(question.id, {**answer, **fields}))
         return question
 
     def close(self) -> None:

@@ -200,10 +200,10 @@ def placed(region: worker_rig.Region) -> Case:
         return pack_inference(Inference((tensor,), (output,)))
 
     def http(step: int, request: int) -> dict[str, Any]:
-        def tensor(name: str, at: int, **more: Any) -> dict[str, Any]:
+        def tensor(name: str, at: int, **fields: Any) -> dict[str, Any]:
             memory_range = {"shared_memory_region": _REGION, "shared_memory_byte_size": _PLACE}
             memory_range["shared_memory_offset"] = at * _PLACE
-            return {"name": name, **more, "parameters": memory_range}
+            return {"name": name, **fields, "parameters": memory_range}
 
         given = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
         return {"inputs": [given], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}

@@ -31,9 +31,9 @@ from tests.support.messages import inference_of
 MS = 1_000_000
 
 
-def io(name: str, dims: Sequence[int] = (-1,), **more: Any) -> dict[str, Any]:
+def io(name: str, dims: Sequence[int] = (-1,), **fields: Any) -> dict[str, Any]:
     """Return an FP32 input or output of a configuration."""
-    return {"name": name, "data_type": "TYPE_FP32", "dims": list(dims), **more}
+    return {"name": name, "data_type": "TYPE_FP32", "dims": list(dims), **fields}
 
 
 def model(name: str, *, decoupled: bool = False, dims: Sequence[int] = (-1,)) -> dict[str, Any]:

@@ -47,16 +47,16 @@ MIB = 1024 * 1024
 CLIENT_PID = 4242
 
 
-def tensor_config(name: str, data_type: str, dims: Sequence[int], **more: Any) -> dict[str, Any]:
+def tensor_config(name: str, data_type: str, dims: Sequence[int], **fields: Any) -> dict[str, Any]:
     """Return one entry of a configuration's `input` or `output`."""
-    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **more}
+    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **fields}
 
 
 def model_config(
     inputs: Sequence[dict[str, Any]],
     outputs: Sequence[dict[str, Any]],
     max_batch_size: int = 0,
-    **more: Any,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Return the part of a configuration that a worker reads."""
     return {
@@ -67,7 +67,7 @@ def model_config(
         "output": list(outputs),
         "default_model_filename": "",
         "parameters": {},
-        **more,
+        **settings,
     }
 
 

@@ -55,7 +55,7 @@ def _tensors(in_sizes: list[int], out_size: int) -> dict[str, Any]:
     return {"input": inputs, "output": outputs}
 
 
-def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
+def _config(name: str, max_batch_size: int, **settings: Any) -> dict[str, Any]:
     return {
         "name": name,
         "max_batch_size": max_batch_size,
@@ -63,15 +63,15 @@ def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
         "output": [OUT, WHO],
         "parameters": {},
         "instance_group": [{"kind": "KIND_CPU"}],
-        **more,
+        **settings,
     }
 
 
-def _limits(random: Random, **more: Any) -> SchedulingLimits:
+def _limits(random: Random, **limits: Any) -> SchedulingLimits:
     return SchedulingLimits(
         execution_timeout_s=random.choice((0.0, 0.0, 0.03)),
         max_queue_size=random.choice((0, 10, 40)),
-        **more,
+        **limits,
     )
 
 

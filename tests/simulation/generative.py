@@ -117,12 +117,12 @@ class EngineRig:
         prompt: Iterable[int],
         max_tokens: int,
         resumed: dict[int, array[int]] | None = None,
-        **more: Any,
+        **options: Any,
     ) -> Generation[None] | None:
         """Submit a request; return None if it can never run."""
         key = len(self.generations) + 1
         generation: Generation[None] = Generation(
-            None, key, self.now_ns, array("i", prompt), max_tokens, **more
+            None, key, self.now_ns, array("i", prompt), max_tokens, **options
         )
         if not self.engine.fits(generation):
             return None
@@ -241,9 +241,9 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
     for length in range(1, most + 1):
         ranked = sorted(
             (
-                (score + more, slots, token)
+                (score + logprob, slots, token)
                 for score, slots in beams
-                for token, more in candidates(slots, 2 * search.width)
+                for token, logprob in candidates(slots, 2 * search.width)
             ),
             key=lambda each: -each[0],
         )[: 2 * search.width]
@@ -334,16 +334,16 @@ class Schedule:
         prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
         if draw.random() < 0.5:
             prompt = prompt + [draw.randint(1, VOCABULARY) for _ in range(9)]
-        more: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
+        options: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
             early, penalty = draw.choice(("true", "false", "never")), draw.choice((-0.5, 0.7, 1.0))
-            more = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END, 7, 19])}
+            options = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END, 7, 19])}
         generation = self.rig.submit(
             prompt,
             draw.randint(1, 25),
             priority=draw.randint(0, 3),
             ignores_prefix_cache=draw.random() < 0.1,
-            **more,
+            **options,
         )
         if generation is not None:
             self._samples[generation.key] = set(range(generation.samples))

@@ -18,8 +18,8 @@ def save(
     separated by spaces.
     """
     onnx_model = [
-        helper.make_node(kind, taken.split(), given.split(), **dict(*more))
-        for kind, taken, given, *more in nodes
+        helper.make_node(kind, taken.split(), given.split(), **dict(*attributes))
+        for kind, taken, given, *attributes in nodes
     ]
     graph = helper.make_graph(
         onnx_model,

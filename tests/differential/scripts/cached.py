@@ -6,8 +6,8 @@ from tests.differential.scripts.ensembles import ADD, FAIL, ensemble, one_by_one
 CACHE = "response_cache { enable: true }"
 
 
-def cached(name: str, more: str = "", one: str = "") -> Model:
-    return recorder(name, CACHE + more, one=one)
+def cached(name: str, settings: str = "", one: str = "") -> Model:
+    return recorder(name, CACHE + settings, one=one)
 
 
 def whole() -> Script:

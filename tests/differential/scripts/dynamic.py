@@ -42,9 +42,9 @@ if value.flat[0] == 2:
 return self.response(OUTPUT0=value)
 """
 EACH = [Send("b", "mixed", 1, columns=2), Send("c", "mixed", 2, columns=2), Send("d", "mixed", 3)]
-OPTIONAL = [tensor("INPUT0"), tensor("MORE", "FP32", more="optional: true")]
+OPTIONAL = [tensor("INPUT0"), tensor("MORE", "FP32", extra_fields="optional: true")]
 MORE = {"MORE": ("FP32", [1, 1], [0.5])}
-RAGGED = [tensor("INPUT0", more="allow_ragged_batch: true")]
+RAGGED = [tensor("INPUT0", extra_fields="allow_ragged_batch: true")]
 COUNTS = """
 } batch_input [ {
   kind: BATCH_ELEMENT_COUNT target_name: "COUNTS" data_type: TYPE_FP32 source_input: "INPUT0"

@@ -27,7 +27,7 @@ sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 MANY = "model_transaction_policy { decoupled: true }"
 MORE = tensor("MORE")
-OPTIONAL = tensor("MORE", more="optional: true")
+OPTIONAL = tensor("MORE", extra_fields="optional: true")
 
 
 def ensemble(
@@ -47,9 +47,9 @@ def ensemble(
     return Model(name, config)
 
 
-def through(model: str, source: str, target: str, more: str = "") -> str:
+def through(model: str, source: str, target: str, second_source: str = "") -> str:
     """Return a step from one tensor to another one."""
-    inputs = {"INPUT0": source} | ({"MORE": more} if more else {})
+    inputs = {"INPUT0": source} | ({"MORE": second_source} if second_source else {})
     return step(model, inputs, {"OUTPUT0": target})
 
 
@@ -105,8 +105,8 @@ def optional() -> Script:
     ensemble_model = ensemble(
         name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
     )
-    more = {"MORE": ("INT32", [1, 1], [5])}
-    requests = Send("with", name, 1, inputs=more), Send("without", name, 1)
+    optional_input = {"MORE": ("INT32", [1, 1], [5])}
+    requests = Send("with", name, 1, inputs=optional_input), Send("without", name, 1)
     return Script(name, [recording_model, ensemble_model], one_by_one(*requests))
 
 

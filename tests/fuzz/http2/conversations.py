@@ -160,8 +160,8 @@ class Conversation:
         if kind == 11:
             return [frame(RESET, 0, self._stream(), struct.pack(">I", self._number()))]
         if kind == 12:
-            more = struct.pack(">I", self._one_of(_GROWTH))
-            return [frame(WINDOW, 0, self._one_of([0, self._stream()]), more)]
+            increment = struct.pack(">I", self._one_of(_GROWTH))
+            return [frame(WINDOW, 0, self._one_of([0, self._stream()]), increment)]
         if kind == 13:
             values = [self._one_of(_SETTINGS) for _ in range(self._number() % 3)]
             payload = b"".join(struct.pack(">HI", *value) for value in values)

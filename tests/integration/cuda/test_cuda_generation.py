@@ -73,11 +73,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return texts
 
 
-def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
+def text(server: Server, model: str, prompt: list[int], **sampling_parameters: Any) -> str:
     body = {
         "input_ids": prompt,
         "exclude_input_in_output": True,
-        "sampling_parameters": json.dumps({"max_tokens": NEW_TOKENS, "temperature": 0, **more}),
+        "sampling_parameters": json.dumps(
+            {"max_tokens": NEW_TOKENS, "temperature": 0, **sampling_parameters}
+        ),
     }
     request = urllib.request.Request(
         f"http://{server.url}/v2/models/{model}/generate", json.dumps(body).encode()

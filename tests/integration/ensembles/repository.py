@@ -44,13 +44,13 @@ def _models(repository: Path) -> None:
         given = [name for name in ("X", "Z") if self.input(request, name) is not None]
         return self.response(Y=np.array([" ".join(given)], object))
     """
-    inputs = [tensor("X"), tensor("Z", more="optional: true")]
+    inputs = [tensor("X"), tensor("Z", extra_fields="optional: true")]
     add_model(repository, "given", model_code, inputs, [tensor("Y", "BYTES")])
     model_code = 'return self.response(Y=self.input(request, "X") + self.input(request, "Z"))'
     add_model(repository, "sum", model_code, [tensor("X"), tensor("Z")])
     add_model(repository, "tell", TELL, outputs=[tensor("Y", "BYTES")])
     for name, size in (("count", 1), ("count_large", LARGE)):
-        add_model(repository, name, COUNT.replace("self.SIZE", str(size)), more=MANY)
+        add_model(repository, name, COUNT.replace("self.SIZE", str(size)), settings=MANY)
         code = repository / name / "1" / "model.py"
         returned = "return [self.one(request) for request in requests]"
         code.write_text(code.read_text().replace(returned, returned.removeprefix("return ")))
@@ -87,7 +87,7 @@ def _ensembles(repository: Path) -> None:
     two_out = [xy("positive", "IN", "OUT"), xy("plain", "IN", "ALWAYS")]
     outputs = [tensor("OUT"), tensor("ALWAYS")]
     add_ensemble(repository, "absent_output", two_out, outputs=outputs)
-    inputs = [tensor("IN"), tensor("MORE", more="optional: true")]
+    inputs = [tensor("IN"), tensor("MORE", extra_fields="optional: true")]
     passed = [step("given", {"X": "IN", "Z": "MORE"}, {"Y": "OUT"})]
     add_ensemble(repository, "optional_input", passed, inputs, texts)
     add_ensemble(repository, "tells", [xy("tell", "IN", "OUT")], outputs=texts)
@@ -122,10 +122,10 @@ def _conditions(repository: Path) -> None:
         xy("plain", "IN", "ALWAYS"),
     ]
     outputs = [tensor("SOMETIMES"), tensor("ALWAYS")]
-    more = condition % (1, "needed")
-    add_ensemble(repository, "conditional", steps, outputs=outputs, more=more)
+    configured_condition = condition % (1, "needed")
+    add_ensemble(repository, "conditional", steps, outputs=outputs, settings=configured_condition)
     inputs = [tensor("IN"), tensor("RUN", "BOOL")]
     steps = [xy("plain", "IN", "OUT"), xy("plain", "IN", "ALWAYS")]
     outputs = [tensor("OUT"), tensor("ALWAYS")]
-    more = condition % (0, "RUN")
-    add_ensemble(repository, "asked", steps, inputs, outputs, more=more)
+    configured_condition = condition % (0, "RUN")
+    add_ensemble(repository, "asked", steps, inputs, outputs, settings=configured_condition)

@@ -95,7 +95,7 @@ def _gated(repository: Path) -> None:
         "count",
         COUNT,
         outputs=[tensor("Y", "INT32")],
-        more="model_transaction_policy { decoupled: true }",
+        settings="model_transaction_policy { decoupled: true }",
     )
     code = repository / "count" / "1" / "model.py"
     code.write_text(code.read_text().replace("return [self.one(request)", "[self.one(request)"))

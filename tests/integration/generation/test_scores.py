@@ -114,15 +114,15 @@ def test_a_chat_with_the_scores_of_its_prompt(client: openai.OpenAI) -> None:
         "messages": [{"role": "user", "content": "é"}],
         "max_tokens": 4,
     }
-    more: Any = {"prompt_logprobs": 1, "return_token_ids": True, "ignore_eos": True}
-    unary = client.chat.completions.create(**request, seed=1, extra_body=more).model_dump()
+    vllm_fields: Any = {"prompt_logprobs": 1, "return_token_ids": True, "ignore_eos": True}
+    unary = client.chat.completions.create(**request, seed=1, extra_body=vllm_fields).model_dump()
     assert unary["choices"][0]["logprobs"] is None
     prompt, scored = unary["prompt_token_ids"], unary["prompt_logprobs"]
     assert len(scored) == len(prompt) == unary["usage"]["prompt_tokens"] and scored[0] is None
     for token, each in zip(prompt[1:], scored[1:], strict=True):
         assert {"logprob", "rank", "decoded_token"} == each[str(token)].keys()
     assert len(unary["choices"][0]["token_ids"]) == 4
-    events = client.chat.completions.create(**request, seed=1, stream=True, extra_body=more)
+    events = client.chat.completions.create(**request, seed=1, stream=True, extra_body=vllm_fields)
     chunks = [each.model_dump() for each in events]
     assert chunks[0]["prompt_token_ids"] == prompt and chunks[0]["prompt_logprobs"] == scored
     streamed = [token for each in chunks for token in each["choices"][0]["token_ids"]]

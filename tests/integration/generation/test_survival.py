@@ -41,10 +41,12 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
     return texts
 
 
-def whole(server: Server, samples: int = 1, **more: Any) -> list[str]:
+def whole(server: Server, samples: int = 1, **fields: Any) -> list[str]:
     """Return the text of each sample from a single response."""
     with client_of(server) as client:
-        choices = client.completions.create(**{**COMPLETION_REQUEST, "n": samples, **more}).choices
+        choices = client.completions.create(
+            **{**COMPLETION_REQUEST, "n": samples, **fields}
+        ).choices
     return [choice.text for choice in choices]
 
 
@@ -70,13 +72,20 @@ def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
             assert other.result() == [*expected.values()]
 
 
-def scored(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
+def scored(server: Server, kill: bool = False, **fields: Any) -> dict[int, list[Any]]:
     """Return the log probabilities of each sample; the worker is killed once a part has arrived."""
     logprobs: dict[int, list[Any]] = {0: [], 1: []}
-    request = {**COMPLETION_REQUEST, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
+    request = {
+        **COMPLETION_REQUEST,
+        "max_tokens": 120,
+        "n": 2,
+        "logprobs": 2,
+        "echo": True,
+        **fields,
+    }
     with client_of(server) as client:
         answer = client.completions.create(**request)
-        for index, chunk in enumerate(answer if more.get("stream") else [answer]):
+        for index, chunk in enumerate(answer if fields.get("stream") else [answer]):
             for choice in chunk.choices:
                 scores = choice.logprobs
                 columns = (

@@ -69,8 +69,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("tools") / "models"
     for name, (script, hint, special, _) in SCRIPTS.items():
         template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")
-        more = REST if name == "qwen" else ()
-        write_scripted(repository / name / "1", {CALLED: (*script, *more)}, template, special)
+        extra_answers = REST if name == "qwen" else ()
+        write_scripted(
+            repository / name / "1", {CALLED: (*script, *extra_answers)}, template, special
+        )
     thinks = ("<think>", "so", "</think>", '{"city": "', 'x"}')
     template = TEMPLATE.replace("<|called|>", "<|called|><think>\n")
     write_scripted(repository / "thinks" / "1", {CALLED: thinks}, special=("<think>", "</think>"))
@@ -87,12 +89,12 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield openai_client
 
 
-def chat_request(model: str, **more: Any) -> dict[str, Any]:
+def chat_request(model: str, **fields: Any) -> dict[str, Any]:
     return {
         "model": model,
         "messages": [{"role": "user", "content": "a"}],
         "temperature": 0,
-        **more,
+        **fields,
     }
 
 
@@ -127,8 +129,10 @@ def test_calls_in_each_format(client: openai.OpenAI, model: str) -> None:
 @pytest.mark.parametrize("choice", ["required", "strict"])
 def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> None:
     tools: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": choice == "strict"}}]
-    more = {"tool_choice": "required"} if choice == "required" else {}
-    body = chat_request(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
+    choice_fields = {"tool_choice": "required"} if choice == "required" else {}
+    body = chat_request(
+        model, tools=tools, parallel_tool_calls=False, max_tokens=200, **choice_fields
+    )
     (completion,) = client.chat.completions.create(**body).choices
     # The grammar prescribes another spelling than the scripted text.
     if completion.finish_reason == "length":
@@ -145,8 +149,8 @@ def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server)
 
 def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
-    for more in ({}, {"tools": TOOLS}):
-        body = chat_request("thinks", response_format=form, max_tokens=60, **more)
+    for tool_fields in ({}, {"tools": TOOLS}):
+        body = chat_request("thinks", response_format=form, max_tokens=60, **tool_fields)
         (choice,) = client.chat.completions.create(**body).choices
         assert choice.message.to_dict()["reasoning"] == "so"
         assert json.loads(choice.message.content or "") == {"city": "x"}

@@ -63,8 +63,8 @@ def post(port: int, path: str, body: dict[str, Any]) -> str:
     return raw
 
 
-def complete(port: int, prompt: str = "the", **more: Any) -> str:
-    return post(port, "/v1/completions", {"model": "tiny", "prompt": prompt, **more})
+def complete(port: int, prompt: str = "the", **fields: Any) -> str:
+    return post(port, "/v1/completions", {"model": "tiny", "prompt": prompt, **fields})
 
 
 def text_of(port: int, chat: bool, prompt: str, kind: dict[str, Any]) -> tuple[str, str]:
@@ -261,8 +261,8 @@ def aborted(server: Server, before: float, most: int) -> bool:
 def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
     plain, mine = (
-        json.loads(complete(server.http_port, **request, **more))["choices"][0]["text"]
-        for more in ({}, {"lora_name": "french"})
+        json.loads(complete(server.http_port, **request, **adapter_fields))["choices"][0]["text"]
+        for adapter_fields in ({}, {"lora_name": "french"})
     )
     theirs = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert mine == theirs != plain

@@ -291,8 +291,8 @@ def stranger(guarded_server: Server) -> Iterator[triton.InferenceServerClient]:
         yield client
 
 
-def bearer(token: str, **more: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}", **more}
+def bearer(token: str, **headers: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}", **headers}
 
 
 def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerClient) -> None:

@@ -57,8 +57,8 @@ def unix(path: Path) -> Iterator[UnixHttp]:
         yield connection
 
 
-def bearer(token: str, **more: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}", **more}
+def bearer(token: str, **headers: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}", **headers}
 
 
 def test_without_a_token_there_is_only_health(http: Http) -> None:

@@ -391,8 +391,8 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     def send_requests(number: int) -> None:
         x = np.full(4, number, np.float32)
         answers.append(client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"][0])
-        more = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
-        answers.extend(one["OUTPUT0"][0] for one in more)
+        results = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
+        answers.extend(one["OUTPUT0"][0] for one in results)
         all_have_asked.wait()
 
     threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(count)]

@@ -81,9 +81,9 @@ ensemble_scheduling { step [ { model_name: "inner" model_version: -1
 """
 
 
-def add(repository: Path, name: str, code: str, more: str = "", *targets: str) -> None:
+def add(repository: Path, name: str, code: str, settings: str = "", *targets: str) -> None:
     source = f"TARGETS = {targets!r}\n{CALL if targets else ''}{code}"
-    repositories.write(repository, name, f'backend: "python"\n{IO}{more}', source)
+    repositories.write(repository, name, f'backend: "python"\n{IO}{settings}', source)
 
 
 @pytest.fixture(scope="module")

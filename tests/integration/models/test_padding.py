@@ -45,8 +45,8 @@ parameters { key: "padding" value { string_value: %s } }
 """
 
 
-def add(repository: Any, name: str, **more: Any) -> None:
-    padding = {"IMAGE": IMAGE | more, "FEATURES": {"like": "IMAGE"}}
+def add(repository: Any, name: str, **buckets: Any) -> None:
+    padding = {"IMAGE": IMAGE | buckets, "FEATURES": {"like": "IMAGE"}}
     repositories.write(repository, name, CONFIG % json.dumps(json.dumps(padding)), MODEL)
 
 

@@ -94,7 +94,7 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         "os._exit(3)": "Unavailable: the process of instance 'model_3_",
     }
     for number, statement in enumerate(arguments):
-        config = repositories.identity_config(f"model_{number}", "FP32", [1], more=two)
+        config = repositories.identity_config(f"model_{number}", "FP32", [1], settings=two)
         repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
     with server.http() as http:
         for number, expected_error in enumerate(arguments.values()):

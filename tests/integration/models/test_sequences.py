@@ -118,13 +118,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     alone = control("START", "START", "int32_false_true: [ 5, 7 ]")
     config = f"sequence_batching {{ {IDLE} control_input [ {alone} ] }}"
     repositories.add_as(repository, "plain", "sequencer", config + instances(2))
-    for name, strategy, more in (
+    for name, strategy, settings in (
         ("again", "direct { }", ""),
         ("again_oldest", "oldest { max_candidate_sequences: 8 }", ""),
         ("again_streams", "", "model_transaction_policy { decoupled: true }"),
     ):
-        code = ITERATIVE.replace("DECOUPLED", str(bool(more)))
-        config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=more)
+        code = ITERATIVE.replace("DECOUPLED", str(bool(settings)))
+        config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=settings)
         repositories.write(repository, name, config, code)
     repositories.write(repository, "calling", CALLER_CONFIG, CALLER)
     with running(repository, "--exit-timeout-secs=2", grpc=True) as started:

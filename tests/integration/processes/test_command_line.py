@@ -236,7 +236,7 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         'model_warmup { name: "s" batch_size: 1 inputs { key: "IMAGE" value '
         '{ data_type: TYPE_STRING dims: 1 input_data_file: "image" } } }'
     )
-    for name, other, more in (
+    for name, other, settings in (
         ("empty", "", ""),
         ("given", 'IMAGE"/PICTURE"', ""),
         ("name", 'SIZE"/AREA"', sample),
@@ -248,7 +248,7 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         entry = "PICTURE" if new == 'PICTURE"' else "IMAGE"
         config = (
             f'backend: "python" max_batch_size: 2 input {{ name: "{entry}" data_type: TYPE_STRING '
-            f'dims: 1 }} output {{ name: "SIZE" data_type: TYPE_INT32 dims: 2 }} {more}'
+            f'dims: 1 }} output {{ name: "SIZE" data_type: TYPE_INT32 dims: 2 }} {settings}'
         )
         source = DECODER.replace(old, new) if old else DECODER
         folder = repositories.write(repository, name, config, source)

@@ -85,10 +85,10 @@ def test_two_gateways_share_the_port(server: Server) -> None:
     """
     gateways = server.find("gateway http")
     assert len(gateways) == 2
-    with contextlib.ExitStack() as more, Load(server, simple=6, memory=3) as asking:
+    with contextlib.ExitStack() as connections, Load(server, simple=6, memory=3) as asking:
 
         def both_have_some() -> bool:
-            more.enter_context(socket.create_connection(("127.0.0.1", server.http_port)))
+            connections.enter_context(socket.create_connection(("127.0.0.1", server.http_port)))
             return all(
                 any(
                     c.status == "ESTABLISHED" and c.laddr.port == server.http_port

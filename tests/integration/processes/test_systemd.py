@@ -115,11 +115,11 @@ def wait_restarts(systemd: Systemd, count: int) -> None:
     until("a server", lambda: systemd.show(SERVICE, "SubState") == "running")
 
 
-def status_of(systemd: Systemd, *more: str, groups: str) -> str:
+def status_of(systemd: Systemd, *curl_options: str, groups: str) -> str:
     """Return the HTTP status for a client with these groups at the Unix socket, or 000 if it
     cannot connect.
     """
-    curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *more)
+    curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *curl_options)
     where = ("--unix-socket", "/run/shmserve/http.sock", "http://host/v2/models/simple/config")
     return systemd.run(*curl, *where, user=CLIENT, groups=groups).split("\n")[0]
 

@@ -52,11 +52,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traced")
     model_code = 'return self.response(Y=self.input(request, "X") + 1)'
     for name in ("one", "two"):
-        add_model(folder, name, model_code, max_batch_size=4, more="dynamic_batching { }")
+        add_model(folder, name, model_code, max_batch_size=4, settings="dynamic_batching { }")
     add_model(folder, "slow", f"time.sleep(0.005)\n{model_code}")
     add_model(folder, "boom", 'time.sleep(0.005)\nraise ValueError("boom")')
     add_model(folder, "calls", CALL)
-    add_model(folder, "many", MANY, more="model_transaction_policy { decoupled: true }")
+    add_model(folder, "many", MANY, settings="model_transaction_policy { decoupled: true }")
     add_model(folder, "late", f"time.sleep(0.5)\n{model_code}")
     add_model(folder, "tell", TELL, outputs=[tensor("Y", "BYTES")])
     steps = [xy("one", "IN", "A"), xy("two", "A", "OUT")]
@@ -145,7 +145,7 @@ def slow_lines(server: Server, model: str) -> list[Any]:
     lines = re.findall(
         rf"inference of model '{model}' was slow: (\{{.*?\}})(?: |$)(.*)", server.log()
     )
-    return [(json.loads(trace_text), more) for trace_text, more in lines]
+    return [(json.loads(trace_text), details) for trace_text, details in lines]
 
 
 def test_slow_requests_are_logged(server: Server) -> None:
@@ -153,10 +153,10 @@ def test_slow_requests_are_logged(server: Server) -> None:
         http.infer("slow", {**X, "id": "me"}).ok()
         assert http.infer("boom", X).status == 500
     server.wait_log("inference of model 'boom' was slow")
-    ((trace_text, more),) = slow_lines(server, "slow")
+    ((trace_text, details),) = slow_lines(server, "slow")
     assert trace_text["compute_infer_us"] >= 5000
     assert trace_text["encode_us"] >= 0
-    assert more.startswith("request=me trace=")
+    assert details.startswith("request=me trace=")
     ((trace_text, _),) = slow_lines(server, "boom")
     assert "boom" in trace_text["error"]
     assert trace_text["total_us"] >= 5000
@@ -165,7 +165,9 @@ def test_slow_requests_are_logged(server: Server) -> None:
 def test_slow_requests_of_programs_are_logged(server: Server) -> None:
     def lines(model: str) -> list[Any]:
         return [
-            (trace_text, more) for trace_text, more in slow_lines(server, model) if "native" in more
+            (trace_text, details)
+            for trace_text, details in slow_lines(server, model)
+            if "native" in details
         ]
 
     with shmserve.client.connect(server.run_dir) as client:
@@ -177,9 +179,9 @@ def test_slow_requests_of_programs_are_logged(server: Server) -> None:
             client.infer("late", X=ROW[0], request_id="native", timeout=0.1)
     for model in ("slow", "many", "boom", "late"):
         until(f"'{model}' is logged", partial(lines, model))
-    ((trace_text, more),) = lines("slow")
+    ((trace_text, details),) = lines("slow")
     assert trace_text["compute_infer_us"] >= 5000
-    assert re.fullmatch("request=native trace=[0-9a-f]{32}", more)
+    assert re.fullmatch("request=native trace=[0-9a-f]{32}", details)
     ((trace_text, _),) = lines("boom")
     assert "boom" in trace_text["error"]
 
@@ -308,7 +310,9 @@ def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: 
         with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
             http.infer("late", X, accept)
     until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
-    failures = [more for more, _ in slow_lines(server, "late") if more.get("error")]
+    failures = [
+        trace_text for trace_text, _ in slow_lines(server, "late") if trace_text.get("error")
+    ]
     assert failures[-1]["total_us"] >= 50_000
 
 

@@ -15,9 +15,9 @@ from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
 
-def limited(count: int, name: str = "R", more: str = "") -> str:
+def limited(count: int, name: str = "R", extra_fields: str = "") -> str:
     """Return an instance group that needs this amount of the resource."""
-    resource = f'{{ name: "{name}" count: {count} {more} }}'
+    resource = f'{{ name: "{name}" count: {count} {extra_fields} }}'
     return (
         "instance_group [ { kind: KIND_CPU count: 2 "
         f"rate_limiter {{ resources [ {resource} ] priority: 1 }} }} ]"
@@ -119,7 +119,7 @@ def test_models_that_could_never_run_do_not_load(empty_server: tuple[Server, Pat
     server, repository = empty_server
     add(repository, "greedy", limited(4))
     add(repository, "fine", limited(3))
-    add(repository, "world", limited(1, more="global: true"))
+    add(repository, "world", limited(1, extra_fields="global: true"))
     with server.http() as http:
         error = http.load("greedy").error
         assert (
@@ -148,8 +148,8 @@ def test_other_instances_in_place(empty_server: tuple[Server, Path]) -> None:
     with server.http() as http:
         scheduler = server.find_one("scheduler simple").pid
         with Load(server, simple=4, memory=0) as stream:
-            more = limited(1, "Q").replace("count: 2", "count: 3", 1)
-            for group, count in ((more, 3), (limited(2, "Q"), 2)):
+            more_resources = limited(1, "Q").replace("count: 2", "count: 3", 1)
+            for group, count in ((more_resources, 3), (limited(2, "Q"), 2)):
                 config.write_text("\n".join([*kept_lines, group]))
                 http.load("simple").ok()
                 wait_workers(server, count)

@@ -26,11 +26,11 @@ return self.response(Y=self.input(request, "X") + np.float32(self.count))
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
     for name in ("counting", "batched", "native", "regions", "other"):
-        more = CACHED + (" dynamic_batching {}" if name == "batched" else "")
-        add_model(models, name, COUNTING, more=more)
+        settings = CACHED + (" dynamic_batching {}" if name == "batched" else "")
+        add_model(models, name, COUNTING, settings=settings)
     add_model(models, "plain", COUNTING)
     steps = [xy("plain", "IN", "mid"), xy("plain", "mid", "OUT")]
-    add_ensemble(models, "pipeline", steps, more=CACHED)
+    add_ensemble(models, "pipeline", steps, settings=CACHED)
     flags = [f"--cache-config=local,size={SIZE}", "--metrics-config=summary_latencies=true"]
     return start(models, *flags)
 
@@ -64,9 +64,9 @@ def test_a_repeated_request_is_answered_from_the_cache(
         assert (second_result.as_numpy("Y") == first.as_numpy("Y")).all()
         assert second_result.get_response()["id"] == "two"
     after = stats(http, model)
-    for part, more in (("cache_hit", 3), ("cache_miss", 1), ("success", 4), ("queue", 4)):
+    for part, expected_count in (("cache_hit", 3), ("cache_miss", 1), ("success", 4), ("queue", 4)):
         counts = [statistics["inference_stats"][part]["count"] for statistics in (before, after)]
-        assert counts[1] - counts[0] == more, part
+        assert counts[1] - counts[0] == expected_count, part
     assert after["execution_count"] - before["execution_count"] == 1
     assert after["inference_count"] - before["inference_count"] == 1
 
@@ -95,7 +95,9 @@ def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path
     times = "return self.response(Y=self.input(request, 'X') * np.float32({}))"
     add_model(tmp_path, "plain", times.format(2))
     add_ensemble(tmp_path, "inner", [xy("plain", "IN", "OUT")])
-    add_ensemble(tmp_path, "pipeline", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})], more=CACHED)
+    add_ensemble(
+        tmp_path, "pipeline", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})], settings=CACHED
+    )
     flags = [f"--cache-config=local,size={SIZE}", "--model-control-mode=explicit"]
     with running(tmp_path, *flags, "--load-model=pipeline") as server:
         array = np.ones(3, np.float32)
@@ -184,9 +186,9 @@ def test_the_bound_is_the_servers(server: Server) -> None:
 def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Path]) -> None:
     """Rule 3.8.1: the texts of a load."""
     server, repository = empty_server
-    add_model(repository, "sequence", COUNTING, more=CACHED + " sequence_batching {}")
+    add_model(repository, "sequence", COUNTING, settings=CACHED + " sequence_batching {}")
     decoupled = CACHED + " model_transaction_policy { decoupled: true }"
-    add_model(repository, "decoupled", COUNTING, more=decoupled)
+    add_model(repository, "decoupled", COUNTING, settings=decoupled)
     with server.http() as http:
         for name, what in (
             ("sequence", "sequence batching scheduler"),
@@ -203,7 +205,7 @@ def test_a_model_on_a_server_without_a_cache_serves_all_the_same(
     empty_server: tuple[Server, Path],
 ) -> None:
     server, repository = empty_server
-    add_model(repository, "alone", COUNTING, more=CACHED)
+    add_model(repository, "alone", COUNTING, settings=CACHED)
     server.load("alone")
     array = np.ones(2, np.float32)
     one, two = (infer(server, "alone", array).as_numpy("Y") for _ in range(2))

@@ -23,9 +23,9 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return head + payload
 
 
-def window(stream: int, more: int) -> bytes:
+def window(stream: int, increment: int) -> bytes:
     """Return a WINDOW_UPDATE frame of `more` bytes."""
-    return frame(WINDOW, 0, stream, struct.pack(">I", more))
+    return frame(WINDOW, 0, stream, struct.pack(">I", increment))
 
 
 def block(*headers: tuple[bytes, bytes]) -> bytes:
@@ -35,7 +35,7 @@ def block(*headers: tuple[bytes, bytes]) -> bytes:
     )
 
 
-def post(path: str, *more: tuple[bytes, bytes]) -> bytes:
+def post(path: str, *headers: tuple[bytes, bytes]) -> bytes:
     return block(
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -43,7 +43,7 @@ def post(path: str, *more: tuple[bytes, bytes]) -> bytes:
         (b":authority", b"localhost"),
         (b"te", b"trailers"),
         (b"content-type", b"application/grpc"),
-        *more,
+        *headers,
     )
 
 
