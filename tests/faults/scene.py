@@ -81,17 +81,17 @@ class State:
         if now.titles != lasting(self.titles):
             observations.append(f"processes: {dict(self.titles)} became {dict(now.titles)}")
         for title, count in now.descriptors.items():
-            before = self.descriptors.get(title, 0)
-            if count > before + _MORE_DESCRIPTORS:
-                observations.append(f"descriptors of {title}: {before} became {count}")
+            previous = self.descriptors.get(title, 0)
+            if count > previous + _MORE_DESCRIPTORS:
+                observations.append(f"descriptors of {title}: {previous} became {count}")
         if now.sockets > self.sockets + _MORE_DESCRIPTORS:
             observations.append(f"unix sockets: {self.sockets} became {now.sockets}")
         total, now_total = sum(self.resident.values()), sum(now.resident.values())
         if now_total > total + _MORE_MEMORY + more_memory:
             grown = [
-                f"{title} {before >> 20} -> {size >> 20}"
+                f"{title} {previous >> 20} -> {size >> 20}"
                 for title, size in now.resident.items()
-                if size > (before := self.resident.get(title, 0)) + _WORTH_A_WORD
+                if size > (previous := self.resident.get(title, 0)) + _WORTH_A_WORD
             ]
             observations.append(
                 f"memory: {total >> 20} MiB became {now_total >> 20} MiB ({', '.join(grown)})"
@@ -135,19 +135,19 @@ def scene(server: Server, more_memory: int = 0, regions: int = 1) -> Iterator[Sc
         more_memory: The bytes that the server may have allocated permanently.
         regions: The number of clients that pass tensors through shared memory.
     """
-    before = State.of(server)
+    state_before = State.of(server)
     with request_pool(server) as pool, Load(server, memory=regions) as load, server.http() as http:
         yield Scene(server, pool, load, http)
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
-    assert_is_as_it_was(server, before, more_memory)
+    assert_is_as_it_was(server, state_before, more_memory)
 
 
-def assert_is_as_it_was(server: Server, before: State, more_memory: int) -> None:
+def assert_is_as_it_was(server: Server, state_before: State, more_memory: int) -> None:
     """Check that the server soon has its former resources, except for `more_memory` bytes."""
     differences: list[str] = []
 
     def as_before() -> bool:
-        differences[:] = before.differences(State.of(server), more_memory)
+        differences[:] = state_before.differences(State.of(server), more_memory)
         return not differences
 
     try:

@@ -23,7 +23,7 @@ from tests.support.wire.raw_http import Reply, binary_request
 
 ELEMENTS = 50_000
 SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
-ONE = 'return self.response(Y=self.input(request, "X") + 1)'
+ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 LOADS = """\
     def initialize(self, args):
         import fcntl
@@ -45,16 +45,18 @@ def load_lock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("ensembles") / "models"
-    add_model(repository, "first", ONE)
+    add_model(repository, "first", ADD_ONE)
     code = repository / "first" / "1" / "model.py"
-    _, begins, rest = code.read_text().partition("    def initialize(")
-    code.write_text(code.read_text().replace(begins + rest.partition("execute(")[0], LOADS, 1))
+    _, begins, code_after = code.read_text().partition("    def initialize(")
+    code.write_text(
+        code.read_text().replace(begins + code_after.partition("execute(")[0], LOADS, 1)
+    )
     fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
-    add_model(repository, "second", ONE, *fixed)
-    add_model(repository, "third", ONE)
+    add_model(repository, "second", ADD_ONE, *fixed)
+    add_model(repository, "third", ADD_ONE)
     steps = [xy("first", "IN", "a"), xy("second", "a", "b"), xy("third", "b", "OUT")]
     add_ensemble(repository, "pipe", steps)
-    add_model(repository, "grows", ONE)
+    add_model(repository, "grows", ADD_ONE)
     add_ensemble(repository, "last", [xy("grows", "IN", "OUT")])
     return repository
 
@@ -96,8 +98,8 @@ class Asking:
         for thread in self._threads:
             thread.join()
 
-    def _send_requests(self, which: int) -> None:
-        values = np.arange(ELEMENTS, dtype=np.float32) * (which + 1)
+    def _send_requests(self, client_index: int) -> None:
+        values = np.arange(ELEMENTS, dtype=np.float32) * (client_index + 1)
         tensors = [("IN", "FP32", [ELEMENTS], values.tobytes())]
         requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
         with self._server.http() as http:
@@ -109,7 +111,7 @@ class Asking:
                 elif (reply.tensors()["OUT"] != values + 3).any():
                     self.wrong.append("wrong values")
                 else:
-                    self.right[which].append(began)
+                    self.right[client_index].append(began)
 
     def wait_right(self, since: float, within_s: float = 10.0) -> None:
         """Wait until each client has a correct response to a request sent after `since`."""
@@ -137,7 +139,7 @@ def test_a_process_dies(server: Server, separate_server: Server, mode: str, vict
     server = {"hosted": server, "separate": separate_server}[mode]
     with Asking(server):  # memory that the first requests allocate permanently is not a leak
         pass
-    before = State.of(server)
+    state_before = State.of(server)
     with Asking(server) as asking:
         for _ in range(3):
             old = server.find_one(victim)
@@ -147,7 +149,7 @@ def test_a_process_dies(server: Server, separate_server: Server, mode: str, vict
             asking.wait_right(killed)
     assert asking.wrong == []
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
-    assert_is_as_it_was(server, before, 0)
+    assert_is_as_it_was(server, state_before, 0)
 
 
 @pytest.mark.parametrize("mode", ["hosted", "separate"])
@@ -191,8 +193,8 @@ def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
     Requests wait meanwhile.
     """
     ready = "/v2/models/pipe/ready"
-    with open(load_lock) as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(load_lock) as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         server.find_one("worker first.0").kill()
         until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)
         assert not server.answers("/v2/health/ready")

@@ -157,9 +157,9 @@ def kill_with_requests_inside(stage: Scene) -> None:
     pending = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     os.kill(visit.pid, signal.SIGKILL)
-    again = stage.server.gate.next()
-    assert again.pid != visit.pid
-    again.release()
+    next_visit = stage.server.gate.next()
+    assert next_visit.pid != visit.pid
+    next_visit.release()
     assert pending.result().tensors()["OUTPUT0"].tolist() == [[1]]
 
 
@@ -169,14 +169,14 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
     stage.server.gate.next().release()
     assert pending.result().status == 200
     counters = ("nv_inference_request_success", "shmserve_request_seconds_bucket")
-    before = [stage.server.samples(name) for name in counters]
+    samples_before = [stage.server.samples(name) for name in counters]
     kill("scheduler gated")(stage)
 
     def here_again() -> bool:
         return bool(stage.server.metric(counters[0], model="gated"))
 
     until("it is heard of again", here_again, RECOVERY_S)
-    for name, samples in zip(counters, before, strict=True):
+    for name, samples in zip(counters, samples_before, strict=True):
         now = stage.server.samples(name)
         assert [s for s in now if s[0]["model"] == "gated"] == [
             s for s in samples if s[0]["model"] == "gated"
@@ -270,9 +270,9 @@ def assert_text_is_for_clients(text: str, server: Server) -> None:
 
 def infer_head(model: str, length: int, *lines: str) -> bytes:
     """Return the head of a request with a body of `length` bytes."""
-    first = f"POST /v2/models/{model}/infer HTTP/1.1"
+    request_line = f"POST /v2/models/{model}/infer HTTP/1.1"
     return "\r\n".join(
-        (first, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
+        (request_line, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
     ).encode()
 
 
@@ -403,13 +403,13 @@ def unlink_while_used(stage: Scene) -> None:
         shared_object.write(NUMBERS)
         stage.http.register("gone", shared_object.key, 2 * NUMBERS.nbytes).ok()
         shared_object.path.unlink()
-        for again in range(2):
-            shared_object.write(NUMBERS + again)
+        for increment in range(2):
+            shared_object.write(NUMBERS + increment)
             stage.http.infer("identity", through("gone")).ok()
             assert (
-                shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + again
+                shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + increment
             ).all()
-            if not again:
+            if not increment:
                 kill("worker identity.0")(stage)
         stage.http.unregister("gone").ok()
 
@@ -418,7 +418,7 @@ def unregister_while_used(stage: Scene) -> None:
     """Unregister a region in use: the call returns at once, and requests in flight use the
     region to their end, even after its name is registered again.
     """
-    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other:
+    with SharedObject(2 * 4096) as shared_object, SharedObject(2 * 4096) as other_object:
         shared_object.write(np.full(1024, 5, np.int32))
         stage.http.register("r", shared_object.key, 2 * 4096).ok()
         request = {
@@ -429,11 +429,11 @@ def unregister_while_used(stage: Scene) -> None:
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         stage.http.infer("identity", through("r", 1024)).ok()
-        stage.http.register("r", other.key, 2 * 4096).ok()
+        stage.http.register("r", other_object.key, 2 * 4096).ok()
         visit.release()
         assert pending.result().status == 200
         assert (shared_object.read(np.int32, 1024, 4096) == 5).all()
-        assert not other.read(np.int32, 2048).any()
+        assert not other_object.read(np.int32, 2048).any()
         stage.http.unregister("r").ok()
 
 
@@ -514,12 +514,12 @@ def test_crime(server: Server, name: str) -> None:
     with scene(server, crime.more_memory) as stage:
         crime.commit(stage)
         assert_recovers(stage, time.monotonic(), crime.within_s)
-        lost = [
+        unexpected_answers = [
             answer
             for answer in stage.load.troubles()
             if not (crime.connections and answer.is_disconnected)
         ]
-        assert lost == []
+        assert unexpected_answers == []
 
 
 def test_no_resources_remain_after_all_faults(server: Server, state_before: State) -> None:

@@ -34,8 +34,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     twin = repositories.add_slow(folder, "twin")
     config = twin / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
-    two = repositories.add_as(folder, "two", "gated")
-    (two / "1").rename(two / "2")
+    model_folder = repositories.add_as(folder, "two", "gated")
+    (model_folder / "1").rename(model_folder / "2")
     repositories.add_as(folder, "once", "gated")
     return folder
 
@@ -103,9 +103,9 @@ def test_a_process_that_dies_while_its_generation_drains(
     if (process, verb) == ("scheduler", "unload"):
         assert pending.result().status == 503
     else:
-        again = server.gate.next()
-        assert again.pid != visit.pid
-        again.release()
+        next_visit = server.gate.next()
+        assert next_visit.pid != visit.pid
+        next_visit.release()
         assert values(pending.result()) == [7]
     change(pool, "gated", "unload").result().ok()
     until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
@@ -115,14 +115,14 @@ def test_a_process_that_dies_while_its_generation_drains(
 def test_an_instance_that_dies_while_another_loads(server: Server, pool: RequestPool) -> None:
     """The instance restarts, and the load succeeds with both instances."""
     pending = change(pool, "twin")
-    first, second = server.gate.next(), server.gate.next()
-    before = attached(server)
-    first.release()
-    until("the first offers itself to its scheduler", lambda: attached(server) > before)
+    first_visit, second_visit = server.gate.next(), server.gate.next()
+    attached_before = attached(server)
+    first_visit.release()
+    until("the first offers itself to its scheduler", lambda: attached(server) > attached_before)
     state(server, "twin")  # the supervisor has received the worker's registration, too
-    os.kill(first.pid, signal.SIGKILL)
+    os.kill(first_visit.pid, signal.SIGKILL)
     server.gate.next().release()
-    second.release()
+    second_visit.release()
     pending.result().ok()
     assert server.answers("/v2/models/twin/ready")
     until("both are there", lambda: len(server.find("worker twin")) == 2)
@@ -135,9 +135,9 @@ def test_an_unload_waits_for_the_load_that_runs(
 ) -> None:
     """The load succeeds, and then the model is unloaded."""
     if served:
-        first = change(pool, "slow")
+        first_load = change(pool, "slow")
         server.gate.next().release()
-        first.result().ok()
+        first_load.result().ok()
     pending = change(pool, "slow")
     loading = server.gate.next()
     unload = change(pool, "slow", "unload")
@@ -149,9 +149,9 @@ def test_an_unload_waits_for_the_load_that_runs(
     unload.result().ok()
     assert not server.find("worker slow")
     until("its scheduler has ended", lambda: state(server, "slow") == "UNAVAILABLE")
-    again = change(pool, "slow")
+    second_load = change(pool, "slow")
     server.gate.next().release()
-    again.result().ok()
+    second_load.result().ok()
     change(pool, "slow", "unload").result().ok()
 
 
@@ -180,7 +180,7 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
 def test_a_version_replaces_another_while_models_change(server: Server, repository: Path) -> None:
     """Readiness can be queried at every moment of the replacement."""
     with request_pool(server) as pool:
-        before = len(server.log())
+        log_length = len(server.log())
         change(pool, "two").result().ok()
         (repository / "two" / "2").rename(repository / "two" / "1")
         with silent_local_client(server) as changes:
@@ -190,7 +190,7 @@ def test_a_version_replaces_another_while_models_change(server: Server, reposito
             server.find_one("worker simple").kill()
             until("it is known", lambda: not server.answers("/v2/models/simple/ready"))
         pending.result().ok()
-        assert "Traceback" not in server.log()[before:]
+        assert "Traceback" not in server.log()[log_length:]
         assert state(server, "two", "1") == "READY"
         until("the old one has ended", lambda: state(server, "two", "2") == "UNAVAILABLE")
         change(pool, "two", "unload").result().ok()

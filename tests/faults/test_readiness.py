@@ -61,14 +61,14 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
     folder = repositories.add_as(repository, "once", "gated")
     repositories.add(repository, "simple")
     mark = tmp_path / "loaded"
-    once = f"""\
+    crashing_code = f"""\
     def initialize(self, args):
         if os.path.exists({str(mark)!r}):
             os._exit(9)
         open({str(mark)!r}, "w").close()
 
     def execute("""
-    repositories.insert(folder, once)
+    repositories.insert(folder, crashing_code)
     with running(repository) as server, server.http() as http, request_pool(server) as pool:
         server.gate.close()
         waiting = pool.number("once", 1)

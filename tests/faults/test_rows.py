@@ -252,7 +252,7 @@ def shared_memory_is_full(stage: Stage) -> None:
 
 def killed_servers_leave_nothing(stage: Stage) -> None:
     """Kill all processes at once; no object, socket or process remains."""
-    before = set(os.listdir("/dev/shm"))
+    names_before = set(os.listdir("/dev/shm"))
     for _ in range(2):
         server = Server([stage.models]).wait_ready()
         members = server.tree()
@@ -263,7 +263,7 @@ def killed_servers_leave_nothing(stage: Stage) -> None:
             # it.
             server.assert_exited(members, within_s=1.0)
         server.discard(members)
-        assert not created_since(before)
+        assert not created_since(names_before)
 
 
 ATTACH = """
@@ -381,9 +381,9 @@ def users_on_one_host(stage: Stage) -> None:
 
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
-    with SharedObject(SIZE) as mine, SharedObject(SIZE) as hers:
+    with SharedObject(SIZE) as own_object, SharedObject(SIZE) as hers:
         os.fchown(hers.fd, ALICE, ALICE)
-        refused = as_user(ALICE, lambda: register_region("mine", mine.key))
+        refused = as_user(ALICE, lambda: register_region("mine", own_object.key))
         assert refused.status == 403
         assert f"it belongs to uid {os.geteuid()} (mode 0600)" in refused.error
         assert as_user(ALICE, lambda: register_region("hers", hers.key)).status == 200
@@ -480,11 +480,11 @@ def registrations_that_fail(stage: Stage) -> None:
     """Fail 1,000 registrations; no descriptor is leaked."""
     with SharedObject(SIZE) as shared_object:
         stage.http.register("r", shared_object.key, SIZE + 1)
-        before = descriptors(stage.server.pid)
+        descriptors_before = descriptors(stage.server.pid)
         for number in range(500):
             assert stage.http.register("r", shared_object.key, SIZE + 1 + number).status == 400
             assert stage.http.register("r", f"/nothing-{number}", 1).status == 500
-        assert descriptors(stage.server.pid) == before
+        assert descriptors(stage.server.pid) == descriptors_before
 
 
 def status_shows_ones_own(stage: Stage) -> None:

@@ -63,8 +63,8 @@ def test_a_disconnecting_client_does_not_affect_another_stream(repeating_server:
     with stream(repeating_server) as (client, results):
         send_repeat(client, list(range(200)), delay_ms=5)
         results.get(timeout=30)
-        with stream(repeating_server) as (other, other_results):
-            send_repeat(other, LONG, delay_ms=10)
+        with stream(repeating_server) as (other_stream, other_results):
+            send_repeat(other_stream, LONG, delay_ms=10)
             other_results.get(timeout=30)
             assert live(repeating_server) == 2
         until("its request has ended at the worker", lambda: live(repeating_server) == 1)
@@ -84,8 +84,8 @@ def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(
         client.stop_stream()
         client.start_stream(take)
         send_repeat(client, [7] * 5000)
-        with stream(repeating_server) as (other, other_results):
-            send_repeat(other, list(range(500)))
+        with stream(repeating_server) as (other_stream, other_results):
+            send_repeat(other_stream, list(range(500)))
             assert ended(other_results) == 500
         gate.set()
         for _ in range(5001):

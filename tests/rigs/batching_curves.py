@@ -90,10 +90,10 @@ NAMED = (
 def drawn(seed: int) -> Curve:
     chance = random.Random(seed)
     base, at = chance.uniform(4, 30), chance.randint(2, 20)
-    factor, each = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
+    factor, slope = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
     later = chance.randint(at + 1, LARGEST)
     kinds: dict[str, Callable[[int], float]] = {
-        "step": lambda size: base * (1 if size <= at else factor) + each * size,
+        "step": lambda size: base * (1 if size <= at else factor) + slope * size,
         "steps": lambda size: (
             base * (1 if size <= at else factor if size <= later else factor * 2.5)
         ),
@@ -101,7 +101,7 @@ def drawn(seed: int) -> Curve:
         "falling": lambda size: base * (1 + factor / 2 * (LARGEST - size) / LARGEST),
         "fallen": lambda size: base * (factor if size < at else 1),
         "tiles": lambda size: base / 2 + base * ((size + at - 1) // at),
-        "line": lambda size: base + each * size,
+        "line": lambda size: base + slope * size,
         "growing": lambda size: base + base / 50 * size ** (1 + factor / 5),
     }
     kind = chance.choice(sorted(kinds))
@@ -143,13 +143,13 @@ class Load:
 def loads(curve: Curve, seed: int, count: int) -> Iterator[Load]:
     """Return three loads: two with fixed rates, and clients that wait for their responses."""
     chance = random.Random(seed)
-    most = curve.most_per_second
+    max_rate = curve.most_per_second
     for part in (chance.uniform(0.2, 0.5), chance.uniform(0.5, 0.85)):
-        rate = part * most
+        rate = part * max_rate
         yield Load(rate, requests=count, length_s=count / rate)
     clients = chance.choice([2, 4, 8, 12, 16, 24, 40])
     pause = chance.uniform(0.02, 1) * curve.ms[0]
-    yield Load(0, clients, pause, count, 2 * count / most)
+    yield Load(0, clients, pause, count, 2 * count / max_rate)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Comp
         factor = random.Random(seed).choice([1.15, 1.3, 1.6, 2.0, 3.0])
         target_ms = factor * min(result.p99_ms for result in fixed)
     within = [result for result in fixed if result.p99_ms <= target_ms]
-    best = max(within, key=lambda each: each.per_second)
+    best = max(within, key=lambda result: result.per_second)
     rules = Batching(LARGEST, frozenset({LARGEST}), 0, int(target_ms * MS))
     adaptive = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
     return Compared(curve.name, load, target_ms, adaptive, best)
@@ -215,16 +215,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=12_000)
     args = parser.parse_args()
     curves = [*enumerate(NAMED), *((seed, drawn(seed)) for seed in range(*args.seeds))]
-    done = [
+    results = [
         compare(curve, load, 3 * seed + number)
         for seed, curve in curves
         for number, load in enumerate(loads(curve, seed, args.requests))
     ]
-    for result in done:
+    for result in results:
         if not result.holds:
             print(result)
     for kind in (0, 1):
-        some = [result for result in done if bool(result.load.clients) == bool(kind)]
+        some = [result for result in results if bool(result.load.clients) == bool(kind)]
         print(
             f"{'clients' if kind else 'Poisson'}: "
             f"{sum(result.holds for result in some)} of {len(some)}; "

@@ -181,8 +181,8 @@ def inline() -> Case:
         return pack_inference(Inference(tuple(worker_rig.tensor(name, numbers) for name in names)))
 
     def http(step: int, request: int) -> dict[str, Any]:
-        shown = {"datatype": "INT32", "shape": [1, 16], "data": [10 + step] * 16}
-        return {"inputs": [{"name": name, **shown} for name in names]}
+        tensor_fields = {"datatype": "INT32", "shape": [1, 16], "data": [10 + step] * 16}
+        return {"inputs": [{"name": name, **tensor_fields} for name in names]}
 
     config = {**gateway_rig.SIMPLE, "dynamic_batching": {"max_queue_delay_microseconds": 100}}
     return Case(config, BATCH, work, http, gateway_rig.add_sub)
@@ -205,8 +205,8 @@ def placed(region: worker_rig.Region) -> Case:
             memory_range["shared_memory_offset"] = at * _PLACE
             return {"name": name, **fields, "parameters": memory_range}
 
-        given = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
-        return {"inputs": [given], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
+        input_tensor = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
+        return {"inputs": [input_tensor], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
 
     def response(request: Inference) -> Inferred:
         (output,) = request.outputs
@@ -258,16 +258,18 @@ def worker(folder: Path, case: Case) -> Calls:
         link = rig.instance.link
         numbers = itertools.count(1)
         for step in range(_WARM_UPS + 1):
-            for first in range(0, BATCH, case.batch):
-                together = range(first, first + case.batch)
+            for first_index in range(0, BATCH, case.batch):
+                together = range(first_index, first_index + case.batch)
                 works = [m.Work(at + 1, 4242, *case.works(step, at), "") for at in together]
                 rig.scheduler.post(rig._peer, m.Execute(next(numbers), works))
                 rig.scheduler.flush()
                 with calls if step == _WARM_UPS else MagicMock():
                     link.receive()
                     rig.instance.serve_commands()
-                (done,) = rig.sent()
-                assert isinstance(done, m.BatchFinished) and not any(r.code for r in done.replies)
+                (batch_finished,) = rig.sent()
+                assert isinstance(batch_finished, m.BatchFinished) and not any(
+                    r.code for r in batch_finished.replies
+                )
         backend.unload()
     torch.set_warn_always(False)
     return calls
@@ -431,12 +433,14 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         requests = [request(step, at) for at in range(BATCH)]
         sizes = list(map(len, requests))
         with counted:
-            for (connection, _), sent, size in zip(connections, requests, sizes, strict=True):
+            for (connection, _), request_bytes, size in zip(
+                connections, requests, sizes, strict=True
+            ):
                 if grpc:
-                    connection.get_buffer(-1)[:size] = sent
+                    connection.get_buffer(-1)[:size] = request_bytes
                     connection.buffer_updated(size)
                 else:
-                    connection.data_received(sent)
+                    connection.data_received(request_bytes)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())

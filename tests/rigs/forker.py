@@ -62,11 +62,18 @@ class Forker:
     """Asks the process, which ends when its socket does."""
 
     def __init__(self, entry: str) -> None:
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._link, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         strict = ["-W", "error"] if entry == GATEWAY else []  # torch warns when it is imported
-        command = [sys.executable, *strict, "-m", "tests.rigs.forker", str(theirs.fileno()), entry]
-        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
-        theirs.close()
+        command = [
+            sys.executable,
+            *strict,
+            "-m",
+            "tests.rigs.forker",
+            str(child_end.fileno()),
+            entry,
+        ]
+        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[child_end.fileno()])
+        child_end.close()
 
     def close(self) -> None:
         """End the process, and all that it has forked."""

@@ -65,16 +65,16 @@ class Puppet(threading.Thread):
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` in the thread, and wait for it."""
-        done = threading.Event()
+        has_run = threading.Event()
 
         def act() -> None:
             action()
             self.router.flush()
-            done.set()
+            has_run.set()
 
         self._calls.append(act)
         os.eventfd_write(self._wake, 1)
-        assert done.wait(10)
+        assert has_run.wait(10)
 
     def close(self) -> None:
         if self.is_alive():

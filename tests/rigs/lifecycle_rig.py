@@ -109,7 +109,7 @@ class LifecycleRig:
     def read(self, order: Order) -> None:
         """Plan one version whose configuration depends on the source."""
         name, folder = order.model.name, Path("/")
-        step = [{"model_name": each} for each in self.steps.get(name, [])]
+        step = [{"model_name": step_model} for step_model in self.steps.get(name, [])]
         written: dict[str, Any] = {
             "name": name,
             "parameters": {"sent": {"string_value": order.source.config}},

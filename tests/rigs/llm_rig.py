@@ -153,12 +153,16 @@ class Scheduler:
         self.prepare(key, resumed, **fields)
         if key not in self.prepared or self.prepared[key].beams:
             return
-        earlier = {each.sample: each for each in resumed}
+        resumed_samples = {entry.sample: entry for entry in resumed}
         prompt = np.frombuffer(self.prepared[key].prompt, np.int32).tolist()
         for sample in range(self.prepared[key].samples):
-            before = None if self.prepared[key].replays else earlier.get(sample)
-            if before is None or not before.finish_reason:
-                tokens = [] if before is None else np.frombuffer(before.tokens, np.int32).tolist()
+            resumed_sample = None if self.prepared[key].replays else resumed_samples.get(sample)
+            if resumed_sample is None or not resumed_sample.finish_reason:
+                tokens = (
+                    []
+                    if resumed_sample is None
+                    else np.frombuffer(resumed_sample.tokens, np.int32).tolist()
+                )
                 self.enter(key, sample, [*prompt, *tokens])
 
     def enter(self, key: int, sample: int, tokens: list[int]) -> Running:
@@ -190,8 +194,8 @@ class Scheduler:
         self.free = sequence.table + self.free  # not to be taken first
         sequence.table = [self.free.pop() for _ in host]
         sequence.sent_blocks = 0
-        back = _pairs(host, sequence.table)
-        self.step(rows=[], swap_in=back)
+        swap_pairs = _pairs(host, sequence.table)
+        self.step(rows=[], swap_in=swap_pairs)
 
     def recompute(self, sequence: Running) -> None:
         """Discard the computed keys and values of a sequence."""
@@ -206,9 +210,9 @@ class Scheduler:
         count = min(missing, self.chunk)
         samples = count == missing
         draft = self.draft if samples else 0
-        most = np.frombuffer(self.prepared[sequence.key].prompt, np.int32).size
-        most += self.prepared[sequence.key].max_tokens
-        draft = max(min(draft, most - len(sequence.tokens) - 1), 0)
+        max_length = np.frombuffer(self.prepared[sequence.key].prompt, np.int32).size
+        max_length += self.prepared[sequence.key].max_tokens
+        draft = max(min(draft, max_length - len(sequence.tokens) - 1), 0)
         needed = -(-(sequence.computed + count + draft) // self.block_size)
         while len(sequence.table) < needed:
             sequence.table.append(self.free.pop())
@@ -223,16 +227,16 @@ class Scheduler:
         begin, released, within = self.begin, self.released, self.within
         self.begin, self.released, self.within = [], [], []
         self.stepped = None
-        before = dict(self.running)
+        running_before = dict(self.running)
         self.send(g.Step(next(self._steps), rows, begin, released, copies=within, **swaps))
         self._wait("the step ends", lambda: self.stepped is not None)
         assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
-        lost = self.stepped.skipped
-        assert results.keys() == {row.sequence for row in rows if row.samples} - {*lost}
+        skipped_rows = self.stepped.skipped
+        assert results.keys() == {row.sequence for row in rows if row.samples} - {*skipped_rows}
         self.results += self.stepped.results
         for row in rows:
-            self._computed(before[row.sequence], row, results.get(row.sequence))
+            self._computed(running_before[row.sequence], row, results.get(row.sequence))
         return self.stepped.results
 
     def _computed(self, sequence: Running, row: g.Row, result: g.RowResult | None) -> None:
@@ -285,7 +289,7 @@ class Scheduler:
 
 
 def _pairs(sources: list[int], targets: list[int]) -> list[int]:
-    return [each for pair in zip(sources, targets, strict=True) for each in pair]
+    return [block for pair in zip(sources, targets, strict=True) for block in pair]
 
 
 @contextmanager

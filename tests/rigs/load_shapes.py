@@ -72,7 +72,9 @@ class Host:
         """Run the load for this time."""
         run = Run([(0.0, self.count)])
         queue: deque[float] = deque()
-        done: list[tuple[float, float, float]] = []  # start of waiting, arrival, start of execution
+        executions: list[
+            tuple[float, float, float]
+        ] = []  # start of waiting, arrival, start of execution
         ready, starting = self.count, 0
         executed = 0
         queueing_s = execution_s = 0.0
@@ -80,9 +82,11 @@ class Host:
         looks = changes_at = math.inf
         looks = SAMPLE_EVERY_S
         came_s = self._next(shape, 0.0)
-        while (at_s := min(came_s, looks, changes_at, done[0][0] if done else math.inf)) < seconds:
-            if done and done[0][0] == at_s:
-                _, arrival_s, began = heapq.heappop(done)
+        while (
+            at_s := min(came_s, looks, changes_at, executions[0][0] if executions else math.inf)
+        ) < seconds:
+            if executions and executions[0][0] == at_s:
+                _, arrival_s, began = heapq.heappop(executions)
                 run.took.append((arrival_s, at_s - arrival_s))
                 executed += 1
                 queueing_s += began - arrival_s
@@ -96,16 +100,16 @@ class Host:
             else:
                 looks += SAMPLE_EVERY_S
                 counts = executed, executed, queueing_s, executed, execution_s
-                load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(done)))
+                load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(executions)))
                 change = self.policy.sample(load, self.count)
                 if change is not None and not starting and change.total > self.count:
                     starting, changes_at = 1, at_s + START_S
                 elif change is not None and not starting:
                     ready -= 1
                     self._change(run, at_s, -1)
-            while queue and len(done) < ready:
+            while queue and len(executions) < ready:
                 took = self.executions(self.random)
-                heapq.heappush(done, (at_s + took, queue.popleft(), at_s))
+                heapq.heappush(executions, (at_s + took, queue.popleft(), at_s))
         return run
 
     def _change(self, run: Run, at_s: float, by: int) -> None:

@@ -44,14 +44,14 @@ def tensor(
 def add_model(
     repository: Path,
     name: str,
-    one: str,
+    method_body: str,
     inputs: Sequence[str] = (tensor("X"),),
     outputs: Sequence[str] = (tensor("Y"),),
     max_batch_size: int = 0,
     settings: str = "",
 ) -> None:
     """Add a Python model whose `one(self, request)` has this body; `more` may make it decoupled."""
-    body = textwrap.indent(textwrap.dedent(one).strip("\n"), " " * 8)
+    body = textwrap.indent(textwrap.dedent(method_body).strip("\n"), " " * 8)
     _write(
         repository,
         name,

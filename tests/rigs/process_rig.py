@@ -129,8 +129,8 @@ class Processes:
         child = Made(next(self._pids), title, loop.create_future())
         self.started.append(child)
         hosts = "scheduler" in entry
-        first = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
-        loop.call_soon(self._dispatch, child.pid, first)
+        start_message = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
+        loop.call_soon(self._dispatch, child.pid, start_message)
         loop.call_soon(self.at_start, child)
         return child
 

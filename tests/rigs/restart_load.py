@@ -88,10 +88,12 @@ def registering(port: int) -> Iterator[SendRequest]:
     connections = [Http(port, _PATIENCE_S) for _ in range(2)]
 
     def send_request(number: int) -> str:
-        one, other = connections[number % 2], connections[1 - number % 2]
-        through = retry(lambda: InferInMemory(one, 64))
-        error = retry(lambda: through(other, number)) or retry(lambda: through(one, number))
-        retry(lambda: through.close(other))
+        first_client, second_client = connections[number % 2], connections[1 - number % 2]
+        through = retry(lambda: InferInMemory(first_client, 64))
+        error = retry(lambda: through(second_client, number)) or retry(
+            lambda: through(first_client, number)
+        )
+        retry(lambda: through.close(second_client))
         return error
 
     yield send_request

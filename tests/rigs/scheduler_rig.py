@@ -55,8 +55,8 @@ class Outbox:
 
     def take(self) -> list[tuple[bytes, Any]]:
         """Return the messages posted since the last call."""
-        taken, self.posted = self.posted, []
-        return taken
+        taken_messages, self.posted = self.posted, []
+        return taken_messages
 
 
 class ControlOutbox(Outbox):
@@ -175,8 +175,8 @@ class Rig:
 
     def execute(self) -> tuple[bytes, m.Execute]:
         """Return the only batch sent since the last call."""
-        (one,) = self.executes()
-        return one
+        (message,) = self.executes()
+        return message
 
     def begin(self, **fields: Any) -> tuple[int, m.Execute]:
         """Submit a request that runs at once: its number, and its batch."""

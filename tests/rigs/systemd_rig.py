@@ -144,11 +144,11 @@ _TOOLS = ("unshare", "nsenter", "setpriv", "ip", "curl", "systemctl", "systemd-s
 def _control_group() -> Path:
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     top = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
-    own = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0]
+    own_group = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0]
     try:
         if top is None:
             raise Unavailable("there are no control groups of version 2 here")
-        group = top / own.lstrip("/") / f"shmserve-test-{os.getpid()}"
+        group = top / own_group.lstrip("/") / f"shmserve-test-{os.getpid()}"
         group.mkdir()
     except OSError as error:
         raise Unavailable(f"no control group can be made: {error}") from None

@@ -87,7 +87,7 @@ def under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
     stop, answered = threading.Event(), threading.Semaphore(0)
     server.gate.close()  # no execution waits at the gate
 
-    def send_requests(one: Callable[[Http, int], None]) -> None:
+    def send_requests(send_one: Callable[[Http, int], None]) -> None:
         number = 0
         while not stop.is_set():
             with (
@@ -95,7 +95,7 @@ def under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
                 server.http() as http_client,
             ):
                 while not (stop.wait(0.04) and number % 8 == 0):  # no sequence is left open
-                    one(http_client, number)
+                    send_one(http_client, number)
                     number += 1
                     if number == 1:
                         answered.release()

@@ -169,8 +169,8 @@ def _decoupled(random: Random, name: str) -> Model:
         config["parameters"] = {"max_streams": {"string_value": "3"}}
     if config["max_batch_size"] and random.random() < 0.5:
         config["dynamic_batching"] = {"max_queue_delay_microseconds": 500}
-    most = random.choice((2, 5, 60))
-    return Model(name, config, _limits(random), **_behaviour(random), most_responses=most)
+    max_responses = random.choice((2, 5, 60))
+    return Model(name, config, _limits(random), **_behaviour(random), most_responses=max_responses)
 
 
 def _cached(random: Random, name: str) -> Model:
@@ -208,7 +208,7 @@ def generative(random: Random, name: str) -> Model:
         "enable_prefix_caching": random.random() < 0.8,
         "speculative_decoding": speculation if random.random() < 0.3 else {},
     }
-    more: dict[str, Any] = {
+    config: dict[str, Any] = {
         "backend": LLM_BACKEND,
         "model_transaction_policy": {"decoupled": True},
         "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
@@ -218,7 +218,7 @@ def generative(random: Random, name: str) -> Model:
         "large": False,
         "compute_us": (20, random.choice((100, 900))),
     }
-    return Model(name, _config(name, 0, **more), _limits(random), **behaviour)
+    return Model(name, _config(name, 0, **config), _limits(random), **behaviour)
 
 
 def _step(random: Random, name: str) -> Model:
@@ -249,9 +249,9 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
         for number, (step, reads) in enumerate(zip(steps, inputs, strict=True))
     ]
     scheduling[-1]["output_map"] = {"OUT": "OUT", "WHO": "WHO"}
-    most = random.choice((0, 2))
+    max_in_flight = random.choice((0, 2))
     config = _config(
-        name, 0, ensemble_scheduling={"step": scheduling, "max_inflight_requests": most}
+        name, 0, ensemble_scheduling={"step": scheduling, "max_inflight_requests": max_in_flight}
     )
     if random.random() < 0.2:
         config["response_cache"] = {"enable": True, "byte_size": 100_000}
@@ -274,12 +274,12 @@ def _set_condition(random: Random, ensemble: Model, number: int) -> None:
     """Give a step a condition, set by the client or by the first step."""
     ensemble.condition = number
     ensemble.config["parameters"][f"step[{number}].condition"] = {"string_value": "GO"}
-    first = ensemble.steps[0]
-    if first.decoupled or random.random() < 0.5:
+    first_step = ensemble.steps[0]
+    if first_step.decoupled or random.random() < 0.5:
         ensemble.config["input"] = [IN, GO]
     else:
-        first.gates = True
-        first.config["output"] = [OUT, WHO, GO]
+        first_step.gates = True
+        first_step.config["output"] = [OUT, WHO, GO]
         ensemble.maps[0]["output_map"]["GO"] = "GO"
 
 

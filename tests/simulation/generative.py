@@ -47,13 +47,13 @@ class CountedPool(BlockPool):
 
     operations = 0
 
-    def allocate(self, count: int, after: int = -1) -> list[int]:
+    def allocate(self, count: int, previous_block: int = -1) -> list[int]:
         """Allocate blocks, and check that none of them was in use."""
         self.operations += count
-        before = self.references[:]
-        new_block = super().allocate(count, after)
+        references_before = self.references[:]
+        new_block = super().allocate(count, previous_block)
         assert len(set(new_block)) == count
-        assert not any(before[block] for block in new_block)
+        assert not any(references_before[block] for block in new_block)
         return new_block
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -139,7 +139,9 @@ class EngineRig:
     def plan(self) -> bool:
         """Begin a step, if there is one, and check that live sequences make progress."""
         self.now_ns += MS
-        before = {generation: generation.status for generation in self.engine._sequences.values()}
+        statuses_before = {
+            generation: generation.status for generation in self.engine._sequences.values()
+        }
         step = self._step = self.engine.plan(self.now_ns)
         if step is None:
             assert not self.engine.live_sequences, (
@@ -156,17 +158,27 @@ class EngineRig:
         for sequence, row in self.engine.running.rows.values():
             assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
-        self._nobody_for_another(before, step)
+        self._nobody_for_another(statuses_before, step)
         return True
 
-    def _nobody_for_another(self, before: dict[Sequence[None], SequenceStatus], step: Step) -> None:
+    def _nobody_for_another(
+        self, statuses_before: dict[Sequence[None], SequenceStatus], step: Step
+    ) -> None:
         """Check that a step that preempts a sequence admits no other, unless nothing else could
         run.
         """
-        changes = [(was, each) for each, was in before.items() if each.status is not was]
+        changes = [
+            (was, sequence)
+            for sequence, was in statuses_before.items()
+            if sequence.status is not was
+        ]
         preempted = any(was is SequenceStatus.RUNNING for was, _ in changes)
-        admitted = any(each.status is SequenceStatus.RUNNING for _, each in changes)
-        inside = {each.number for each, was in before.items() if was is SequenceStatus.RUNNING}
+        admitted = any(sequence.status is SequenceStatus.RUNNING for _, sequence in changes)
+        inside = {
+            sequence.number
+            for sequence, was in statuses_before.items()
+            if was is SequenceStatus.RUNNING
+        }
         assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
 
     def done(self) -> None:
@@ -187,28 +199,32 @@ class EngineRig:
         """Check that no block is lost and that the counts match the tables."""
         live = list(self.engine._sequences.values())
         for pool, tables in (
-            (self.engine.pool, [each.table for each in live]),
-            (self.engine.host, [each.host for each in live]),
+            (self.engine.pool, [sequence.table for sequence in live]),
+            (self.engine.host, [sequence.host for sequence in live]),
         ):
             counted = [0] * pool.count
             for block in itertools.chain.from_iterable(tables):
                 counted[block] += 1
             assert counted == pool.references
             assert pool.used == sum(map(bool, counted))
-        running = [each.seats for each in live if each.status is SequenceStatus.RUNNING]
+        running = [sequence.seats for sequence in live if sequence.status is SequenceStatus.RUNNING]
         assert sum(running) <= self.settings.max_batch_size
-        for each in live:
-            blocks = -(-each.computed // self.settings.block_size)
-            if each.status is SequenceStatus.SWAPPED:
-                assert len(each.host) == blocks
+        for sequence in live:
+            blocks = -(-sequence.computed // self.settings.block_size)
+            if sequence.status is SequenceStatus.SWAPPED:
+                assert len(sequence.host) == blocks
             else:
-                assert len(each.table) >= blocks
-            assert each.status is not SequenceStatus.WAITING or not (each.computed or each.table)
-            assert each.status is not SequenceStatus.SWAPPED or not (each.held or each.table)
+                assert len(sequence.table) >= blocks
+            assert sequence.status is not SequenceStatus.WAITING or not (
+                sequence.computed or sequence.table
+            )
+            assert sequence.status is not SequenceStatus.SWAPPED or not (
+                sequence.held or sequence.table
+            )
 
-    def drain(self, most: int = 20_000) -> None:
+    def drain(self, max_steps: int = 20_000) -> None:
         """Run steps until all requests have ended."""
-        for _ in range(most):
+        for _ in range(max_steps):
             if not self.turn():
                 break
         else:
@@ -234,18 +250,18 @@ class EngineRig:
 
 def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
     """Return the result of a beam search by the rules of transformers, without blocks."""
-    search, prompt, most = generation.beams, generation.prompt, generation.max_tokens
+    search, prompt, max_tokens = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
     beams = [(0.0, extend([], prompt))]
     continuations: list[tuple[float, list[int], str]] = []
-    for length in range(1, most + 1):
+    for length in range(1, max_tokens + 1):
         ranked = sorted(
             (
                 (score + logprob, slots, token)
                 for score, slots in beams
                 for token, logprob in candidates(slots, 2 * search.width)
             ),
-            key=lambda each: -each[0],
+            key=lambda candidate: -candidate[0],
         )[: 2 * search.width]
         beams = []
         for index, (score, slots, token) in enumerate(ranked):
@@ -255,8 +271,10 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
                     continuations.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))
-        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
-        reach = most if search.early_stopping == "never" and search.length_penalty > 0 else length
+        continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
+        reach = (
+            max_tokens if search.early_stopping == "never" and search.length_penalty > 0 else length
+        )
         best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
         full = len(continuations) == search.width
         if not beams or (
@@ -266,8 +284,8 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
     else:
         for score, slots in beams:
             text = [token for token, _, _ in slots[len(prompt) :]]
-            continuations.append((score / most**search.length_penalty, text, "length"))
-        continuations = sorted(continuations, key=lambda each: -each[0])[: search.width]
+            continuations.append((score / max_tokens**search.length_penalty, text, "length"))
+        continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
     return [(text, why) for _, text, why in continuations]
 
 
@@ -285,11 +303,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def engine_settings(**given: Any) -> EngineSettings:
+def engine_settings(**settings: Any) -> EngineSettings:
     """Return the settings of a small engine."""
     small = {"block_size": 4, "kv_cache_blocks": 64, "swap_blocks": 32, "max_batch_size": 8}
     budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
-    return EngineSettings.of({**small, **budgets, **given})
+    return EngineSettings.of({**small, **budgets, **settings})
 
 
 class Schedule:

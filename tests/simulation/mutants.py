@@ -107,9 +107,12 @@ def _try(mutant: Mutant) -> str:
             text=True,
             check=False,
         )
-    last = next((line for line in result.stdout.splitlines() if line.startswith("seed ")), "")
-    word = "caught" if result.returncode and last else "LIVES"
-    print(f"{word} in {time.monotonic() - start_s:4.1f} s  {mutant.name}: {last[:110]}", flush=True)
+    seed_line = next((line for line in result.stdout.splitlines() if line.startswith("seed ")), "")
+    word = "caught" if result.returncode and seed_line else "LIVES"
+    print(
+        f"{word} in {time.monotonic() - start_s:4.1f} s  {mutant.name}: {seed_line[:110]}",
+        flush=True,
+    )
     return word
 
 

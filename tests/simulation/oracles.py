@@ -87,9 +87,9 @@ class Request:
                 self.fail(problem)
             return b"%s#%s" % (self.content, packed)
         if self.model.decoupled:
-            which, _, count = source.rpartition(b"#")[2].partition(b"/")
+            number_text, _, count = source.rpartition(b"#")[2].partition(b"/")
             if self.model.steps:  # later steps may overtake one another
-                number = int(which)
+                number = int(number_text)
                 if number in self.seen:
                     self.fail(f"has response {number} twice")
             self.seen.add(number)
@@ -349,7 +349,7 @@ class SchedulerTrace:
         assert self.settings.padding is not None
         pad = self.settings.padding.pads["IN"]
         fits = [self.model.fit(submit.schema) for submit in batch]
-        rest = {fit.shape_key[:-8] for fit in fits}
+        shapes = {fit.shape_key[:-8] for fit in fits}
         lengths = [int.from_bytes(fit.shape_key[-8:], "little") for fit in fits]
         rows = [fit.batch_size for fit in fits]
 
@@ -358,8 +358,8 @@ class SchedulerTrace:
             return min(fit, default=None) if pad.buckets else length
 
         longest = padded(max(lengths))
-        if len(batch) > 1 and (longest is None or len(rest) > 1):
-            self._fail(f"a batch begins with the lengths {lengths} and the shapes {rest}")
+        if len(batch) > 1 and (longest is None or len(shapes) > 1):
+            self._fail(f"a batch begins with the lengths {lengths} and the shapes {shapes}")
         total = sum(rows) * (longest or max(lengths))
         true = sum(map(mul, rows, lengths))
         apart = sum(map(mul, rows, (padded(length) or length for length in lengths)))
@@ -390,10 +390,10 @@ class SchedulerTrace:
             line = self.waiting[level]
             if not line:
                 continue
-            first = next(iter(line))
-            overtakes = first is not entry and not self._delays(entry)
+            first_request = next(iter(line))
+            overtakes = first_request is not entry and not self._delays(entry)
             if level < entry.level or overtakes:
-                self._fail(f"request {uid} overtakes {first.submit.request_id}")
+                self._fail(f"request {uid} overtakes {first_request.submit.request_id}")
             return
 
     def _delays(self, entry: Entry) -> bool:
@@ -440,13 +440,13 @@ class SchedulerTrace:
         if entry.begun:
             self.counted["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
         if self.model.ordered:
-            for other in self.entries.values():
-                if other is entry:
+            for other_entry in self.entries.values():
+                if other_entry is entry:
                     break
-                if not other.ended and not other.cancelled:
+                if not other_entry.ended and not other_entry.cancelled:
                     self._fail(
                         f"request {entry.submit.request_id} is told before "
-                        f"{other.submit.request_id}, which came first"
+                        f"{other_entry.submit.request_id}, which came first"
                     )
 
     def _forget(self, entry: Entry) -> None:
@@ -473,9 +473,9 @@ class SchedulerTrace:
     def turn_over(self) -> None:
         """Check the limits of the queue at the end of a turn."""
         for level, line in self.waiting.items():
-            most = self.settings.policies.policy(level).max_queue_size
-            if 0 < most < len(line):
-                self._fail(f"{len(line)} requests wait on level {level}, of at most {most}")
+            max_queued = self.settings.policies.policy(level).max_queue_size
+            if 0 < max_queued < len(line):
+                self._fail(f"{len(line)} requests wait on level {level}, of at most {max_queued}")
 
     def check_counters(self, report: dict[str, Any]) -> None:
         """Check that a report of the scheduler agrees with its messages."""

@@ -120,8 +120,8 @@ class Supervisor(Process):
             self._handle(scheduler, message)
 
     def _handle(self, scheduler: SchedulerProcess, message: Any) -> None:
-        known = (v for v in self.versions if scheduler in (v.scheduler, v.former))
-        version = next(known, None)
+        matching_versions = (v for v in self.versions if scheduler in (v.scheduler, v.former))
+        version = next(matching_versions, None)
         if version is None:
             return
         moves = scheduler is version.former
@@ -133,8 +133,8 @@ class Supervisor(Process):
                 if worker is not None:
                     self.kill(worker)
             case supervision.StatisticsSnapshot() if not moves:
-                before = version.snapshot[0] if version.snapshot else {}
-                version.snapshot = [{**before, **message.statistics}, message.metrics]
+                statistics_before = version.snapshot[0] if version.snapshot else {}
+                version.snapshot = [{**statistics_before, **message.statistics}, message.metrics]
             case supervision.InstanceRetired(process=pid):
                 worker = version.worker(pid)
                 if worker is not None and worker.index in version.leaving:
@@ -194,15 +194,15 @@ class Supervisor(Process):
 
     def _publish(self, version: Version) -> None:
         model = version.model
-        before = self.serving.get(model.name)
+        previous_version = self.serving.get(model.name)
         dead = version.scheduler is None or not version.scheduler.alive
-        if version.retiring or dead or self.moves(before):
+        if version.retiring or dead or self.moves(previous_version):
             self.world.after(MS, self._publish, version)
             return
         self.serving[model.name] = version
         self._announce(version)
-        if before is not None:
-            self._supersede(before)
+        if previous_version is not None:
+            self._supersede(previous_version)
 
     def _published(self, version: Version) -> ModelPublished:
         model = version.model
@@ -297,8 +297,8 @@ class Supervisor(Process):
     def _succeed_former(self, version: Version, workers: list[Worker]) -> None:
         assert version.former is not None
         self._introduce(version)
-        lost = SchedulerLost(version.former.endpoint, version.endpoint)
-        self._broadcast(lost, clients_only=True)
+        lost_message = SchedulerLost(version.former.endpoint, version.endpoint)
+        self._broadcast(lost_message, clients_only=True)
         self._announce(version)
         self._once_received(version.former, self._drain_former, version, workers, self._moved)
 
@@ -468,11 +468,11 @@ class Supervisor(Process):
         if version.retiring or version not in self.versions:
             self._stop(version)
             return
-        lost = version.endpoint
+        lost_endpoint = version.endpoint
         self._start_scheduler(version)
         self._introduce(version)
         self._attach(version)
-        lost_news = SchedulerLost(lost, version.endpoint)
+        lost_news = SchedulerLost(lost_endpoint, version.endpoint)
         self._broadcast(lost_news, clients_only=True)
         if self.serving.get(version.model.name) is version:
             self._announce(version)

@@ -68,10 +68,10 @@ def request_of(content: bytes) -> TextRequest:
     search = None
     if draw.random() < 0.1:
         search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END, 9, 19])
-    most = draw.randint(1, 24) if draw.random() < 0.97 else _TOO_MANY
+    max_tokens = draw.randint(1, 24) if draw.random() < 0.97 else _TOO_MANY
     return TextRequest(
         array("i", prompt),
-        most,
+        max_tokens,
         1 if search else draw.choice((1, 1, 1, 2, 3)),
         search is None and draw.random() < 0.7,
         draw.randint(0, 2),

@@ -130,7 +130,7 @@ class Worker(Process):
         self._host = host
         peer = b"%d.%d" % (self.index, self.pid)
         self._up = host.connect_worker(
-            peer, self, lambda messages: self.take([(host, each) for each in messages])
+            peer, self, lambda messages: self.take([(host, message) for message in messages])
         )
         self._up.post(m.InstanceReady(self.index, self.pid))
         for pid in self._dead:
@@ -189,8 +189,8 @@ class Worker(Process):
         for work in self._running.requests:
             with contextlib.suppress(ShmserveError):  # a failure is reported when the input is read
                 self._input(work)
-        least, most = self.model.compute_us
-        self.world.after(self.world.between(least * US, most * US), self._finish)
+        least, max_us = self.model.compute_us
+        self.world.after(self.world.between(least * US, max_us * US), self._finish)
 
     def _input(self, work: m.Work) -> bytes:
         tensors = {tensor.name: tensor for tensor in inference_of(work).inputs}
@@ -383,13 +383,13 @@ class Worker(Process):
         self._cancelled.discard(key)
 
     def _post_response(
-        self, stream: Stream, code: str, body: Packed, final: bool, *before: Any
+        self, stream: Stream, code: str, body: Packed, final: bool, *fields: Any
     ) -> None:
         """Send a response in one frame with the messages that must precede it."""
         assert self._up is not None
         now_ns = self.world.now_ns
         self._up.post(
-            *before,
+            *fields,
             m.ExecutionResponded(
                 stream.work.key, code, "", *body, final, now_ns, now_ns, 0, failed=bool(code)
             ),

@@ -70,9 +70,9 @@ class Snapshot:
         new = now.children - self.children
         leaks += [f"process {process.pid} ({servers.title_of(process.pid)})" for process in new]
         for pid, titles in now.titles.items():
-            before = self.titles.get(pid)
-            if before is not None and servers.lasting(before) != titles:
-                leaks.append(f"server {pid} had {dict(before)}, has {dict(titles)}")
+            titles_before = self.titles.get(pid)
+            if titles_before is not None and servers.lasting(titles_before) != titles:
+                leaks.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
         if now.descriptors - self.descriptors:
             gc.collect()
             leaks += [
@@ -103,9 +103,9 @@ def descriptors(pid: int) -> Counter[str]:
     return counter
 
 
-def created_since(before: set[str]) -> set[str]:
+def created_since(names_before: set[str]) -> set[str]:
     """Return the new objects in /dev/shm, except those of other test runs."""
-    return {name for name in set(os.listdir(_SHM)) - before if not name.startswith("test-")}
+    return {name for name in set(os.listdir(_SHM)) - names_before if not name.startswith("test-")}
 
 
 def _in_foreign_use(name: str) -> bool:
@@ -122,9 +122,9 @@ def _in_foreign_use(name: str) -> bool:
         return True
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     mapping = f" {device} {status.st_ino} "
-    ours = {os.getpid(), *(descendant.pid for descendant in descendants(os.getpid(), table()))}
+    own_pids = {os.getpid(), *(descendant.pid for descendant in descendants(os.getpid(), table()))}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours:
+        if entry.isdigit() and int(entry) not in own_pids:
             with contextlib.suppress(OSError), open(f"/proc/{entry}/maps") as maps:
                 if any(mapping in line for line in maps):
                     return True

@@ -47,16 +47,17 @@ SendRequest = Callable[[Http, int], str]
 
 def infer_simple(http: Http, number: int) -> str:
     """Send a JSON request with new values to the model "simple" and check the response."""
-    first = np.arange(16, dtype=np.int32).reshape(1, 16) + number
-    second = np.full((1, 16), number % 97, np.int32)
+    first_input = np.arange(16, dtype=np.int32).reshape(1, 16) + number
+    second_input = np.full((1, 16), number % 97, np.int32)
     reply = http.infer(
-        "simple", {"inputs": [json_input("INPUT0", first), json_input("INPUT1", second)]}
+        "simple",
+        {"inputs": [json_input("INPUT0", first_input), json_input("INPUT1", second_input)]},
     )
     if reply.status != 200:
         return f"{reply.status}: {reply.error}"
     outputs = reply.tensors()
-    right = (outputs["OUTPUT0"] == first + second).all() and (
-        outputs["OUTPUT1"] == first - second
+    right = (outputs["OUTPUT0"] == first_input + second_input).all() and (
+        outputs["OUTPUT1"] == first_input - second_input
     ).all()
     return "" if right else f"wrong: {outputs}"
 
@@ -81,12 +82,12 @@ class InferInMemory:
         """Write the input, send a request, and check the output."""
         values = np.arange(self.count, dtype=np.float32) + number
         self.shared.write(values)
-        given = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
+        input_tensor = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
         output = {
             "name": "OUTPUT0",
             "parameters": in_region(self.shared.name, self.size, self.size),
         }
-        reply = http.infer("identity", {"inputs": [given], "outputs": [output]})
+        reply = http.infer("identity", {"inputs": [input_tensor], "outputs": [output]})
         if reply.status != 200:
             return f"{reply.status}: {reply.error}"
         right = (self.shared.read(np.float32, self.count, self.size) == values).all()
@@ -160,14 +161,14 @@ class Load:
             AssertionError: The wait takes longer than `within_s` from now.
         """
         waiting = set(range(len(self._kinds)))
-        seen = 0
+        answer_count = 0
 
         def all_answered() -> bool:
-            nonlocal seen
-            for answer in self.answers[seen:]:
+            nonlocal answer_count
+            for answer in self.answers[answer_count:]:
                 if answer.began >= since and not answer.trouble:
                     waiting.discard(answer.client)
-            seen = len(self.answers)
+            answer_count = len(self.answers)
             return not waiting
 
         with self._answer_added:

@@ -79,12 +79,12 @@ def identity_config(
     kind = DATATYPES[datatype]
     shape = ", ".join(map(str, dims))
 
-    def tensors(what: str) -> str:
+    def tensors(section: str) -> str:
         rows = (
-            f'{{ name: "{what.upper()}{n}" data_type: {kind} dims: [ {shape} ] }}'
+            f'{{ name: "{section.upper()}{n}" data_type: {kind} dims: [ {shape} ] }}'
             for n in range(inputs)
         )
-        return f"{what} [ {', '.join(rows)} ]"
+        return f"{section} [ {', '.join(rows)} ]"
 
     return (
         f'name: "{name}"\nbackend: "python"\nmax_batch_size: {max_batch_size}\n'

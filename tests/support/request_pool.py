@@ -59,9 +59,9 @@ class RequestPool:
 
 
 @contextlib.contextmanager
-def request_pool(server: Server, most: int = 64) -> Iterator[RequestPool]:
+def request_pool(server: Server, thread_count: int = 64) -> Iterator[RequestPool]:
     """Yield a pool of at most `most` concurrent requests; wait for all of them at the end."""
-    with ThreadPoolExecutor(most) as threads:
+    with ThreadPoolExecutor(thread_count) as threads:
         pool = RequestPool(server, threads)
         try:
             yield pool

@@ -35,10 +35,10 @@ ANSWER = ("It is ", "sunny.")
 def _alphabet() -> dict[int, str]:
     """Return the character for each byte in a byte-level vocabulary."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in visible]
+    invisible_bytes = [byte for byte in range(256) if byte not in visible]
     return {
         **{byte: chr(byte) for byte in visible},
-        **{byte: chr(256 + i) for i, byte in enumerate(rest)},
+        **{byte: chr(256 + i) for i, byte in enumerate(invisible_bytes)},
     }
 
 
@@ -75,7 +75,7 @@ def write_scripted(
         vocab = tokenizer.get_vocab()
         ids = [vocab[name if name in added else _spelled(name)] for name in names]
         successor |= dict(itertools.pairwise(ids))
-    first = successor[tokenizer.get_vocab()[next(iter(scripts))]]
+    first_token = successor[tokenizer.get_vocab()[next(iter(scripts))]]
     end = tokenizer.get_vocab()[END]
     configuration = config(
         vocab_size=tokenizer.get_vocab_size(),
@@ -84,7 +84,7 @@ def write_scripted(
         eos_token_id=end,
         max_position_embeddings=4096,
     )
-    save_weights(path, _weights(configuration, successor, first))
+    save_weights(path, _weights(configuration, successor, first_token))
     files: dict[str, dict[str, Any]] = {
         "config.json": configuration,
         "generation_config.json": {"eos_token_id": end, "temperature": 0.0},
@@ -97,7 +97,7 @@ def write_scripted(
 
 
 def _weights(
-    hf_config: dict[str, Any], successor: dict[int, int], first: int
+    hf_config: dict[str, Any], successor: dict[int, int], first_token: int
 ) -> dict[str, torch.Tensor]:
     architecture = Architecture.of(hf_config, [])
     assert architecture is not None
@@ -108,7 +108,7 @@ def _weights(
     embedding = drawn["model.embed_tokens.weight"]
     head = drawn["lm_head.weight"]
     embedding[:, 0] = 1
-    head[first, 0] = 9
+    head[first_token, 0] = 9
     for index, (token, following) in enumerate(successor.items(), 1):
         embedding[token] = 0
         embedding[token, index] = 1

@@ -175,13 +175,15 @@ class Server:
         A server may be ready before all of its gateways and its zygote have started.
         """
         # A process forked by a zygote has the zygote's title for a moment.
-        own = [
-            each + title for each in ("", "spare ") for title in ("front zygote", "worker zygote")
+        own_titles = [
+            prefix + title
+            for prefix in ("", "spare ")
+            for title in ("front zygote", "worker zygote")
         ]
 
         def named() -> bool:
             titles = self.titles()
-            return all(titles[title] == 1 for title in own)
+            return all(titles[title] == 1 for title in own_titles)
 
         until(f"its processes are named:\n{self.log()}", named)
 
@@ -312,9 +314,9 @@ def lasting(titles: Counter[str]) -> Counter[str]:
 def tree(pid: int) -> list[psutil.Process]:
     """Return a process and all its descendants, or an empty list if it has exited."""
     members = []
-    for each in (pid, *(entry.pid for entry in descendants(pid, table()))):
+    for member_pid in (pid, *(entry.pid for entry in descendants(pid, table()))):
         with contextlib.suppress(psutil.NoSuchProcess):
-            members.append(psutil.Process(each))
+            members.append(psutil.Process(member_pid))
     return members
 
 
@@ -343,9 +345,9 @@ def hold_ports(count: int) -> list[socket.socket]:
     explicitly.
     """
     port_sockets = [socket.socket() for _ in range(count)]
-    for each in port_sockets:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        each.bind(("127.0.0.1", 0))
+    for port_socket in port_sockets:
+        port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port_socket.bind(("127.0.0.1", 0))
     return port_sockets
 
 

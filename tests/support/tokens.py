@@ -29,8 +29,8 @@ def _collected(token: lent.Token) -> None:
     # The collector also finds objects of earlier tests, so a collected token has no frames.
     frames = [] if _collecting else _server_frames()
     if frames:
-        way = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
-        LOST.append(f"{type(token).__name__} was dropped unsettled in {way}")
+        stack = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
+        LOST.append(f"{type(token).__name__} was dropped unsettled in {stack}")
 
 
 def _on_collection(phase: str, info: dict[str, int]) -> None:

@@ -74,7 +74,7 @@ def crowded(server: Server, name: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", _SOCKETS)
 def test_many_silent_connections(server: Server, name: str) -> None:
-    before = State.of(server)
+    state_before = State.of(server)
     with scene(server) as stage:
         with crowded(server, name):
             assert_recovers(stage, time.monotonic())
@@ -89,14 +89,14 @@ def test_many_silent_connections(server: Server, name: str) -> None:
         time.sleep(1.0)
         burnt = {title: now - began[title] for title, now in cpu_seconds(server).items()}
         assert max(burnt.values()) < _BUSY, burnt
-    until("it is what it was", lambda: not before.differences(State.of(server), 0))
+    until("it is what it was", lambda: not state_before.differences(State.of(server), 0))
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
 
 
 def test_grpc_connections_leave_some(server: Server) -> None:
     """Connected clients are still served, also by a new scheduler."""
-    before = State.of(server)
+    state_before = State.of(server)
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
         with crowded(server, "grpc"):
@@ -107,7 +107,7 @@ def test_grpc_connections_leave_some(server: Server) -> None:
             victim.kill()
             wait_replaced(server, victim, "scheduler simple", _STARTED_S)
             assert is_right(call.ModelInfer(simple_request(), timeout=10))
-    until("it is what it was", lambda: not before.differences(State.of(server), 0))
+    until("it is what it was", lambda: not state_before.differences(State.of(server), 0))
 
 
 def test_registrations_leave_some(server: Server) -> None:

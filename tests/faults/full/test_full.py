@@ -15,7 +15,7 @@ from tests.support.wire.raw_http import Reply
 def test_the_queue_is_full(serve: Callable[..., Server]) -> None:
     narrow = serve("--max-queue-size=4")
     with scene(narrow) as stage:
-        first = stage.pool.number("gated", 0)
+        first_request = stage.pool.number("gated", 0)
         holder = narrow.gate.next()
         waiting: list[Future[Reply]] = []
         for value in range(1, 5):
@@ -30,7 +30,7 @@ def test_the_queue_is_full(serve: Callable[..., Server]) -> None:
         for value, answer in enumerate(waiting, 1):
             narrow.gate.next().release()
             assert values(answer.result()) == [value]
-        assert values(first.result()) == [0]
+        assert values(first_request.result()) == [0]
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []
 

@@ -99,14 +99,16 @@ def test_incomplete_messages(server: Server) -> None:
     """R15: a hundred calls whose messages arrive byte by byte block no other call and leave no
     state.
     """
-    begun = OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
+    partial_request = (
+        OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
+    )
     with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
         slow = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port)))
             for _ in range(100)
         ]
         for sock in slow:
-            sock.sendall(begun)
+            sock.sendall(partial_request)
         for _ in range(5):
             for sock in slow:
                 sock.sendall(frame(0, 0, 1, b"x"))
@@ -259,12 +261,12 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
     """
     large = request_of("identity", np.zeros(250_000, np.float32), "FP32")
     options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
-    taken = 0
+    received_count = 0
 
     def large_messages() -> Iterator[Any]:
-        nonlocal taken
+        nonlocal received_count
         while True:
-            taken += 1
+            received_count += 1
             yield large
 
     with (
@@ -278,7 +280,7 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
             )(large_messages(), timeout=60)
             while stream.is_active():
                 fine(stage)
-                assert taken < 5000
+                assert received_count < 5000
             # Only this stream ends. Its status arrives after the unread messages.
             assert stream.code() is grpc.StatusCode.CANCELLED
         fine(stage)

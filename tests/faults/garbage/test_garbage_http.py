@@ -67,10 +67,10 @@ def one_input_body(
     name: bytes = b"INPUT0",
     datatype: bytes = b"INT32",
     shape: bytes = b"[1,16]",
-    rest: bytes = b'"data":[1]',
+    data_member: bytes = b'"data":[1]',
 ) -> bytes:
     """Return a request with one input, one part of which is malformed."""
-    described = b'"name":"%s","datatype":"%s","shape":%s,%s' % (name, datatype, shape, rest)
+    described = b'"name":"%s","datatype":"%s","shape":%s,%s' % (name, datatype, shape, data_member)
     return b'{"inputs":[{' + described + b"}]}"
 
 
@@ -79,13 +79,13 @@ def one_input_body(
 BODIES: dict[str, bytes] = {
     "nested 100,000 deep": b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "nested 100,000 deep, objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "nested data": one_input_body(rest=b'"data":' + b"[" * 5000 + b"]" * 5000),
+    "nested data": one_input_body(data_member=b'"data":' + b"[" * 5000 + b"]" * 5000),
     "no json": random.Random(3).randbytes(10_000),
     "not utf-8": b'{"id":"\xff\xfe"}',
     "lone surrogate": rb'{"id":"\ud800","inputs":[]}',
     "a nul in a name": one_input_body(name=b"a\\u0000b"),
-    "a huge integer": one_input_body(rest=b'"data":[' + b"9" * 5000 + b"]"),
-    "a huge exponent": one_input_body(rest=b'"data":[1e999999]'),
+    "a huge integer": one_input_body(data_member=b'"data":[' + b"9" * 5000 + b"]"),
+    "a huge exponent": one_input_body(data_member=b'"data":[1e999999]'),
     "a huge dimension": one_input_body(shape=b"[1," + b"9" * 100 + b"]"),
     "65,536 dimensions": one_input_body(shape=b"[" + b"1," * 65535 + b"1]"),
     "a shape that overflows": one_input_body(shape=b"[4294967296,4294967296,4294967296]"),
@@ -97,9 +97,11 @@ BODIES: dict[str, bytes] = {
     + b"]}",
     "an endless name": one_input_body(name=b"n" * 1_000_000),
     "an unknown datatype": one_input_body(datatype=b"COMPLEX"),
-    "a binary size that is negative": one_input_body(rest=b'"parameters":{"binary_data_size":-1}'),
+    "a binary size that is negative": one_input_body(
+        data_member=b'"parameters":{"binary_data_size":-1}'
+    ),
     "a binary size that is huge": one_input_body(
-        rest=b'"parameters":{"binary_data_size":18446744073709551615}'
+        data_member=b'"parameters":{"binary_data_size":18446744073709551615}'
     ),
     "the same key a thousand times": b"{" + b'"inputs":[],' * 1000 + b'"inputs":[]}',
 }
@@ -215,11 +217,11 @@ def test_a_client_that_reads_no_responses_is_not_read_from(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(1.0)
         connection.connect(("127.0.0.1", server.http_port))
-        sent = 0
+        sent_bytes = 0
         with contextlib.suppress(TimeoutError):
-            while sent < 64 << 20:
-                sent += connection.send(flood)
-        assert sent < 64 << 20
+            while sent_bytes < 64 << 20:
+                sent_bytes += connection.send(flood)
+        assert sent_bytes < 64 << 20
         fine(stage)
 
 

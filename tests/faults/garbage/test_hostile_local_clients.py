@@ -171,7 +171,7 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
     """Send millions of messages, or invalid elements, in one frame; other clients are served
     meanwhile.
     """
-    before = cpu_seconds(stage.server)["scheduler identity"]
+    cpu_before = cpu_seconds(stage.server)["scheduler identity"]
     message = msgpack.packb(["Cancel", 1])
     many = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
     for number, words in enumerate((message * (7 * MIB // len(message)), many, message * 6 * MIB)):
@@ -184,7 +184,7 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
             link._connection.sock.sendall(frame)
         link._connection.sock.setblocking(False)
     honest(stage)
-    assert cpu_seconds(stage.server)["scheduler identity"] - before < 5
+    assert cpu_seconds(stage.server)["scheduler identity"] - cpu_before < 5
 
 
 def slow_to_close(local_client: Guest, stage: Scene) -> None:
@@ -234,17 +234,17 @@ def send_what_lingers(
 
 def many_links(local_client: Guest, stage: Scene) -> None:
     """Open more links than allowed, and links without a token."""
-    mine = [
+    own_links = [
         local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
         for n in range(40)
     ]
     made_up = [
         local_client.link("identity", f"{local_client.number}.{'0' * 32}.{n}") for n in range(200)
     ]
-    for link in (*mine, *made_up):
+    for link in (*own_links, *made_up):
         link.send(submit((small(),)))
     until("those are ended", lambda: all(map(ended, made_up)))
-    until("some are left", lambda: sum(map(ended, mine)) == 24)
+    until("some are left", lambda: sum(map(ended, own_links)) == 24)
     honest(stage)
 
 
@@ -396,7 +396,7 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
     and no worker exits.
     """
     link = local_client.link("identity")
-    before = len(stage.server.log())
+    log_length = len(stage.server.log())
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
         with memfd() as fd:
             memory = unpack_memory(
@@ -411,7 +411,7 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
                 link.send(work)
                 refused = answer(link)
                 assert isinstance(refused, m.Failed) and "cannot be mapped" in refused.message
-    assert " ended (" not in stage.server.log()[before:]
+    assert " ended (" not in stage.server.log()[log_length:]
 
 
 def many_memories(local_client: Guest, stage: Scene) -> None:

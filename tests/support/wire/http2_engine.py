@@ -132,16 +132,16 @@ class Engine:
         """Return the error code of a closed connection, or None if it is open."""
         if not self.http2.closing:
             return None
-        last = self.sent[-1]
-        assert last.kind == GO_AWAY
-        return FaultCode(int.from_bytes(last.payload[4:8], "big"))
+        last_frame = self.sent[-1]
+        assert last_frame.kind == GO_AWAY
+        return FaultCode(int.from_bytes(last_frame.payload[4:8], "big"))
 
     @property
     def resets(self) -> dict[int, FaultCode]:
         return {
-            sent.stream: FaultCode(int.from_bytes(sent.payload, "big"))
-            for sent in self.sent
-            if sent.kind == RESET
+            frame.stream: FaultCode(int.from_bytes(frame.payload, "big"))
+            for frame in self.sent
+            if frame.kind == RESET
         }
 
     def check_goes_on(self) -> None:

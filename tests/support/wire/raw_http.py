@@ -71,21 +71,21 @@ class Reply:
         assert self.status == 200, (self.status, self.body)
         size = self.headers.get("Inference-Header-Content-Length")
         cut = len(self.body) if size is None else int(size)
-        rest = self.body[cut:]
+        binary_rows = self.body[cut:]
         arrays = {}
         for output in json.loads(self.body[:cut])["outputs"]:
             parameters = output.get("parameters", {})
             if "binary_data_size" in parameters:
-                raw, rest = (
-                    rest[: parameters["binary_data_size"]],
-                    rest[parameters["binary_data_size"] :],
+                raw, binary_rows = (
+                    binary_rows[: parameters["binary_data_size"]],
+                    binary_rows[parameters["binary_data_size"] :],
                 )
                 arrays[output["name"]] = _from_binary(output, raw)
             elif "data" in output:
                 arrays[output["name"]] = _from_json(output)
             else:
                 arrays[output["name"]] = None
-        assert not rest
+        assert not binary_rows
         return arrays
 
 
