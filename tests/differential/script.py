@@ -133,7 +133,7 @@ def recorder(
     outputs: Sequence[str] = (tensor("OUTPUT0"),),
     max_batch_size: int = 8,
     instances: int = 1,
-    one: str = "",
+    method_body: str = "",
     files: Mapping[str, bytes] | None = None,
 ) -> Model:
     """Return a Python model that waits at the gate."""
@@ -145,4 +145,4 @@ def recorder(
         instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
         {settings}
     """
-    return Model(name, config, one, files or {})
+    return Model(name, config, method_body, files or {})

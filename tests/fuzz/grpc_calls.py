@@ -69,10 +69,10 @@ class _Client:
 
     def _stream(self) -> int:
         """Return a stream that the client has not ended if there is one; at times any stream."""
-        which = self.number()
-        if which > 0xF8 or not self._open:
-            return 1 + 2 * (which % max(1, self._next // 2))
-        return self._open[which % len(self._open)]
+        stream_number = self.number()
+        if stream_number > 0xF8 or not self._open:
+            return 1 + 2 * (stream_number % max(1, self._next // 2))
+        return self._open[stream_number % len(self._open)]
 
     def _end(self, stream: int) -> None:
         if stream in self._open:
@@ -104,8 +104,8 @@ class _Client:
     def send(self) -> None:
         stream, choice = self._stream(), self.number()
         size = (1, 5, 6, 100, 16384, 16384, 16384)[choice % 7]
-        rest = self.rest.get(stream, bytearray())
-        piece, rest[:size] = bytes(rest[:size]), b""
+        unsent = self.rest.get(stream, bytearray())
+        piece, unsent[:size] = bytes(unsent[:size]), b""
         if choice > 0xE0:
             self._end(stream)
         self.scene.send(frame(DATA, END_STREAM if choice > 0xE0 else 0, stream, piece))

@@ -36,7 +36,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 _ENDS = (0,)
 _TOKENS = range(3, 320)
 _REQUESTS = 120  # number of requests from which the schedules draw
-_LONGEST, _MOST = 48, 8  # tokens of a prompt, and behind it
+_LONGEST, _MAX_NEW_TOKENS = 48, 8  # tokens of a prompt, and behind it
 _NOTHING = array("i")
 _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -129,8 +129,8 @@ def requests() -> list[PlannedRequest]:
     for _ in range(_REQUESTS):
         begin = draw.choice(beginnings)[: draw.choice((0, 16, 32, 40))]
         prompt = [*begin, *draw.choices(_TOKENS, k=draw.randint(1, _LONGEST - len(begin)))]
-        most = draw.randint(1, _MOST)
-        requests.append(PlannedRequest(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
+        max_tokens = draw.randint(1, _MAX_NEW_TOKENS)
+        requests.append(PlannedRequest(tuple(prompt), max_tokens, draw.choice((1, 1, 1, 2, 4))))
     return requests
 
 
@@ -169,7 +169,7 @@ class Schedule:
         self._family = draw.choice(FAMILIES)
         self._seats = draw.choice((8, 8, 8, 32))
         block_size = draw.choice((1, 4, 16))
-        all_blocks = self._seats * -(-(_LONGEST + _MOST) // block_size)
+        all_blocks = self._seats * -(-(_LONGEST + _MAX_NEW_TOKENS) // block_size)
         settings = EngineSettings(
             block_size=block_size,
             max_batch_size=self._seats,
@@ -190,10 +190,10 @@ class Schedule:
         rig, draw = self._rig, self._draw
         submitted: dict[int, PlannedRequest] = {}
         cancelled: set[int] = set()
-        left = self._seats
-        while left or rig.engine.live_sequences:
-            while left and draw.random() < 0.7:
-                left -= 1
+        unsubmitted = self._seats
+        while unsubmitted or rig.engine.live_sequences:
+            while unsubmitted and draw.random() < 0.7:
+                unsubmitted -= 1
                 request = draw.choice(requests())
                 submitted[rig.submit_request(request).key] = request
             if submitted and draw.random() < 0.1:
@@ -215,19 +215,19 @@ class Schedule:
 
     def _compare(self, key: int, request: PlannedRequest, cancelled: bool) -> None:
         expected, texts = run_alone(self._family, request)
-        found = self._rig.bits.get(key, {})
-        for at, bits in found.items():
+        recorded_bits = self._rig.bits.get(key, {})
+        for at, bits in recorded_bits.items():
             assert bits == expected[at], f"{self._family}, {request}: logits behind {at} differ"
-        self.counts["logits"] += len(found)
+        self.counts["logits"] += len(recorded_bits)
         for sample, text in texts.items():
             ended = self._rig.ended.get((key, sample))
             assert ended == text or (cancelled and ended is None), (self._family, request, sample)
 
 
-def run(size: int, first: int = 0) -> str:
+def run(size: int, first_seed: int = 0) -> str:
     """Run this number of schedules. Raises AssertionError at the first that differs."""
     counts: Counter[str] = Counter()
-    for seed in range(first, first + size):
+    for seed in range(first_seed, first_seed + size):
         schedule = Schedule(seed)
         try:
             schedule.run()

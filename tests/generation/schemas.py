@@ -12,7 +12,7 @@ from tests.support.hf_folders import write_folder
 
 _DEEPEST = 4
 _TOGETHER = 20
-_MOST = 480  # tokens of an answer: a random model takes its time
+_MAX_TOKENS = 480  # tokens of an answer: a random model takes its time
 _WORDS = ("red", "green", "naïve", 'a "b"', "東京", "")
 _NGRAM = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
 
@@ -86,8 +86,10 @@ def problem(value: Any, schema: dict[str, Any]) -> str:
         problems = [problem(value, option) for option in schema["anyOf"]]
         return "" if "" in problems else f"{value!r} is none of {schema['anyOf']}"
     if "enum" in schema:
-        known = any(type(value) is type(option) and value == option for option in schema["enum"])
-        return "" if known else f"{value!r} is not in {schema['enum']}"
+        is_listed = any(
+            type(value) is type(option) and value == option for option in schema["enum"]
+        )
+        return "" if is_listed else f"{value!r} is not in {schema['enum']}"
     if type(value) not in _TYPES[schema["type"]]:
         return f"{value!r} is no {schema['type']}"
     return _CHECKS.get(schema["type"], lambda *_: "")(value, schema)
@@ -135,7 +137,7 @@ def answers(
         for key, schema in enumerate(schemas, 1):
             form = {"type": "json_schema", "json_schema": {"schema": schema}}
             scheduler.add(
-                key, input_ids=[5, 9, key], seed=key, max_tokens=_MOST, response_format=form
+                key, input_ids=[5, 9, key], seed=key, max_tokens=_MAX_TOKENS, response_format=form
             )
         scheduler.run()
         keys = range(1, len(schemas) + 1)
@@ -145,9 +147,9 @@ def answers(
         return [scheduler.text(key) for key in keys], sum(len(scheduler.tokens(k)) for k in keys)
 
 
-def run(size: int, first: int = 0) -> str:
+def run(size: int, first_seed: int = 0) -> str:
     """Check this number of schemas. Raises AssertionError for an invalid answer."""
-    draw = random.Random(first)
+    draw = random.Random(first_seed)
     expected = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
     tokens = 0
     with tempfile.TemporaryDirectory(prefix="shmserve-schemas-") as folder:

@@ -398,9 +398,9 @@ class Schedule:
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
-        had = {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
+        had = {row.sample: row.tokens[len(generation.prompt) :] for row in generation.sequences}
         ended_count = sum(
-            (generation.key, each) in self.rig.ended for each in range(generation.samples)
+            (generation.key, row) in self.rig.ended for row in range(generation.samples)
         )
         if generation.beams is not None or len(had) + ended_count < generation.samples:
             return

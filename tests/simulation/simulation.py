@@ -340,7 +340,7 @@ class Simulation:
         """End all clients, including ensembles and the processes that have hosted one."""
         for client in list(self.supervisor.clients):
             self.supervisor.kill(client)
-        hosts = [each.host for each in self.supervisor.hosts.values() if each.model.steps]
+        hosts = [process.host for process in self.supervisor.hosts.values() if process.model.steps]
         for host in dict.fromkeys(hosts):
             self.supervisor.kill(host)
         self.world.run(self.world.now_ns + SECOND)

@@ -6,15 +6,15 @@ from tests.differential.scripts.ensembles import ADD, FAIL, ensemble, one_by_one
 CACHE = "response_cache { enable: true }"
 
 
-def cached(name: str, settings: str = "", one: str = "") -> Model:
-    return recorder(name, CACHE + settings, one=one)
+def cached(name: str, settings: str = "", method_body: str = "") -> Model:
+    return recorder(name, CACHE + settings, method_body=method_body)
 
 
 def whole() -> Script:
     """An ensemble with a cached response skips its steps."""
     name = "cached_ensemble"
     ensemble_model = ensemble(name, through(f"{name}_1", "INPUT0", "OUT"))
-    models = [recorder(f"{name}_1", one=ADD), Model(name, ensemble_model.config + CACHE)]
+    models = [recorder(f"{name}_1", method_body=ADD), Model(name, ensemble_model.config + CACHE)]
     known_differences = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
     return Script(
         name, models, one_by_one(Send("a", name, 1), Send("b", name, 1)), known_differences
@@ -24,7 +24,7 @@ def whole() -> Script:
 SCRIPTS = [
     Script(
         "hits_and_misses",
-        [cached("hits_and_misses", one=ADD)],
+        [cached("hits_and_misses", method_body=ADD)],
         one_by_one(
             Send("a", "hits_and_misses", 1),
             Send("b", "hits_and_misses", 1),
@@ -49,7 +49,7 @@ SCRIPTS = [
     ),
     Script(
         "failures_are_not_kept",
-        [cached("failures_are_not_kept", one=FAIL)],
+        [cached("failures_are_not_kept", method_body=FAIL)],
         one_by_one(Send("a", "failures_are_not_kept", 1), Send("b", "failures_are_not_kept", 1)),
         known=[Known("*", "Triton 2.51 keeps an error as a response without outputs")],
     ),

@@ -14,7 +14,7 @@ FAILURES = [Known("statistics.*", "a request that fails counts in fail, and once
 FLAGS = [Known("responses.e.parameters", "a response without outputs has its sequence, too")]
 END = [Known("responses.r1", "its end is told by itself; Triton's may come with a response")]
 LATER = [Known("statistics.*.response_stats", "as in later versions of Triton")]
-GIVEN = """
+ADD_OPTIONAL = """
 more = self.input(request, "MORE")
 value = self.input(request, "INPUT0")
 return self.response(OUTPUT0=value if more is None else value + more)
@@ -26,7 +26,7 @@ for i in range(int(self.input(request, "INPUT0").flat[0])):
 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 MANY = "model_transaction_policy { decoupled: true }"
-MORE = tensor("MORE")
+EXTRA = tensor("MORE")
 OPTIONAL = tensor("MORE", extra_fields="optional: true")
 
 
@@ -57,29 +57,38 @@ def one_by_one(*requests: Send) -> list[Send | Drain]:
     return [step for request in requests for step in (request, Drain())]
 
 
-def two(name: str, first: str, second: str, *requests: Send, known: Sequence[Known] = ()) -> Script:
+def two(
+    name: str,
+    first_body: str,
+    second_body: str,
+    *requests: Send,
+    known_differences: Sequence[Known] = (),
+) -> Script:
     """Return two models and the ensemble that runs them in order, named after the script."""
-    models = [recorder(f"{name}_1", one=first), recorder(f"{name}_2", one=second)]
+    models = [
+        recorder(f"{name}_1", method_body=first_body),
+        recorder(f"{name}_2", method_body=second_body),
+    ]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
-    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), known)
+    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), known_differences)
 
 
 def both_outputs() -> Script:
     """Only the branches of requested outputs run."""
     name = "pruned"
-    models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
+    models = [recorder(f"{name}_{n}", method_body=ADD) for n in (1, 2)]
     steps = through(f"{name}_1", "INPUT0", "OUT"), through(f"{name}_2", "INPUT0", "ALSO")
     requests = Send("one", name, 1, outputs=["OUT"]), Send("other", name, 1, outputs=["ALSO"])
-    both = ensemble(name, *steps, outputs=[OUT, tensor("ALSO")])
+    ensemble_model = ensemble(name, *steps, outputs=[OUT, tensor("ALSO")])
     steps_of_script = one_by_one(*requests, Send("both", name, 1))
-    return Script(name, [*models, both], steps_of_script, unordered=True)
+    return Script(name, [*models, ensemble_model], steps_of_script, unordered=True)
 
 
 def diamond() -> Script:
     """Two branches that are joined."""
     name = "diamond"
-    models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
-    models.append(recorder(f"{name}_sum", one=SUM, inputs=[IN, MORE]))
+    models = [recorder(f"{name}_{n}", method_body=ADD) for n in (1, 2)]
+    models.append(recorder(f"{name}_sum", method_body=SUM, inputs=[IN, EXTRA]))
     steps = [through(f"{name}_1", "INPUT0", "A"), through(f"{name}_2", "INPUT0", "B")]
     steps.append(through(f"{name}_sum", "A", "OUT", "B"))
     requests = one_by_one(Send("a", name, 1), Send("rows", name, 2, rows=2))
@@ -89,9 +98,11 @@ def diamond() -> Script:
 def unbatched_step() -> Script:
     """A step without a batch dimension reads the output of a step with one."""
     name = "unbatched_step"
-    batched = recorder(f"{name}_1", one=ADD, max_batch_size=8, inputs=[tensor("INPUT0", dims=[2])])
+    batched = recorder(
+        f"{name}_1", method_body=ADD, max_batch_size=8, inputs=[tensor("INPUT0", dims=[2])]
+    )
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
-    plain = recorder(f"{name}_2", one=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
+    plain = recorder(f"{name}_2", method_body=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
     ensemble_model = ensemble(name, *steps, size=0, **ends)
@@ -101,7 +112,7 @@ def unbatched_step() -> Script:
 def optional() -> Script:
     """An optional input."""
     name = "optional_step"
-    recording_model = recorder(f"{name}_1", one=GIVEN, inputs=[IN, OPTIONAL])
+    recording_model = recorder(f"{name}_1", method_body=ADD_OPTIONAL, inputs=[IN, OPTIONAL])
     ensemble_model = ensemble(
         name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
     )
@@ -113,7 +124,10 @@ def optional() -> Script:
 def decoupled() -> Script:
     """A decoupled step, each of whose responses runs the later steps."""
     name = "decoupled_step"
-    models = [recorder(f"{name}_1", MANY, one=COUNT), recorder(f"{name}_2", one=ADD)]
+    models = [
+        recorder(f"{name}_1", MANY, method_body=COUNT),
+        recorder(f"{name}_2", method_body=ADD),
+    ]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     requests = [Send(f"r{count}", name, count, stream=True) for count in (1, 0)]
     return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), [*END, *LATER])
@@ -121,22 +135,22 @@ def decoupled() -> Script:
 
 def nested() -> Script:
     name = "nested"
-    models = [recorder(f"{name}_1", one=ADD), recorder(f"{name}_2", one=FAIL)]
+    models = [recorder(f"{name}_1", method_body=ADD), recorder(f"{name}_2", method_body=FAIL)]
     inner = ensemble(f"{name}_inner", through(f"{name}_1", "INPUT0", "OUT"))
     wrong = ensemble(f"{name}_wrong", through(f"{name}_2", "INPUT0", "OUT"))
-    whole = {"INPUT0": "INPUT0"}, {"OUT": "OUT"}
-    outer = ensemble(f"{name}_outer", step(f"{name}_inner", *whole))
-    bad = ensemble(f"{name}_bad", step(f"{name}_wrong", *whole))
+    tensor_maps = {"INPUT0": "INPUT0"}, {"OUT": "OUT"}
+    outer = ensemble(f"{name}_outer", step(f"{name}_inner", *tensor_maps))
+    bad = ensemble(f"{name}_bad", step(f"{name}_wrong", *tensor_maps))
     requests = Send("good", f"{name}_outer", 1), Send("bad", f"{name}_bad", 1)
     return Script(name, [*models, inner, wrong, outer, bad], one_by_one(*requests), FAILURES)
 
 
 SCRIPTS = [
     two("two_steps", ADD, ADD, Send("a", "two_steps", 1), Send("b", "two_steps", 5, rows=3)),
-    two("first_fails", FAIL, ADD, Send("c", "first_fails", 1), known=FAILURES),
-    two("second_fails", ADD, FAIL, Send("d", "second_fails", 1), known=FAILURES),
-    two("no_tensor_made", NOTHING, ADD, Send("e", "no_tensor_made", 1), known=FAILURES),
-    two("no_output_made", ADD, NOTHING, Send("e", "no_output_made", 1), known=FLAGS),
+    two("first_fails", FAIL, ADD, Send("c", "first_fails", 1), known_differences=FAILURES),
+    two("second_fails", ADD, FAIL, Send("d", "second_fails", 1), known_differences=FAILURES),
+    two("no_tensor_made", NOTHING, ADD, Send("e", "no_tensor_made", 1), known_differences=FAILURES),
+    two("no_output_made", ADD, NOTHING, Send("e", "no_output_made", 1), known_differences=FLAGS),
     two(
         "flags_are_forwarded",
         ADD,

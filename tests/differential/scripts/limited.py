@@ -18,8 +18,8 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
     NAME:COUNT:global.
     """
     needs = []
-    for each in resources:
-        resource, count, *scope = each.split(":")
+    for description in resources:
+        resource, count, *scope = description.split(":")
         needs.append(f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}')
     limits = f"rate_limiter {{ resources [ {', '.join(needs)} ] priority: {priority} }}"
     group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"

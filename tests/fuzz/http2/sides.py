@@ -43,8 +43,8 @@ class Seen:
     resets: dict[int, int] = field(default_factory=dict)
     answers: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def take(self, sent: bytes) -> None:
-        for sent_frame in frames_of(sent):
+    def take(self, frames_sent: bytes) -> None:
+        for sent_frame in frames_of(frames_sent):
             if sent_frame.kind == RESET:
                 self.fresh = int.from_bytes(sent_frame.payload, "big")
                 self.resets[sent_frame.stream] = self.fresh
@@ -65,7 +65,7 @@ class Seen:
 class Side(Protocol):
     seen: Seen
 
-    def take(self, sent: bytes) -> None:
+    def take(self, data: bytes) -> None:
         """Read a frame of the client."""
 
     def answer(self, stream: int) -> None:
@@ -90,30 +90,30 @@ class Ours:
         self.seen = Seen()
         self.take(OPENED)
 
-    def take(self, sent: bytes) -> None:
+    def take(self, data: bytes) -> None:
         engine = self._engine
         at = len(engine.sent)
-        for start in range(0, len(sent), self._step):
-            engine.take(sent[start : start + self._step])
+        for start in range(0, len(data), self._step):
+            engine.take(data[start : start + self._step])
         assert not engine.http2.pending
         assert not engine.http2._buffer, "a whole frame is not handled"
         self._look(at)
 
     def _look(self, at: int) -> None:
-        engine, seen = self._engine, self.seen
-        seen.requests = {
+        engine, view = self._engine, self.seen
+        view.requests = {
             number: Request(list(vars(request.fields)["sent"]), request.data, request.ended)
             for number, request in engine.requests.items()
             if not request.cancelled and number not in self._answered
         }
-        seen.take(b"".join(_written(answer) for answer in engine.sent[at:]))
-        for number in seen.resets:
-            seen.requests.pop(number, None)
+        view.take(b"".join(_written(answer) for answer in engine.sent[at:]))
+        for number in view.resets:
+            view.requests.pop(number, None)
             if number not in engine.requests or not engine.requests[number].ended:
                 self.early.add(number)
-        assert engine.http2.closing == bool(seen.over)
+        assert engine.http2.closing == bool(view.over)
         assert all(stream.id == number for number, stream in engine.http2.streams.items())
-        assert not seen.requests.keys() & seen.resets.keys()
+        assert not view.requests.keys() & view.resets.keys()
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
         fields = HeaderDecoder._decode(self._engine.http2._headers, block)
@@ -170,9 +170,9 @@ class H2:
         self.seen = Seen()
         self.take(OPENED)
 
-    def take(self, sent: bytes) -> None:
+    def take(self, data: bytes) -> None:
         try:
-            events = self._engine.receive_data(sent)
+            events = self._engine.receive_data(data)
         except H2Error as error:
             self._engine.data_to_send()
             self.seen.over = f"{type(error).__name__} {error}"
@@ -215,10 +215,10 @@ class Ngh2:
         self.seen = Seen()
         self.take(OPENED)
 
-    def take(self, sent: bytes) -> None:
+    def take(self, data: bytes) -> None:
         error = ""
         try:
-            self._engine.receive_data(sent)
+            self._engine.receive_data(data)
         except ngh2.NGH2Error as raised:
             error = f"{type(raised).__name__} {raised}"
         requests = self.seen.requests
