@@ -69,12 +69,12 @@ def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
         client.infer("chain", X=values)
         names = ("two", "three")  # readers and a writer, all on the device
-        kinds = [(name, way) for name in names for way in ("in", "out")]
-        before = [copied(server, *kind) for kind in kinds]
+        kinds = [(name, direction) for name in names for direction in ("in", "out")]
+        copied_before = [copied(server, *kind) for kind in kinds]
         futures = [client.infer_async("chain", {"X": values + n}) for n in range(20)]
         for n, future in enumerate(futures):
             assert np.allclose(future.result()["Y"], ((values + n) * 2 + 1) * 4 + 3)
-        for kind, was in zip(kinds, before, strict=True):
+        for kind, was in zip(kinds, copied_before, strict=True):
             # Once each way, on the device: a batch is gathered, its outputs go where they are read;
             # what the client gets goes to the host first. The first request may be counted late.
             times = 2 if kind == ("three", "out") else 1

@@ -154,10 +154,10 @@ def test_register_and_infer(
     assert client.get_cuda_shared_memory_status("r") == listed
     for turn in range(3):
         shm.set_shared_memory_region(region, [X + turn])
-        before = copied(server)
+        copied_before = copied(server)
         infer(client)
         assert (second_half(shm, region) == (X + turn) * 2).all()
-    assert copied(server) == before, "no input is copied once the model is known"
+    assert copied(server) == copied_before, "no input is copied once the model is known"
     client.unregister_cuda_shared_memory("r")
     assert client.get_cuda_shared_memory_status() == []
     with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'r'"):
@@ -200,15 +200,15 @@ def test_the_device_is_checked_by_its_uuid(http: Http, shm: Any, region: Any) ->
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no second CUDA device here")
 def test_memory_of_another_device(client: triton.InferenceServerClient, shm: Any) -> None:
     """It is copied from device to device, for the instance that runs elsewhere."""
-    other = shm.create_shared_memory_region("other", 2 * SIZE, 1)
+    other_region = shm.create_shared_memory_region("other", 2 * SIZE, 1)
     try:
-        shm.set_shared_memory_region(other, [X])
-        client.register_cuda_shared_memory("other", shm.get_raw_handle(other), 1, 2 * SIZE)
+        shm.set_shared_memory_region(other_region, [X])
+        client.register_cuda_shared_memory("other", shm.get_raw_handle(other_region), 1, 2 * SIZE)
         infer(client, "other", "other")
-        assert (second_half(shm, other) == X * 2).all()
+        assert (second_half(shm, other_region) == X * 2).all()
     finally:
         client.unregister_cuda_shared_memory()
-        shm.destroy_shared_memory_region(other)
+        shm.destroy_shared_memory_region(other_region)
 
 
 def test_unregister_in_flight(
@@ -289,7 +289,7 @@ def test_a_thousand_registrations_take_no_memory(
     device, host, descriptors = used()
     for _ in range(1000):
         cycle()
-    after = used()
-    assert after[0] - device < 16 * 2**20
-    assert after[1] - host < 32 * 2**20
-    assert after[2] <= descriptors + 2
+    use_after = used()
+    assert use_after[0] - device < 16 * 2**20
+    assert use_after[1] - host < 32 * 2**20
+    assert use_after[2] <= descriptors + 2

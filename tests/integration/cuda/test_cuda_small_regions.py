@@ -159,25 +159,25 @@ def test_memory_that_is_freed_and_allocated_again(
     memory.
     """
     assert exporter.stdout and exporter.stdin
-    mine = shm.create_shared_memory_region("mine", 4096, 0)
-    before = server.find_one("worker gpu")
+    own_region = shm.create_shared_memory_region("mine", 4096, 0)
+    worker_before = server.find_one("worker gpu")
     try:
-        client.register_cuda_shared_memory("mine", shm.get_raw_handle(mine), 0, 4096)
+        client.register_cuda_shared_memory("mine", shm.get_raw_handle(own_region), 0, 4096)
         for value in range(3, 13):
             handle = exporter.stdout.readline().strip()
             client.register_cuda_shared_memory(f"t{value}", handle, 0, 4096)
             infer(client, "gpu", f"t{value}", "mine")
-            result = shm.get_contents_as_numpy(mine, np.int32, [N])
+            result = shm.get_contents_as_numpy(own_region, np.int32, [N])
             assert (result == value + 1).all(), (value, result)
             exporter.stdin.write("again\n")
             exporter.stdin.flush()
         for value in range(3, 12):  # all freed: any answer but the death of a worker
             with contextlib.suppress(InferenceServerException):
                 infer(client, "gpu", f"t{value}", "mine")
-        assert server.find_one("worker gpu") == before
+        assert server.find_one("worker gpu") == worker_before
     finally:
         client.unregister_cuda_shared_memory()
-        shm.destroy_shared_memory_region(mine)
+        shm.destroy_shared_memory_region(own_region)
 
 
 def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:

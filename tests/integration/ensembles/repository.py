@@ -59,11 +59,11 @@ def _models(repository: Path) -> None:
 
 
 def _ensembles(repository: Path) -> None:
-    two = [xy("add", "IN", "mid"), xy("double", "mid", "OUT")]
-    add_ensemble(repository, "two", two, max_batch_size=4)
+    two_steps = [xy("add", "IN", "mid"), xy("double", "mid", "OUT")]
+    add_ensemble(repository, "two", two_steps, max_batch_size=4)
     ends = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
-    three = [xy("fixed", "IN", "a"), xy("fixed", "a", "b"), xy("fixed", "b", "OUT")]
-    add_ensemble(repository, "three", three, *ends, max_batch_size=2)
+    three_steps = [xy("fixed", "IN", "a"), xy("fixed", "a", "b"), xy("fixed", "b", "OUT")]
+    add_ensemble(repository, "three", three_steps, *ends, max_batch_size=2)
     passes = [xy("fixed", "IN", "a"), xy("same", "a", "b"), xy("same", "b", "OUT")]
     add_ensemble(repository, "passes", passes, ends[0], [*ends[1], tensor("a", dims=[LARGE])])
     add_ensemble(repository, "fails", [xy("boom", "IN", "m"), xy("plain", "m", "OUT")])

@@ -63,14 +63,14 @@ def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) ->
         pending_calls = [
             client.async_infer("passes", inputs(triton, {"IN": array})) for array in arrays
         ]
-        for given, response in zip(arrays, pending_calls, strict=True):
+        for values, response in zip(arrays, pending_calls, strict=True):
             result = response.get_result()
-            assert all((result.as_numpy(name) == given + 1).all() for name in ("OUT", "a"))
+            assert all((result.as_numpy(name) == values + 1).all() for name in ("OUT", "a"))
 
     send_requests(range(10))  # inputs are copied until the model is known not to write to them
-    before = server.metric("shmserve_copied_bytes_total", model="same")
+    copied_before = server.metric("shmserve_copied_bytes_total", model="same")
     send_requests(range(60))
-    assert server.metric("shmserve_copied_bytes_total", model="same") == before
+    assert server.metric("shmserve_copied_bytes_total", model="same") == copied_before
     client.close()
 
 
@@ -215,8 +215,8 @@ def test_a_step_joins_a_stream_with_a_single_tensor(server: Server) -> None:
 @pytest.mark.parametrize("model", ["counts_large", "counts_limited"])
 def test_many_large_responses(server: Server, model: str) -> None:
     """Section 3.7, max_inflight_requests: the responses together exceed any arena."""
-    got = stream(server, model, IN=floats(300))
-    assert sorted(got) == [[i + 1, i + 1] for i in range(300)]
+    responses = stream(server, model, IN=floats(300))
+    assert sorted(responses) == [[i + 1, i + 1] for i in range(300)]
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -259,21 +259,30 @@ def test_statistics_are_sums_of_steps(server: Server) -> None:
     def stats(model: str) -> Any:
         return client.get_inference_statistics(model)["model_stats"][0]
 
-    before = {name: stats(name) for name in ("two", "add", "double")}
+    statistics_before = {name: stats(name) for name in ("two", "add", "double")}
     for _ in range(5):
         infer(server, "two", IN=np.ones((3, 5), np.float32))
-    after = {name: stats(name) for name in ("two", "add", "double")}
+    statistics_after = {name: stats(name) for name in ("two", "add", "double")}
 
-    def grown(name: str, key: str, what: str) -> int:
-        parts = (stats["inference_stats"][key][what] for stats in (after[name], before[name]))
+    def grown(name: str, key: str, field: str) -> int:
+        parts = (
+            stats["inference_stats"][key][field]
+            for stats in (statistics_after[name], statistics_before[name])
+        )
         return next(parts) - next(parts)
 
-    assert after["two"]["execution_count"] - before["two"]["execution_count"] == 5
-    assert after["two"]["inference_count"] - before["two"]["inference_count"] == 15
+    assert (
+        statistics_after["two"]["execution_count"] - statistics_before["two"]["execution_count"]
+        == 5
+    )
+    assert (
+        statistics_after["two"]["inference_count"] - statistics_before["two"]["inference_count"]
+        == 15
+    )
     for key in ("compute_input", "compute_infer", "compute_output"):
         assert grown("two", key, "ns") == grown("add", key, "ns") + grown("double", key, "ns")
         assert grown("two", key, "count") == 5
-    sizes = {row["batch_size"] for row in after["two"]["batch_stats"]}
+    sizes = {row["batch_size"] for row in statistics_after["two"]["batch_stats"]}
     assert 3 in sizes
     until(
         "nothing is pending",

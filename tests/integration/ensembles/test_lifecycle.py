@@ -34,8 +34,8 @@ def repository(empty_server: tuple[Server, Path]) -> Path:
 def server(empty_server: tuple[Server, Path], repository: Path) -> Server:
     add_model(repository, "add", ADD)
     add_model(repository, "other", ADD)
-    two = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
-    add_ensemble(repository, "inner", two)
+    steps = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
+    add_ensemble(repository, "inner", steps)
     add_ensemble(repository, "outer", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})])
     return empty_server[0]
 
@@ -58,8 +58,8 @@ def test_step_models_are_loaded_and_unloaded_with_the_ensemble(http: Http) -> No
     assert states(http) == dict.fromkeys(ALL, "READY")
     assert (infer_one(http, "outer").ok().tensors()["OUT"] == 3).all()
     http.unload("add").ok()
-    gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "outer": "UNAVAILABLE"}
-    until("they are unloaded", lambda: states(http) == {**gone, "other": "READY"})
+    unloaded = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "outer": "UNAVAILABLE"}
+    until("they are unloaded", lambda: states(http) == {**unloaded, "other": "READY"})
     assert infer_one(http, "outer").status == 404
     assert http.get("/v2/models/outer/ready").status == 400
     http.load("add").ok()
@@ -79,8 +79,8 @@ def test_unload_dependents(http: Http) -> None:
     assert states(http)["add"] == states(http)["other"] == "READY"
     http.load("inner").ok()
     http.unload("inner", unload_dependents=True).ok()
-    gone = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "other": "READY"}
-    until("what was its own is unloaded", lambda: gone.items() <= states(http).items())
+    unloaded = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "other": "READY"}
+    until("what was its own is unloaded", lambda: unloaded.items() <= states(http).items())
 
 
 def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
@@ -143,9 +143,9 @@ def test_a_drain_answers_what_was_asked_of_ensembles_and_of_models_that_call(
     request = {"steps": ("IN", "OUT", 3), "calls": ("IN", "OUT", 3), "caller": ("X", "Y", 2)}
 
     def answer(model: str) -> float:
-        given, quantised, _ = request[model]
+        input_name, quantised, _ = request[model]
         with started.http(timeout_s=30) as http:
-            body = {"inputs": [json_input(given, np.array([1], np.float32))]}
+            body = {"inputs": [json_input(input_name, np.array([1], np.float32))]}
             return float(http.infer(model, body).ok().tensors()[quantised][0])
 
     with running(tmp_path) as started, ThreadPoolExecutor(len(request)) as people:

@@ -69,11 +69,11 @@ def _sequences(repository: Path) -> None:
     texts = [tensor("OUT", "BYTES")]
     add_model(repository, "tell", code, outputs=[tensor("Y", "BYTES")])
     for name, parameters in SAYS.items():
-        one = f"""
+        method_body = f"""
             x = pb_utils.Tensor("Y", self.input(request, "X"))
             return pb_utils.InferenceResponse([x], parameters={parameters!r})
         """
-        add_model(repository, f"says_{name}", one)
+        add_model(repository, f"says_{name}", method_body)
         steps = [xy(f"says_{name}", "IN", "a"), xy("same", "a", "b"), xy("tell", "b", "OUT")]
         add_ensemble(repository, f"then_{name}", steps, outputs=texts)
     beside = [xy("says_all", "IN", "SAID"), xy("tell", "IN", "OUT")]
@@ -82,8 +82,8 @@ def _sequences(repository: Path) -> None:
 
 def _gated(repository: Path) -> None:
     repositories.add(repository, "gated")
-    one = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
-    add_model(repository, "first", one, *INTEGERS, max_batch_size=8)
+    method_body = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
+    add_model(repository, "first", method_body, *INTEGERS, max_batch_size=8)
     gated = {"INPUT0": "a"}, {"OUTPUT0": "OUTPUT0"}
     steps = [step("first", {"INPUT0": "INPUT0"}, {"OUTPUT0": "a"}), step("gated", *gated)]
     add_ensemble(repository, "waits", steps, *INTEGERS, max_batch_size=8)
@@ -158,25 +158,25 @@ def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
 
 def test_a_timeout_expires_in_the_queue_of_a_step(server: Server, pool: RequestPool) -> None:
     """The client receives the error at once, and the step's model never receives the request."""
-    first = pool.number("waits", 1)
+    first_request = pool.number("waits", 1)
     visit = server.gate.next()
-    late = pool.number("waits", 2, deadline_us=300_000).result()
-    assert (late.status, late.error) == (503, _EXPIRED)
+    late_request = pool.number("waits", 2, deadline_us=300_000).result()
+    assert (late_request.status, late_request.error) == (503, _EXPIRED)
     visit.release()
-    assert values(first.result()) == [1]
+    assert values(first_request.result()) == [1]
     assert server.gate.is_idle()
 
 
 def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) -> None:
     """The client receives the error at once, and the later result of the step is discarded."""
-    late = pool.number("waits", 1, deadline_us=1_000_000)
+    late_request = pool.number("waits", 1, deadline_us=1_000_000)
     visit = server.gate.next()
-    reply = late.result()
+    reply = late_request.result()
     assert (reply.status, reply.error) == (503, _EXPIRED)
     visit.release()
-    after = pool.number("waits", 2)
+    next_request = pool.number("waits", 2)
     server.gate.next().release()
-    assert values(after.result()) == [2]
+    assert values(next_request.result()) == [2]
 
 
 def test_a_disconnecting_client_cancels_the_running_step(server: Server) -> None:
@@ -197,9 +197,9 @@ def cancelled(server: Server, model: str) -> float:
 
 
 @contextlib.contextmanager
-def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
+def hanging_up(server: Server, model: str, values: np.ndarray) -> Iterator[Any]:
     """Yield a function that disconnects the client of a request."""
-    body = json.dumps({"inputs": [json_input("IN", given)]}).encode()
+    body = json.dumps({"inputs": [json_input("IN", values)]}).encode()
     with raw_connection(server.http_port) as connection:
         head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -210,19 +210,21 @@ def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
 # --- limits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "most"), [("limited", 2), ("unlimited", 3)])
-def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, most: int) -> None:
+@pytest.mark.parametrize(("model", "max_requests"), [("limited", 2), ("unlimited", 3)])
+def test_only_so_many_requests_of_a_step_at_a_time(
+    server: Server, model: str, max_requests: int
+) -> None:
     """Section 3.7, max_inflight_requests: limits the concurrent requests of a step for all
     requests of the ensemble together, also after a decoupled step.
     """
     with ThreadPoolExecutor() as pool:
-        got = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
-        visits = [server.gate.next() for _ in range(most)]
+        futures = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
+        visits = [server.gate.next() for _ in range(max_requests)]
         assert server.gate.is_idle()
-        for _ in range(8 - most):
+        for _ in range(8 - max_requests):
             visits.pop(0).release()
             visits.append(server.gate.next())
             assert server.gate.is_idle(0.01)
         for visit in visits:
             visit.release()
-        assert [sorted(future.result()) for future in got] == [[[0], [1], [2], [3]]] * 2
+        assert [sorted(future.result()) for future in futures] == [[[0], [1], [2], [3]]] * 2

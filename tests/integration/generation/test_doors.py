@@ -170,11 +170,13 @@ def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> Non
 
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
-    first, second = (client.completions.create(**request) for _ in range(2))
-    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
-    assert [each.text for each in first.choices] == [each.text for each in second.choices]
-    assert first.choices[0].text != first.choices[1].text
-    assert first.usage is not None and first.usage.completion_tokens == 40
+    first_answer, second_answer = (client.completions.create(**request) for _ in range(2))
+    assert [choice.index for choice in first_answer.choices] == [0, 1, 2, 3]
+    assert [each.text for each in first_answer.choices] == [
+        each.text for each in second_answer.choices
+    ]
+    assert first_answer.choices[0].text != first_answer.choices[1].text
+    assert first_answer.usage is not None and first_answer.usage.completion_tokens == 40
 
 
 def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
@@ -418,8 +420,10 @@ def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
     text = client.completions.create(**request).choices[0].text
     word = next(character for character in text[3:] if character.isascii())
-    other = client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
-    assert word in text and word not in other
+    other_text = (
+        client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
+    )
+    assert word in text and word not in other_text
 
 
 def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
@@ -436,8 +440,10 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
         together = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
     assert together.status == 400  # not 429, because a retry cannot succeed
     assert "6 prompts are more than the 2" in together.json()["error"]["message"]
-    refused = [after for status, after in replies if status == 429]
-    assert refused and all(after is not None and int(after) >= 1 for after in refused)
+    refused = [retry_after for status, retry_after in replies if status == 429]
+    assert refused and all(
+        retry_after is not None and int(retry_after) >= 1 for retry_after in refused
+    )
     assert {status for status, _ in replies} == {200, 429}
 
 
@@ -457,18 +463,23 @@ def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model:
         tokens = token_ids(generative, model, prompt, max_tokens=60)
         assert tokens == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
-    first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
-    assert first == second
+    first_tokens, second_tokens = (
+        token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2)
+    )
+    assert first_tokens == second_tokens
     assert generative.metric("shmserve_llm_speculative_drafted", model=model)
 
 
 def test_metrics_tell_what_was_generated(generative: Server) -> None:
     name = "shmserve_llm_"
-    before = generative.metric(f"{name}tokens_generated", model="tiny")
+    generated_before = generative.metric(f"{name}tokens_generated", model="tiny")
     tokens = token_ids(generative, "tiny", PROMPTS[0], ignore_eos=True)
     until(  # a response may arrive before its step is counted
         f"{len(tokens)} tokens are counted",
-        lambda: generative.metric(f"{name}tokens_generated", model="tiny") - before >= len(tokens),
+        lambda: (
+            generative.metric(f"{name}tokens_generated", model="tiny") - generated_before
+            >= len(tokens)
+        ),
     )
     forward = generative.metric(f"{name}step_seconds", model="tiny", phase="forward")
     iterations = generative.metric(f"{name}iteration_latency_seconds_sum", model="tiny")
@@ -538,13 +549,13 @@ def test_large_bodies_have_the_errors_of_small_ones(
     if path == "/v1/embeddings":
         del named["truncate_prompt_tokens"]
     text = json.dumps(named)
-    found = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
-    assert found[0][0] >= 400
-    assert found[0] == found[1]
+    answers = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
+    assert answers[0][0] >= 400
+    assert answers[0] == answers[1]
 
 
 def test_large_texts_are_embedded(generative: Server) -> None:
     body = {"model": "embedder", "input": ["é" * 600_000, "a"]}
     status, answer = posted(generative, "/v1/embeddings", json.dumps(body, ensure_ascii=False))
     assert status == 200
-    assert [each["embedding"] for each in answer["data"]] == [[1_200_000, 195], [1, 97]]
+    assert [item["embedding"] for item in answer["data"]] == [[1_200_000, 195], [1, 97]]

@@ -63,13 +63,13 @@ def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
     """Includes clients without a response yet, and clients that connect meanwhile."""
     expected = streamed(server, samples=samples)
     assert all(expected.values())
-    before = count_begun(server)
+    begun_before = count_begun(server)
     with ThreadPoolExecutor(3) as pool:
         other_futures = [pool.submit(whole, server, samples) for _ in range(3)]
-        until("they run", lambda: count_begun(server) >= before + 3)
+        until("they run", lambda: count_begun(server) >= begun_before + 3)
         assert streamed(server, "worker tiny", samples) == expected
-        for other in other_futures:
-            assert other.result() == [*expected.values()]
+        for future in other_futures:
+            assert future.result() == [*expected.values()]
 
 
 def scored(server: Server, kill: bool = False, **fields: Any) -> dict[int, list[Any]]:
@@ -102,29 +102,29 @@ def scored(server: Server, kill: bool = False, **fields: Any) -> dict[int, list[
 
 def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
     expected = scored(server)
-    assert [len(each) for each in expected.values()] == [127, 127]
-    before = count_begun(server)
+    assert [len(entry) for entry in expected.values()] == [127, 127]
+    begun_before = count_begun(server)
     with ThreadPoolExecutor(1) as pool:
         other_call = pool.submit(scored, server)
-        until("it runs", lambda: count_begun(server) > before)
+        until("it runs", lambda: count_begun(server) > begun_before)
         answers = [scored(server, kill=True, stream=True), other_call.result()]
     for samples in answers:
         for index, tokens in samples.items():
-            assert [each[0] for each in tokens] == [each[0] for each in expected[index]]
-            assert [each[3] for each in tokens] == [each[3] for each in expected[index]]
-            for (_, mine, top, _), (_, value, likeliest, _) in zip(
+            assert [entry[0] for entry in tokens] == [entry[0] for entry in expected[index]]
+            assert [entry[3] for entry in tokens] == [entry[3] for entry in expected[index]]
+            for (_, logprob, top, _), (_, value, likeliest, _) in zip(
                 tokens[1:], expected[index][1:], strict=True
             ):
-                assert mine == pytest.approx(value, abs=1e-4)
+                assert logprob == pytest.approx(value, abs=1e-4)
                 assert top.keys() == likeliest.keys()
 
 
 def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server) -> None:
     (text,) = whole(server, max_tokens=300)
-    before = count_begun(server)
+    begun_before = count_begun(server)
     with ThreadPoolExecutor(1) as pool:
         other_call = pool.submit(whole, server, max_tokens=300)
-        until("it runs", lambda: count_begun(server) > before)
+        until("it runs", lambda: count_begun(server) > begun_before)
         server.find_one("scheduler tiny").kill()
         assert other_call.result() == [text]
 

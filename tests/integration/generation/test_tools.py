@@ -58,7 +58,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]]
         *("<tool_call>", (), {"city": "".join(LONG)}),
     ),
 }
-REST = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", "</tool_call>")
+LAST_ANSWERS = ("meter>\n<parameter=days>\n", "3\n</parameter>\n</function>\n", "</tool_call>")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("tools") / "models"
     for name, (script, hint, special, _) in SCRIPTS.items():
         template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")
-        extra_answers = REST if name == "qwen" else ()
+        extra_answers = LAST_ANSWERS if name == "qwen" else ()
         write_scripted(
             repository / name / "1", {CALLED: (*script, *extra_answers)}, template, special
         )

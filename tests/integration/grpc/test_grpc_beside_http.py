@@ -243,11 +243,11 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
             for uid in (ALICE, BOB)
         )
-        hers, ours = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
+        hers, own_object = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
         hers.write(VALUES)
         os.fchown(hers.fd, ALICE, -1)
         code, text = refused(
-            lambda: alice.register_system_shared_memory("ours", ours.key, 2 * SIZE)
+            lambda: alice.register_system_shared_memory("ours", own_object.key, 2 * SIZE)
         )
         assert code == "StatusCode.PERMISSION_DENIED"
         assert f"the client is uid {ALICE}" in text
@@ -255,12 +255,12 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
         for _ in range(2):
             infer_in(alice, "hers")
         assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-        for other in (bob, client):
+        for other_client in (bob, client):
             for _ in range(2):
-                code, text = refused(partial(infer_in, other, "hers"))
+                code, text = refused(partial(infer_in, other_client, "hers"))
                 assert (code, "another user" in text) == ("StatusCode.NOT_FOUND", True)
-            assert not other.get_system_shared_memory_status().regions
-            other.unregister_system_shared_memory("hers")
+            assert not other_client.get_system_shared_memory_status().regions
+            other_client.unregister_system_shared_memory("hers")
         assert list(alice.get_system_shared_memory_status().regions) == ["hers"]
         alice.unregister_system_shared_memory()
         assert not alice.get_system_shared_memory_status().regions
@@ -336,20 +336,20 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Ser
 
 def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> None:
     results: list[Any] = []
-    done = threading.Event()
+    has_ended = threading.Event()
 
     def take(result: Any, error: Any) -> None:
         results.append((result, error))
-        done.set()
+        has_ended.set()
 
     for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
         results.clear()
-        done.clear()
+        has_ended.clear()
         stranger.start_stream(take, headers=headers)
         try:
             with contextlib.suppress(InferenceServerException):  # it may have ended by now
                 stranger.async_stream_infer("identity", row())
-            assert done.wait(20)
+            assert has_ended.wait(20)
         finally:
             stranger.stop_stream()
         result, error = results[0]

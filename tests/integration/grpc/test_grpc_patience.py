@@ -111,7 +111,7 @@ def read_all(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "partial_bytes",
     [
         b"",
         PREFACE[:10],
@@ -120,9 +120,9 @@ def read_all(sock: socket.socket) -> None:
     ],
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
-def test_a_client_that_stops_sending_is_disconnected(port: int, sent: bytes) -> None:
+def test_a_client_that_stops_sending_is_disconnected(port: int, partial_bytes: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
-        silent.sendall(sent)
+        silent.sendall(partial_bytes)
         read_all(silent)
     assert is_served(port)
 
@@ -195,25 +195,30 @@ def test_a_stream_may_be_silent(port: int) -> None:
 
 def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
     """Idle connections of an address above its quota are closed; other clients are served."""
-    most = 40
+    max_connections = 40
     with (
-        listening(tmp_path, "0.0.0.0", max_connections=most) as port,
+        listening(tmp_path, "0.0.0.0", max_connections=max_connections) as port,
         contextlib.ExitStack() as ends,
     ):
-        held = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-        held.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        idle_connection = ends.enter_context(
+            socket.create_connection(("127.0.0.1", port), timeout=20)
+        )
+        idle_connection.sendall(OPENED + frame(SETTINGS, ACK, 0))
         crowd = [
             ends.enter_context(
                 socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
             )
-            for _ in range(2 * most)
+            for _ in range(2 * max_connections)
         ]
         for sock in crowd:
             with contextlib.suppress(OSError):
                 sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
-        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(most))
+        until(
+            "they have their share",
+            lambda: 0 < sum(map(is_open, crowd)) <= share_of(max_connections),
+        )
         assert is_served(port)
-        assert is_open(held)
+        assert is_open(idle_connection)
 
 
 def is_open(sock: socket.socket) -> bool:

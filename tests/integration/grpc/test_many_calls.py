@@ -169,11 +169,11 @@ def test_the_text_of_an_error(plain_endpoint: Endpoint, name: str) -> None:
 
 def test_metadata(plain_endpoint: Endpoint) -> None:
     """Text metadata is a parameter of the model if configured; binary metadata is ignored."""
-    sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
+    sent_metadata = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
     request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
     with plain_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        answer, call = infer.with_call(request, timeout=20, metadata=sent)
+        answer, call = infer.with_call(request, timeout=20, metadata=sent_metadata)
         assert call.code() is grpc.StatusCode.OK
     (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
     parameters = json.loads(output[4:])["parameters"]
@@ -253,8 +253,8 @@ def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
     assert listed.valid_host == "here"
     assert [service.name for service in listed.list_services_response.service] == SERVICES
     for answer in (*described, by_name):
-        first, *needed = answer.file_descriptor_response.file_descriptor_proto
-        assert first == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
+        service_descriptor, *needed = answer.file_descriptor_response.file_descriptor_proto
+        assert service_descriptor == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
     assert b"HealthCheckRequest" in health.file_descriptor_response.file_descriptor_proto[0]
     for answer in (unknown, no_file, extension):
         assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]

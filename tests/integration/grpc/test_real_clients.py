@@ -145,14 +145,14 @@ def test_the_largest_messages(endpoint: Endpoint) -> None:
 
 def test_ends_of_calls(any_endpoint: Endpoint) -> None:
     """A deadline, a cancelled call, a stream that its client leaves."""
-    held = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
+    gated_request = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
     with any_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         with pytest.raises(grpc.RpcError) as caught:
-            infer(held, timeout=0.3)
+            infer(gated_request, timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         visit = any_endpoint.server.gate.next()
-        waiting = infer.future(held, timeout=30)
+        waiting = infer.future(gated_request, timeout=30)
         any_endpoint.server.wait_pending("gated", 1)
         waiting.cancel()
         any_endpoint.server.wait_pending("gated", 0)

@@ -109,9 +109,9 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
         for victim in victims:
             victim.kill()
         psutil.wait_procs(victims)
-        before = outcomes["answered"]
+        answered_before = outcomes["answered"]
         until("all are back", lambda: gateways(server) == TITLES)
-        until("calls go on", lambda: outcomes["answered"] > before)
+        until("calls go on", lambda: outcomes["answered"] > answered_before)
 
     choice = random.Random(1)
     with ThreadPoolExecutor(CALLERS) as pool:
@@ -204,7 +204,7 @@ def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
         as_user(BOB, lambda: connect_unix(path))
     with (
         SharedObject(2 * SIZE) as hers,
-        SharedObject(2 * SIZE) as ours,
+        SharedObject(2 * SIZE) as own_object,
         unix(path, ALICE, FRIENDS) as alice,
         unix(path, BOB, FRIENDS) as bob,
         unix(path, os.geteuid()) as root,
@@ -212,7 +212,7 @@ def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
         os.chown(hers.path, ALICE, -1)
         hers.write(VALUES)
         assert refusal(alice.ModelInfer, through("hers"))[0] == "UNAUTHENTICATED"
-        refused = refusal(alice.SystemSharedMemoryRegister, register("ours", ours), **options)
+        refused = refusal(alice.SystemSharedMemoryRegister, register("ours", own_object), **options)
         assert refused[0] == "PERMISSION_DENIED"
         alice.SystemSharedMemoryRegister(register("hers", hers), timeout=20, **options)
         alice.ModelInfer(through("hers"), timeout=20, **options)

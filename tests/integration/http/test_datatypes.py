@@ -66,13 +66,13 @@ def test_binary(http: Http, kind: str) -> None:
 def test_json(http: Http, kind: str) -> None:
     inputs: list[dict[str, Any]] = [
         {
-            "name": f"INPUT_{other}",
-            "datatype": other,
+            "name": f"INPUT_{datatype}",
+            "datatype": datatype,
             "shape": [0],
             "parameters": {"binary_data_size": 0},
         }
-        for other in DATATYPES
-        if other != kind
+        for datatype in DATATYPES
+        if datatype != kind
     ]
     data = ["", "a", "ü"] if kind == "BYTES" else VALUES[kind].tolist()
     inputs.append({"name": f"INPUT_{kind}", "datatype": kind, "shape": [len(data)], "data": data})
@@ -84,13 +84,13 @@ def test_json(http: Http, kind: str) -> None:
 def test_half_precision_is_binary_only(http: Http, kind: str) -> None:
     inputs = [
         {
-            "name": f"INPUT_{other}",
-            "datatype": other,
+            "name": f"INPUT_{datatype}",
+            "datatype": datatype,
             "shape": [0],
             "parameters": {"binary_data_size": 0},
         }
-        for other in DATATYPES
-        if other != kind
+        for datatype in DATATYPES
+        if datatype != kind
     ]
     tensor = {"name": f"INPUT_{kind}", "datatype": kind, "shape": [1], "data": [1.0]}
     reply = http.infer("types", {"inputs": [*inputs, tensor]})
@@ -132,18 +132,18 @@ def test_tritonclient(server: Server, kind: str) -> None:
     values = np.array(WORDS, object) if kind == "BYTES" else VALUES[kind]
     with triton.InferenceServerClient(server.url) as client:
         inputs = []
-        for other in DATATYPES:
+        for datatype in DATATYPES:
             tensor = triton.InferInput(
-                f"INPUT_{other}", [len(values)] if other == kind else [0], other
+                f"INPUT_{datatype}", [len(values)] if datatype == kind else [0], datatype
             )
-            if other == kind:
+            if datatype == kind:
                 tensor.set_data_from_numpy(values)
-            elif other == "BYTES":
+            elif datatype == "BYTES":
                 tensor.set_data_from_numpy(np.array([], object))
-            elif other == "BF16":
+            elif datatype == "BF16":
                 tensor.set_data_from_numpy(np.array([], ml_dtypes.bfloat16))
             else:
-                tensor.set_data_from_numpy(VALUES[other][:0])
+                tensor.set_data_from_numpy(VALUES[datatype][:0])
             inputs.append(tensor)
         outputs = [triton.InferRequestedOutput(f"OUTPUT_{kind}")]
         output = client.infer("types", inputs, outputs=outputs).as_numpy(f"OUTPUT_{kind}")

@@ -63,11 +63,11 @@ def log_stays_ours(server: Server) -> Iterator[None]:
     """R23: each line that a test adds to the log has the server's format, is printable and not
     too long.
     """
-    before = len(server.log())
+    log_length = len(server.log())
     yield
     with server.http() as http:
         assert http.infer("simple", request_body()).ok()
-    added = server.log()[before:]
+    added = server.log()[log_length:]
     assert added, "nothing was logged, so nothing was shown"
     for line in added.split("\n")[:-1]:
         assert line.isprintable(), line[:300]
@@ -82,7 +82,7 @@ def request_body(**members: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
 def test_in_the_json_of_a_request(http: Http, word: str) -> None:
-    first, second = request_body()["inputs"]
+    first_input, second_input = request_body()["inputs"]
     reply = http.infer("simple", request_body(id=word)).ok()
     assert reply.json()["id"] == word
     for request in (
@@ -91,7 +91,7 @@ def test_in_the_json_of_a_request(http: Http, word: str) -> None:
         request_body(parameters={"triton_" + word: 1}),
         request_body(outputs=[{"name": "OUTPUT0", "parameters": {"shared_memory_region": word}}]),
         *(
-            {"id": word, "inputs": [{**first, member: word}, second]}
+            {"id": word, "inputs": [{**first_input, member: word}, second_input]}
             for member in ("name", "datatype", "shape", "data")
         ),
     ):

@@ -122,9 +122,9 @@ def test_versions(http: Http) -> None:
 
 
 def test_a_batch(http: Http) -> None:
-    first = np.arange(48, dtype=np.int32).reshape(3, 16)
-    request = {"inputs": [json_input("INPUT0", first), json_input("INPUT1", first)]}
-    assert (http.infer("simple", request).tensors()["OUTPUT0"] == 2 * first).all()
+    values = np.arange(48, dtype=np.int32).reshape(3, 16)
+    request = {"inputs": [json_input("INPUT0", values), json_input("INPUT1", values)]}
+    assert (http.infer("simple", request).tensors()["OUTPUT0"] == 2 * values).all()
 
 
 def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:

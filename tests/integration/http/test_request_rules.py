@@ -29,7 +29,7 @@ def simple(*inputs: dict[str, Any], **members: Any) -> dict[str, Any]:
     return {"inputs": [*inputs], **members}
 
 
-FIRST, SECOND = json_input("INPUT0", ROW), json_input("INPUT1", ROW)
+FIRST_INPUT, SECOND_INPUT = json_input("INPUT0", ROW), json_input("INPUT1", ROW)
 BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
     "prepended to each input shape. If you want to specify the full shape including the batch dim "
@@ -44,17 +44,21 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
     ),
     "a missing input": (
-        simple(FIRST),
+        simple(FIRST_INPUT),
         400,
         NO_ID + "expected 2 inputs but got 1 inputs for model 'simple'. Got input(s) ['INPUT0'], "
         "but missing required input(s) ['INPUT1']. Please provide all required input(s).",
     ),
     "an unknown input": (
-        simple(FIRST, {**SECOND, "name": "X"}),
+        simple(FIRST_INPUT, {**SECOND_INPUT, "name": "X"}),
         400,
         "unexpected inference input 'X' for model 'simple'",
     ),
-    "an input twice": (simple(FIRST, FIRST), 400, "input 'INPUT0' already exists in request"),
+    "an input twice": (
+        simple(FIRST_INPUT, FIRST_INPUT),
+        400,
+        "input 'INPUT0' already exists in request",
+    ),
     "an unknown output": (
         simple_body() | {"outputs": [{"name": "X"}]},
         400,
@@ -99,7 +103,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         NO_ID + "inference request batch-size must be <= 8 for 'simple'",
     ),
     "batches that differ": (
-        simple(json_input("INPUT0", np.zeros((2, 16), np.int32)), SECOND),
+        simple(json_input("INPUT0", np.zeros((2, 16), np.int32)), SECOND_INPUT),
         400,
         "batch size does not match other inputs for 'simple'",
     ),
@@ -168,7 +172,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
                 "shape": [1, 16],
                 "parameters": {"shared_memory_region": "nowhere", "shared_memory_byte_size": 64},
             },
-            SECOND,
+            SECOND_INPUT,
         ),
         404,
         "Unable to find shared memory region: 'nowhere'",

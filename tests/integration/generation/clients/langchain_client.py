@@ -27,10 +27,10 @@ for responses in (False, True):
     result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
     assert bound.invoke([question, reply, result]).text == "It is sunny."
     parts = list(bound.stream([question]))
-    whole = parts[0]
+    whole_message = parts[0]
     for part in parts[1:]:
-        whole += part
-    assert whole.tool_calls[0]["args"] == {"city": "Paris"}, whole
+        whole_message += part
+    assert whole_message.tool_calls[0]["args"] == {"city": "Paris"}, whole_message
     direct = ChatOpenAI(
         model="direct", base_url=sys.argv[1], api_key="none", use_responses_api=responses
     )

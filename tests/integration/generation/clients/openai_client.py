@@ -38,13 +38,13 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     assert streamed.function.arguments == call.function.arguments
 
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
-    other: Any = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
+    other_tool: Any = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
     for choosing in ("required", named, allowed):
         forced = client.chat.completions.create(
             model="direct",
             messages=messages[:1],
-            tools=[TOOL] if choosing == "required" else [other, TOOL],
+            tools=[TOOL] if choosing == "required" else [other_tool, TOOL],
             tool_choice=choosing,
             parallel_tool_calls=False,
         )
@@ -57,12 +57,14 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     )
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     assert response.usage and response.usage.output_tokens_details.reasoning_tokens >= 3
-    last = response.output[-1]
-    assert last.type == "function_call" and json.loads(last.arguments) == {"city": "Paris"}
-    result = {"type": "function_call_output", "call_id": last.call_id, "output": "sunny"}
+    last_item = response.output[-1]
+    assert last_item.type == "function_call" and json.loads(last_item.arguments) == {
+        "city": "Paris"
+    }
+    result = {"type": "function_call_output", "call_id": last_item.call_id, "output": "sunny"}
     history: Any = [{"role": "user", "content": "Weather?"}, *response.output, result]
-    second = client.responses.create(model="scripted", input=history, tools=[FLAT])
-    assert second.output_text == "It is sunny.", second
+    second_response = client.responses.create(model="scripted", input=history, tools=[FLAT])
+    assert second_response.output_text == "It is sunny.", second_response
 
     flat = {"type": "allowed_tools", "mode": "required", "tools": [{**FLAT}]}
     only = client.responses.create(
