@@ -172,8 +172,8 @@ def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai
     request: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
     first_answer, second_answer = (client.completions.create(**request) for _ in range(2))
     assert [choice.index for choice in first_answer.choices] == [0, 1, 2, 3]
-    assert [each.text for each in first_answer.choices] == [
-        each.text for each in second_answer.choices
+    assert [entry.text for entry in first_answer.choices] == [
+        entry.text for entry in second_answer.choices
     ]
     assert first_answer.choices[0].text != first_answer.choices[1].text
     assert first_answer.usage is not None and first_answer.usage.completion_tokens == 40
@@ -405,8 +405,8 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
     every = client.completions.create(**request, n=9)
     best = client.completions.create(**request, n=2, best_of=9)
     ranked = sorted(every.choices, key=likelihood, reverse=True)
-    assert [each.text for each in best.choices] == [each.text for each in ranked[:2]]
-    assert [each.index for each in best.choices] == [0, 1]
+    assert [entry.text for entry in best.choices] == [entry.text for entry in ranked[:2]]
+    assert [entry.index for entry in best.choices] == [0, 1]
     assert best.usage == every.usage
 
 

@@ -314,7 +314,7 @@ def test_reasoning_is_split_as_by_vllm_s_server(
             messages.append({name: part.removeprefix("</think>") for name, part in parts.items()})
         messages_by_server.append(messages)
     assert messages_by_server[0] == messages_by_server[1]
-    assert any(each["reasoning"] and each["content"] for each in messages_by_server[0])
+    assert any(entry["reasoning"] and entry["content"] for entry in messages_by_server[0])
 
 
 def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> None:

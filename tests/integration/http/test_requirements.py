@@ -227,8 +227,11 @@ def test_files_of_a_load_request_stay_in_their_folder(
     """R17: over both listeners; and what a configuration names must be there too."""
     names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
-    given = {"config": json.dumps(config), f"file:{path}": base64.b64encode(b"x").decode()}
-    reply = http.post("/v2/repository/models/constant/load", {"parameters": given})
+    load_parameters = {
+        "config": json.dumps(config),
+        f"file:{path}": base64.b64encode(b"x").decode(),
+    }
+    reply = http.post("/v2/repository/models/constant/load", {"parameters": load_parameters})
     assert reply.status in (400, 500), reply.body
     request = pb.RepositoryModelLoadRequest(model_name="constant")
     request.parameters["config"].string_param = json.dumps(config)

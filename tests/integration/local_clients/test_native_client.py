@@ -64,8 +64,8 @@ def test_the_same_form_with_other_numbers(client) -> None:
     for step in range(5):
         result = client.infer("simple", INPUT0=A * step, INPUT1=B)
         assert (result["OUTPUT0"] == A * step + B).all()
-    two = client.infer("simple", INPUT0=np.vstack([A, B]), INPUT1=np.vstack([B, B]))
-    assert (two["OUTPUT1"] == np.vstack([A - B, B - B])).all()
+    stacked = client.infer("simple", INPUT0=np.vstack([A, B]), INPUT1=np.vstack([B, B]))
+    assert (stacked["OUTPUT1"] == np.vstack([A - B, B - B])).all()
 
 
 def test_only_the_outputs_that_are_asked_for(client) -> None:
@@ -134,8 +134,8 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
     with client.infer("rows", INPUT0=x) as result:
         y = result["OUTPUT0"]
         assert (y == x).all() and y.sum() == pytest.approx(x.sum(), rel=1e-4)
-        kept = y.copy()
-    assert (kept == x).all()
+        own_copy = y.copy()
+    assert (own_copy == x).all()
     for use in (
         lambda: y[0],
         lambda: y + 1,
@@ -152,11 +152,11 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
 
 
 def test_a_view_keeps_its_memory_and_the_next_request_takes_other(client) -> None:
-    x, other = frames(seed=1), frames(seed=2)
+    x, second_frame = frames(seed=1), frames(seed=2)
     y = client.infer("rows", INPUT0=x)["OUTPUT0"]
     plain = np.asarray(y)[0, :10]
     for _ in range(4):
-        assert (client.infer("rows", INPUT0=other)["OUTPUT0"] == other).all()
+        assert (client.infer("rows", INPUT0=second_frame)["OUTPUT0"] == second_frame).all()
     assert (y == x).all() and (plain == x[0, :10]).all()
 
 
@@ -203,17 +203,20 @@ def test_a_region_is_read_and_written_in_place(client) -> None:
 @pytest.mark.parametrize("part", [slice(None), slice(1, 2)], ids=["views", "plain views"])
 def test_results_end_with_their_own_regions(client, part: slice) -> None:
     sizes = {"a": ((2, 16), "INT32"), "b": ((2, 16), "INT32")}
-    given, first, second = (client.allocate(sizes) for _ in range(3))
-    for region in (given, first, second):
+    input_region, first_region, second_region = (client.allocate(sizes) for _ in range(3))
+    for region in (input_region, first_region, second_region):
         region["a"][:], region["b"][:] = A, B
     result = client.infer(
         "simple",
-        {"INPUT0": given["a"][part], "INPUT1": given.view("b", given["a"][part].shape)},
-        outputs={"OUTPUT0": first["a"][part], "OUTPUT1": second["b"][part]},
+        {
+            "INPUT0": input_region["a"][part],
+            "INPUT1": input_region.view("b", input_region["a"][part].shape),
+        },
+        outputs={"OUTPUT0": first_region["a"][part], "OUTPUT1": second_region["b"][part]},
     )
-    given.release()
-    first.release()
-    assert (result["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
+    input_region.release()
+    first_region.release()
+    assert (result["OUTPUT1"] == A - B).all() and (second_region["b"][part] == A - B).all()
     with pytest.raises(shmserve.client.Released):
         result["OUTPUT0"][0]
 
@@ -318,8 +321,8 @@ def test_many_in_flight_in_order(client) -> None:
 
 def test_futures(client) -> None:
     futures = [client.infer_async("simple", INPUT0=A * n, INPUT1=B) for n in range(50)]
-    done, _ = concurrent.futures.wait(futures, timeout=20)
-    assert len(done) == 50
+    completed, _ = concurrent.futures.wait(futures, timeout=20)
+    assert len(completed) == 50
     assert all((f.result()["OUTPUT0"] == A * n + B).all() for n, f in enumerate(futures))
 
 
@@ -347,20 +350,20 @@ def test_finished_calls_keep_no_memory(client) -> None:
         )
         assert 1 <= len(prepared._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
-        held = weakref.ref(region.lease)
+        lease_ref = weakref.ref(region.lease)
         client.infer_async("rows", region).result(20)
         with contextlib.suppress(shmserve.client.InvalidArgument):
             client.infer("rows", region, parameters={"x": None})
         region.release()
-        until("the connection's thread has let go", lambda: held() is None)
+        until("the connection's thread has let go", lambda: lease_ref() is None)
         # The server has a region's memory back as well, though nothing is allocated any more.
         region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
-        kept = np.asarray(region["INPUT0"])
+        kept_array = np.asarray(region["INPUT0"])
         address = region.segment.address
         del region
         memories = client._session.memories
         assert memories.find(address, 1) is not None
-        del kept
+        del kept_array
         until("it is withdrawn", lambda: memories.find(address, 1) is None)
     finally:
         gc.enable()
@@ -392,7 +395,7 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
         x = np.full(4, number, np.float32)
         answers.append(client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"][0])
         results = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
-        answers.extend(one["OUTPUT0"][0] for one in results)
+        answers.extend(response["OUTPUT0"][0] for response in results)
         all_have_asked.wait()
 
     threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(count)]
@@ -430,30 +433,30 @@ def test_a_link_that_the_server_ends(client) -> None:
     other_dealers = [Dealer(endpoint, f"{connection.identity}.other{n}") for n in range(16)]
     x = np.ones(4, np.float32)
     request = submit((TensorRef("INPUT0", "FP32", (4,), x.tobytes()),))
-    for other in other_dealers:
-        other.send(request)
-        assert isinstance(answer(other), Finished)
+    for dealer in other_dealers:
+        dealer.send(request)
+        assert isinstance(answer(dealer), Finished)
     with pytest.raises(shmserve.client.Unavailable, match="closed the connection twice"):
         client.infer("identity", INPUT0=x, timeout=20)
-    for other in other_dealers:
-        other.close()
+    for dealer in other_dealers:
+        dealer.close()
     assert (client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
 
 
 def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
-    copied, lost = connection.copy_range, [1]
+    copied, remaining_losses = connection.copy_range, [1]
 
     def read_or_fail(memory_range: Range) -> bytes:
-        if lost[0]:
-            lost[0] -= 1
+        if remaining_losses[0]:
+            remaining_losses[0] -= 1
             raise shmserve.client.Unavailable("the memory of a tensor has been released")
         return bytes(copied(memory_range))
 
     connection.copy_range = read_or_fail
     x = np.arange(20000, dtype=np.float32)
     assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
-    lost[0] = 2
+    remaining_losses[0] = 2
     future = client.infer_async("identity", INPUT0=x)
     assert isinstance(future.exception(20), shmserve.client.Unavailable)
     (prepared,) = connection.models.resolve("identity", "").templates._values.values()

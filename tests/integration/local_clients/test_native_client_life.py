@@ -83,10 +83,10 @@ def test_a_future_times_out_without_a_response(
     assert client.infer("simple", INPUT0=A, INPUT1=A)
     scheduler.suspend()
     try:
-        late = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
+        late_future = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
         patient = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
         with pytest.raises(shmserve.client.TimedOut):
-            late.result(20)
+            late_future.result(20)
     finally:
         scheduler.resume()
     assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
@@ -158,9 +158,9 @@ def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.clie
     """Holds also when other threads send the same requests."""
     rows = [np.full(ROW, number, np.float32) for number in range(6)]
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
-    first: list[Any] = []
+    first_results: list[Any] = []
     futures: list[Any] = []
-    begins = threading.Thread(target=lambda: first.append(next(results)))
+    begins = threading.Thread(target=lambda: first_results.append(next(results)))
     begins.start()
     gated.gate.next().release()
     begins.join()
@@ -178,17 +178,17 @@ def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.clie
     visit.release()
     for _ in range(4):
         gated.gate.next().release()
-    outputs = [*first, *results, *(future.result(20) for future in futures)]
+    outputs = [*first_results, *results, *(future.result(20) for future in futures)]
     assert [set(result["OUTPUT0"]) for result in outputs] == [{n} for n in range(6)]
 
 
 async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
     async with aio.connect(gated.run_dir) as server:
-        with shmserve.client.connect(gated.run_dir) as other:
-            given = _value(other, 1)
-        blocker = asyncio.create_task(server.infer("gated", given))
+        with shmserve.client.connect(gated.run_dir) as other_client:
+            input_values = _value(other_client, 1)
+        blocker = asyncio.create_task(server.infer("gated", input_values))
         visit = await asyncio.to_thread(gated.gate.next)
-        waiting = asyncio.create_task(server.infer("gated", given))
+        waiting = asyncio.create_task(server.infer("gated", input_values))
         await asyncio.to_thread(gated.wait_pending, "gated", 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -241,13 +241,13 @@ sys.stdin.read()
 
 def _shared(process: psutil.Process) -> int:
     """Return the number of clients' memories that a process maps or holds."""
-    held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
+    mapped_count = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
     for name in os.listdir(f"/proc/{process.pid}/fd"):
         try:
-            held += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
+            mapped_count += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
         except OSError:
             continue
-    return held
+    return mapped_count
 
 
 def test_a_killed_client_leaks_nothing(gated: Server, client: shmserve.client.Server) -> None:
@@ -320,8 +320,8 @@ def test_a_forked_child_does_not_use_its_parents_connection(
                 os._exit(2)
             region.release()
             client.close()
-            with shmserve.client.connect(gated.run_dir) as own:
-                assert (own.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+            with shmserve.client.connect(gated.run_dir) as child_client:
+                assert (child_client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
             code = 0
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -362,10 +362,10 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
         server = await aio.connect(gated.run_dir)
         for moment in range(5):  # the connection is made in a thread, and may come too late
             task = asyncio.ensure_future(server._get_channel())
-            late = asyncio.ensure_future(aio.connect(gated.run_dir)._connect())
+            connecting = asyncio.ensure_future(aio.connect(gated.run_dir)._connect())
             for _ in range(moment):
                 await asyncio.sleep(0)
-            late.cancel()
+            connecting.cancel()
             await task
         return (await server.infer("rows", INPUT0=x))["OUTPUT0"]
 
@@ -375,13 +375,17 @@ def test_a_client_that_is_never_closed(gated: Server) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        before = state()
-        kept = [shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)]
-        kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
-        assert all((result["OUTPUT0"] == x).all() for result in kept)
+        state_before = state()
+        kept_results = [
+            shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)
+        ]
+        kept_results.append(
+            shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20)
+        )
+        assert all((result["OUTPUT0"] == x).all() for result in kept_results)
         assert (asyncio.run(talk()) == x).all()
-        del kept  # the results keep their memory
-        until("nothing is left", lambda: state() == before)
+        del kept_results  # the results keep their memory
+        until("nothing is left", lambda: state() == state_before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated.run_dir)
 
@@ -473,20 +477,22 @@ def test_requests_fail_when_the_connection_ends_first(gated: Server, ends: str) 
 def test_a_callback_may_ask_for_more_and_for_memory(client: shmserve.client.Server) -> None:
     """The callback runs in the thread that reads responses, while other threads allocate memory."""
     x = np.ones((4, ROW), np.float32)
-    second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
+    second_result: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 
-    def chain(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
+    def chain(first_future: concurrent.futures.Future[shmserve.client.Result]) -> None:
         try:
             with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
-                chained = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
-            chained.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
+                chained = client.infer_async("rows", INPUT0=first_future.result()["OUTPUT0"][:2])
+            chained.add_done_callback(
+                lambda future: second_result.set_result(future.result()["OUTPUT0"])
+            )
         except BaseException as error:
-            second.set_exception(error)
+            second_result.set_exception(error)
 
     client.infer_async("rows", INPUT0=x).add_done_callback(chain)
     for _ in range(20):
         client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
-    assert (second.result(20) == x[:2]).all()
+    assert (second_result.result(20) == x[:2]).all()
 
 
 @pytest.mark.parametrize(
@@ -527,7 +533,7 @@ def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
     gated: Server, client: shmserve.client.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 0)
-    first = client.infer_async("gated", _value(client, 0))
+    gated_future = client.infer_async("gated", _value(client, 0))
     visit = gated.gate.next()
     stream = client.stream("gated", _value(client, 1))
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
@@ -538,7 +544,7 @@ def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
         except BaseException as error:
             outcome.set_exception(error)
 
-    first.add_done_callback(callback)
+    gated_future.add_done_callback(callback)
     visit.release()
     assert isinstance(outcome.exception(10), shmserve.client.Unavailable)
     gated.gate.next().release()
@@ -594,7 +600,7 @@ def test_a_reload_under_load_fails_no_request(
             for _ in range(3):
                 enough = answered + 10
                 http.load("rows").ok()
-                until("it is asked on", partial(lambda most: answered > most, enough))
+                until("it is asked on", partial(lambda threshold: answered > threshold, enough))
         finally:
             finished.set()
         for thread in asking:
@@ -613,25 +619,25 @@ def test_an_unloaded_model_is_not_found(gated: Server) -> None:
 
 def test_a_restarted_server_is_found_again(repository: Path) -> None:
     repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
-    first = Server([repository]).wait_ready()
-    run_dir = first.run_dir
+    first_server = Server([repository]).wait_ready()
+    run_dir = first_server.run_dir
     with shmserve.client.connect(run_dir) as client:
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
         region["INPUT0"][:] = 3
-        kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
+        kept_view = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
         assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
-        late = client._session.pack(
+        late_request = client._session.pack(
             client._session.connection(), ("rows", region, None, "", PLAIN, {})
         )
-        folder = first.folder
-        members = first.tree()
-        first.process.terminate()
-        assert first.wait_exit(30) == 0
+        folder = first_server.folder
+        members = first_server.tree()
+        first_server.process.terminate()
+        assert first_server.wait_exit(30) == 0
         until("the client has noticed", lambda: not client._session._connection.alive)
         with pytest.raises(shmserve.client.Disconnected):
             client.infer("rows", region)
-        first.assert_exited(members)
-        second = Server([repository], run_dir=run_dir).wait_ready()
+        first_server.assert_exited(members)
+        second_server = Server([repository], run_dir=run_dir).wait_ready()
         try:
             region["INPUT0"][:] = 4
             share_again = client._session.memories.share_again
@@ -642,15 +648,15 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
 
             client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
-            assert (kept == 1).all()
+            assert (kept_view == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
-                client._get_waiter().submit(late)  # it was made for the server before
+                client._get_waiter().submit(late_request)  # it was made for the server before
             future = client.infer_async("rows", region)
             assert future.result(20)["OUTPUT0"][0, 0] == 4
             region.release()
         finally:
-            second.stop()
-            first.discard()
+            second_server.stop()
+            first_server.discard()
     assert not folder.exists()
 
 
@@ -662,6 +668,8 @@ def test_a_program_pays_for_neither_torch_nor_aiohttp(gated: Server) -> None:
         "    client.infer_async('rows', INPUT0=np.ones((1, 8192), np.float32)).result()\n"
         "print(*sys.modules)"
     )
-    done = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
-    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(done.stdout.split())
-    assert not done.stderr
+    completed = run_python("-X", "dev", "-W", "error", "-c", program, check=True)
+    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(
+        completed.stdout.split()
+    )
+    assert not completed.stderr

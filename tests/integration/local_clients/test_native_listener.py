@@ -188,11 +188,11 @@ def test_a_forbidden_message_ends_the_local_connection(server: Server, data: byt
 
 def test_unexpected_descriptors_are_closed(local_client: Guest, server: Server) -> None:
     supervisor = Path(f"/proc/{server.pid}/fd")
-    before = len(list(supervisor.iterdir()))
+    count_before = len(list(supervisor.iterdir()))
     with memfd() as fd:
         for _ in range(20):
             assert isinstance(local_client.request(m.ShareMemory(1, 1, False), fd, fd), Refused)
-    until("they are closed", lambda: len(list(supervisor.iterdir())) <= before)
+    until("they are closed", lambda: len(list(supervisor.iterdir())) <= count_before)
 
 
 ASK = """
@@ -299,11 +299,11 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
                 {},
                 f"ipc://{run_dir}/guests/{n}",
                 True,
-                last,
+                is_last,
                 0.0,
                 0,
             )
-            for version, n, last in (("3", 1, True), ("2", 2, False))
+            for version, n, is_last in (("3", 1, True), ("2", 2, False))
         ]
         inside.send(
             frames.pack([m.Welcome(1, "token"), *versions, HealthChanged(True, True, False)])

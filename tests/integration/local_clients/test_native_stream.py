@@ -190,8 +190,8 @@ def test_responses_in_a_region_arrive_one_by_one(
     with client.allocate({"OUT": ((4,), "INT32")}) as region:
         steps = [b"1", b"2", b"note " + os.fsencode(note), b"3"]
         stream = client.stream("steps", {"STEPS": steps, "SIZE": [4]}, outputs=region)
-        first = next(stream)
-        assert first["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
+        first_response = next(stream)
+        assert first_response["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
         assert values(client.stream("steps", STEPS=[b"9"])) == [9]  # the model is not held up
         assert region["OUT"].tolist() == [1] * 4 and not note.exists()
         for n in (2, 3):
@@ -230,9 +230,9 @@ def disconnect_message(path: Path) -> bytes:
 
 
 LEAVES: dict[str, Callable[[list[Any]], None]] = {
-    "close": lambda held: held[0].close(),
-    "with": lambda held: held[0].__exit__(None, None, None),
-    "collected": lambda held: held.clear(),
+    "close": lambda streams: streams[0].close(),
+    "with": lambda streams: streams[0].__exit__(None, None, None),
+    "collected": lambda streams: streams.clear(),
 }
 
 
@@ -240,16 +240,16 @@ LEAVES: dict[str, Callable[[list[Any]], None]] = {
 def test_closing_a_stream_cancels_its_request(
     client: shmserve.client.Server, tmp_path: Path, ending: str
 ) -> None:
-    held = [client.stream("steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")])]
-    assert values([next(held[0])]) == [1]
-    stream = held[0]
+    streams = [client.stream("steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")])]
+    assert values([next(streams[0])]) == [1]
+    stream = streams[0]
     if ending == "collected":
         del stream
-    LEAVES[ending](held)
+    LEAVES[ending](streams)
     gc.collect()
     until("the model sees it", (tmp_path / "seen").exists)
-    if held:
-        assert list(held[0]) == []
+    if streams:
+        assert list(streams[0]) == []
 
 
 def test_a_stream_past_its_timeout_is_cancelled(
@@ -336,7 +336,7 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
     with (
         running(repository, f"--arena-byte-size={16 << 20}") as server,
         shmserve.client.connect(server.run_dir) as hoarder,
-        shmserve.client.connect(server.run_dir) as other,
+        shmserve.client.connect(server.run_dir) as other_client,
     ):
         steps: Any = [b"%d" % n for n in range(20)]
         with monkeypatch.context() as forgetful:
@@ -347,15 +347,19 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
                 next(stream)
             stream.close()
         few = {"STEPS": steps[:4]}
-        for client, inputs in ((other, few), (hoarder, few), (other, few | {"SIZE": size})):
+        for client, inputs in (
+            (other_client, few),
+            (hoarder, few),
+            (other_client, few | {"SIZE": size}),
+        ):
             for _ in range(4):
                 assert values(client.stream("steps", inputs)) == [*range(4)]
         hoarder.close()
-        whole = np.array([8 << 18], np.int32)  # half of it
+        half_size = np.array([8 << 18], np.int32)  # half of it
 
         def is_back() -> bool:
             try:
-                return values(other.stream("steps", STEPS=steps[:1], SIZE=whole)) == [0]
+                return values(other_client.stream("steps", STEPS=steps[:1], SIZE=half_size)) == [0]
             except shmserve.client.Unavailable:
                 return False
 

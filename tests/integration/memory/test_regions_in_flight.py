@@ -32,14 +32,14 @@ def test_two_requests_that_write_to_one_place(server: Server) -> None:
     """Both requests succeed, the last result remains, and the log contains a warning."""
     with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
         http.register("twice", shared_object.key, 4096).ok()
-        first = pool.infer("gated", gated(1, "twice", 0))
+        first_request = pool.infer("gated", gated(1, "twice", 0))
         visit = server.gate.next()
-        second = pool.infer("gated", gated(2, "twice", 60))
+        second_request = pool.infer("gated", gated(2, "twice", 60))
         server.wait_pending("gated", 1)
         server.wait_log("overlapping parts of shared memory region 'twice'")
         visit.release()
         server.gate.next().release()
-        assert (first.result().status, second.result().status) == (200, 200)
+        assert (first_request.result().status, second_request.result().status) == (200, 200)
         assert (shared_object.read(np.int32, 16, 60) == 2).all()
         http.unregister("twice").ok()
 

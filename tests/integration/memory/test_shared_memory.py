@@ -325,13 +325,13 @@ def test_failed_registrations_leak_no_descriptor(
     server: Server, http: Http, region: SharedObject
 ) -> None:
     http.register("r", region.key, 2 * SIZE + 1)
-    before = descriptors(server.pid)
+    descriptors_before = descriptors(server.pid)
     for _ in range(50):
         assert http.register("r", region.key, 2 * SIZE + 1).status == 400
         assert http.register("r", "/nothing-here", 1).status == 500
         assert http.register("r", region.key, SIZE).status == 200
         assert http.unregister("r").status == 200
-    assert descriptors(server.pid) == before
+    assert descriptors(server.pid) == descriptors_before
 
 
 def test_cuda_memory_is_refused(http: Http) -> None:

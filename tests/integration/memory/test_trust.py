@@ -36,7 +36,7 @@ from tests.support.wire.raw_http import (
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
-MOST, SPARSE = 40, 1 << 20
+MAX_REGIONS, SPARSE = 40, 1 << 20
 ME = os.geteuid()
 _LIBC = ctypes.CDLL(None)
 
@@ -49,8 +49,8 @@ def server(folder: Path) -> Iterator[Server]:
         f"--http-unix-socket={folder / 'socket'}",
         f"--shm-group={FRIENDS}",
         "--shm-overlap=error",
-        f"--shm-max-regions-per-uid={MOST}",
-        f"--shm-max-regions={2 * MOST}",
+        f"--shm-max-regions-per-uid={MAX_REGIONS}",
+        f"--shm-max-regions={2 * MAX_REGIONS}",
         f"--shm-sparse-byte-size={SPARSE}",
         f"--shm-max-byte-size={64 << 20}",
     ]
@@ -122,14 +122,14 @@ def listener(request: pytest.FixtureRequest) -> str:
 def test_users_and_listeners(server: Server, folder: Path, listener: str) -> None:
     """R5: over the Unix socket and over loopback, a user has access only to its own objects."""
     me, alice, bob = (User(server, folder, listener, uid) for uid in (ME, ALICE, BOB))
-    with alice.object() as hers, bob.object(0o666) as his, me.object(0o666) as ours:
+    with alice.object() as hers, bob.object(0o666) as his, me.object(0o666) as own_object:
         alice.register("hers", hers).ok()
-        for other in (his, ours):
-            refused = alice.register("other", other)
+        for foreign_object in (his, own_object):
+            refused = alice.register("other", foreign_object)
             assert refused.status == 403
             assert f"the client is uid {ALICE}" in refused.error
         bob.register("his", his).ok()
-        me.register("ours", ours).ok()
+        me.register("ours", own_object).ok()
         # A name that another user has registered is rejected.
         refused = bob.register("hers", his)
         assert (refused.status, refused.error) == (
@@ -160,8 +160,8 @@ def test_an_arriving_body_cannot_hold_another_users_region(server: Server, http:
     Otherwise a client could keep other users' regions in use for any time.
     """
     outputs = [{"name": "OUTPUT0", "parameters": in_region("ours", SIZE)}]
-    sent = {"binary_data_size": 4 * 65536}
-    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [65536], "parameters": sent}
+    parameters = {"binary_data_size": 4 * 65536}
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [65536], "parameters": parameters}
     header = json.dumps({"inputs": [tensor], "outputs": outputs}).encode()
 
     def ask_and_send_nothing() -> tuple[int, bytes]:
@@ -223,14 +223,14 @@ def test_memory_that_others_can_truncate_is_never_mapped(
     """
     alice = User(server, folder, "unix", ALICE)
     worker = server.find_one("worker identity.0")
-    with alice.object() as hers, SharedObject(2 * SIZE) as ours:
+    with alice.object() as hers, SharedObject(2 * SIZE) as own_object:
         alice.register("hers", hers).ok()
-        http.register("ours", ours.key, 2 * SIZE).ok()
+        http.register("ours", own_object.key, 2 * SIZE).ok()
         for _ in range(3):
             alice.infer("hers").ok()
             http.infer("identity", through("ours")).ok()
         assert (hers.read(np.float32, 1024, SIZE) == VALUES).all()
-        assert ours.name in maps(worker)
+        assert own_object.name in maps(worker)
         assert hers.name not in maps(worker)
         # The same holds for adjacent ranges in one batch, and for BYTES.
         words = [b"one", b"two", b""]
@@ -258,7 +258,7 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
     Requests fail or succeed, and no process exits.
     """
     alice = User(server, folder, "unix", ALICE)
-    before = {process.pid for process in server.tree()}
+    pids_before = {process.pid for process in server.tree()}
     size = 64 * 1024
     with SharedObject(2 * size) as shared_object:
         os.fchown(shared_object.fd, ALICE, -1)
@@ -281,7 +281,7 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
         assert set(statuses) <= {200, 400}
         alice.send_request(lambda http: http.unregister()).ok()
         os.ftruncate(shared_object.fd, 2 * size)
-    assert {process.pid for process in server.tree()} == before
+    assert {process.pid for process in server.tree()} == pids_before
 
 
 def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
@@ -361,9 +361,9 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
     """
     with SharedObject(SIZE) as shared_object:
         shared_object.write(VALUES)
-        for number in range(MOST):
+        for number in range(MAX_REGIONS):
             http.register(f"r{number}", shared_object.key, SIZE).ok()
-        before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
+        descriptors_before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
         body = json.dumps({"key": shared_object.key, "byte_size": SIZE}).encode()
         pending_calls = [
             b"POST /v2/systemsharedmemory/region/s%d/register HTTP/1.1\r\nHost: localhost\r\n"
@@ -373,10 +373,13 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
         answers = Counter(in_one_go(server.http_port, pending_calls))
         ((status, text),) = answers
         assert (status, answers[status, text]) == (400, 10_000)
-        assert f"at most {MOST} shared memory regions can be registered".encode() in text
-        until("descriptors are what they were", lambda: server_descriptors(server) == before)
+        assert f"at most {MAX_REGIONS} shared memory regions can be registered".encode() in text
+        until(
+            "descriptors are what they were",
+            lambda: server_descriptors(server) == descriptors_before,
+        )
         assert not created_since(objects)
-        assert len(http.regions().json()) == MOST
+        assert len(http.regions().json()) == MAX_REGIONS
         http.unregister().ok()
         http.register("again", shared_object.key, SIZE).ok()
 
@@ -395,7 +398,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
             return {"inputs": inputs, "outputs": outputs}
 
-        first = pool.infer("gated", request("a", 1024))
+        first_request = pool.infer("gated", request("a", 1024))
         visit = server.gate.next()
         for region, offset in (("a", 1024), ("a", 1087), ("a", 961), ("b", 0), ("b", 63)):
             refused = http.infer("gated", request(region, offset, 9))
@@ -408,7 +411,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
         visit.release()
         for _ in fine:
             server.gate.next().release()
-        assert [answer.result().status for answer in (first, *fine)] == [200] * 3
+        assert [answer.result().status for answer in (first_request, *fine)] == [200] * 3
         assert (shared_object.read(np.int32, 48, 960) == 7).all()
         http.infer("identity", {"inputs": [json_input("INPUT0", VALUES[:16])]}).ok()
 

@@ -224,8 +224,8 @@ for rounds in range(2):
     seen.extend(map(shown, iterator))
     seen.append("over")
 """
-    once = ["a", "b", "next", "c", "for", "d", "e", "over"]
-    assert ran(http, model, code, *"abcde", "final") == once * 2
+    expected_turn = ["a", "b", "next", "c", "for", "d", "e", "over"]
+    assert ran(http, model, code, *"abcde", "final") == expected_turn * 2
 
 
 @pytest.mark.parametrize(
@@ -323,17 +323,17 @@ for last in iterator:
 assert last.error().code() == pb_utils.TritonError.CANCELLED
 seen.append(shown(last))
 """
-    first, last = ran(http, "caller", code, "a", "obey")
-    assert first == "a"
-    assert last.endswith("request cancelled")
+    first_response, last_response = ran(http, "caller", code, "a", "obey")
+    assert first_response == "a"
+    assert last_response.endswith("request cancelled")
 
 
 def test_a_task_that_is_cancelled_cancels_the_call(http: Http, tmp_path: Path) -> None:
-    begun, path = tmp_path / "begun", tmp_path / "left"
+    begun_path, path = tmp_path / "begun", tmp_path / "left"
     code = f"""
 import os
 task = call().async_exec(decoupled=True)
-while not os.path.exists({str(begun)!r}):
+while not os.path.exists({str(begun_path)!r}):
     await asyncio.sleep(0)
 task.cancel()
 try:
@@ -341,7 +341,7 @@ try:
 except asyncio.CancelledError:
     seen.append("cancelled")
 """
-    assert ran(http, "async_caller", code, f"note {begun}", f"left {path}") == ["cancelled"]
+    assert ran(http, "async_caller", code, f"note {begun_path}", f"left {path}") == ["cancelled"]
     until("the model sees it", path.exists)
 
 

@@ -157,9 +157,9 @@ def test_a_recursion_fails_only_where_it_cannot_go_on(server_of_cycles: Server) 
 def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
     server_of_cycles: Server, model: str
 ) -> None:
-    with ThreadPoolExecutor(1) as other, server_of_cycles.http() as occupant:
+    with ThreadPoolExecutor(1) as executor, server_of_cycles.http() as occupant:
         with holding(server_of_cycles.gate) as wait_held:
-            occupied = other.submit(infer, occupant, "leaf")
+            occupied = executor.submit(infer, occupant, "leaf")
             wait_held()
             with server_of_cycles.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
                 infer(http, model)
@@ -230,7 +230,7 @@ def test_a_call_after_the_hang_up_fails(
     repository: Path, serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     report_file = tmp_path / "told"
-    again = f"""{WAITING}
+    calling_code = f"""{WAITING}
 class TritonPythonModel:
     def execute(self, requests):
         wait()
@@ -238,7 +238,7 @@ class TritonPythonModel:
         open({str(report_file)!r}, "w").write(str(prepared(requests[0]).exec().error().message()))
         return made
 """
-    add(repository, "again", again, "", "free")
+    add(repository, "again", calling_code, "", "free")
     add(repository, "free", LEAF.replace("        wait()\n", ""))
     server = serve(repository)
     with holding(server.gate), server.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):

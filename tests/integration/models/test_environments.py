@@ -75,13 +75,13 @@ def answer(http: Http, model: str) -> list:
 def test_conflicting_packages_share_a_server(
     repository: Path, tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
-    first, second = environment(tmp_path / "a b", 1), environment(tmp_path / "second", 2)
-    add(repository, "first", first)
+    first_env, second_env = environment(tmp_path / "a b", 1), environment(tmp_path / "second", 2)
+    add(repository, "first", first_env)
     add(repository, "second", "$$TRITON_MODEL_DIRECTORY/../../second")
-    for name, env_path in (("absolute", str(second)), ("relative", "../../../a b")):
+    for name, env_path in (("absolute", str(second_env)), ("relative", "../../../a b")):
         repositories.write(repository, name, 'backend: "native"\n', CLASS.format(given=env_path))
     with serve(repository).http() as http:
-        assert answer(http, "first") == [1, str(first), f"{first}/bin"]
+        assert answer(http, "first") == [1, str(first_env), f"{first_env}/bin"]
         assert answer(http, "second")[0] == 2
         x = {"inputs": [json_input("X", np.zeros((1, 1), np.float32))]}
         assert http.infer("absolute", x).tensors()["output"] == 2
@@ -106,7 +106,10 @@ def test_an_archive_is_unpacked_once_and_removed(
         server.unload("one")
         assert answer(http, "other")[1] == prefix
         server.unload("other")
-        until("the copy is removed", lambda: not any(each.is_dir() for each in copies.iterdir()))
+        until(
+            "the copy is removed",
+            lambda: not any(copy_folder.is_dir() for copy_folder in copies.iterdir()),
+        )
 
 
 def test_a_missing_environment_is_reported_with_the_remedy(

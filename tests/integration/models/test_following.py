@@ -96,13 +96,15 @@ def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
         clients.end()
         until("they are spared", lambda: count(server) == 1, 90)
         changes_seen = changes(reader)
-        most = max(after for _, after in changes_seen)
-        assert 2 <= most <= 6
-        up = [(n, n + 1) for n in range(1, most)]
-        assert changes_seen == up + [(after, before) for before, after in reversed(up)]
+        max_count = max(count_after for _, count_after in changes_seen)
+        assert 2 <= max_count <= 6
+        up = [(n, n + 1) for n in range(1, max_count)]
+        assert changes_seen == up + [
+            (count_after, count_before) for count_before, count_after in reversed(up)
+        ]
         for change in ("more", "fewer"):
             name = "shmserve_instance_changes"
-            assert server.metric(name, model="slow", change=change) == most - 1
+            assert server.metric(name, model="slow", change=change) == max_count - 1
         assert server.log().count(" instances (before: ") == len(changes_seen)
         assert "model 'slow' has 2 instances (before: 1): requests wait " in server.log()
         with server.http() as http:

@@ -265,12 +265,12 @@ def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> Non
     for at in range(6):
         futures = [
             client.infer_async(
-                "zero", {"INPUT": number(each)}, sequence=each, start=at == 0, end=at == 5
+                "zero", {"INPUT": number(sequence)}, sequence=sequence, start=at == 0, end=at == 5
             )
-            for each in range(1, 5)
+            for sequence in range(1, 5)
         ]
         sums = [float(future.result()["OUTPUT"][0, 0]) for future in futures]
-        assert sums == [each * (at + 1) for each in range(1, 5)]
+        assert sums == [sequence * (at + 1) for sequence in range(1, 5)]
 
 
 def test_3_5_an_initial_state_from_a_file_and_one_that_is_also_an_output(
@@ -293,8 +293,8 @@ def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> 
     """States begin with one element, and sequences of different lengths are independent."""
     for length in (3, 5):
         futures = [
-            client.infer_async(model, {"INPUT": number(each)}, sequence=each, start=True)
-            for each in (1, 2)
+            client.infer_async(model, {"INPUT": number(sequence)}, sequence=sequence, start=True)
+            for sequence in (1, 2)
         ]
         for at in range(1, length):
             futures += [client.infer_async(model, {"INPUT": number(at)}, sequence=1, end=at == 2)]
@@ -326,8 +326,8 @@ def append_word(client: shmserve.client.Server, model: str, word: bytes, **flags
 
 def test_3_5_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
     """Python models may have states, too, unlike in Triton."""
-    begun = append_word(client, "words", b"a", start=True)
-    replies = [begun, *(append_word(client, "words", word) for word in (b"b", b"keep"))]
+    first_reply = append_word(client, "words", b"a", start=True)
+    replies = [first_reply, *(append_word(client, "words", word) for word in (b"b", b"keep"))]
     assert [*replies, append_word(client, "words", b"c", end=True)] == [
         b"a",
         b"ab",
@@ -361,8 +361,10 @@ def test_the_guides_example(client: shmserve.client.Server) -> None:
     declared = text.partition("    def predict(self, value")[2].partition("```")[0]
     assert declared in (ROOT / "examples" / "native_sequence.py").read_text()
     means = [
-        float(client.infer("mean", value=number(each), sequence="a", start=each == 1)["mean"][0, 0])
-        for each in (1, 2, 6)
+        float(
+            client.infer("mean", value=number(value), sequence="a", start=value == 1)["mean"][0, 0]
+        )
+        for value in (1, 2, 6)
     ]
     assert means == [1, 1.5, 3]
     client.infer("mean", value=number(0), sequence="a", end=True)

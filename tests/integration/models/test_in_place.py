@@ -71,9 +71,9 @@ def successes(http: Http, name: str) -> int:
 def set_count(folder: Path, count: int) -> None:
     """Write this number of instances into config.pbtxt."""
     path = folder / "config.pbtxt"
-    kept = [line for line in path.read_text().splitlines() if "instance_group" not in line]
+    other_lines = [line for line in path.read_text().splitlines() if "instance_group" not in line]
     fresh = path.with_suffix(".new")
-    fresh.write_text("\n".join([*kept, instances(count), ""]))
+    fresh.write_text("\n".join([*other_lines, instances(count), ""]))
     fresh.rename(path)
 
 
@@ -123,7 +123,7 @@ def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
     with server.http() as http:
         http.load("simple").ok()
         scheduler = server.find_one("scheduler simple").pid
-        (first,) = workers(server, "simple")
+        (first_worker,) = workers(server, "simple")
         with Load(server, simple=4, memory=0) as stream:
             counted = 0
             for count in (3, 1, 2):
@@ -132,13 +132,13 @@ def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
                 assert http.get("/v2/models/simple/ready").status == 200
                 assert count_of(http, "simple") == count
                 wait_workers(server, "simple", count)
-                assert first in workers(server, "simple")
-                before, counted = counted, successes(http, "simple")
-                assert counted >= before
+                assert first_worker in workers(server, "simple")
+                counted_before, counted = counted, successes(http, "simple")
+                assert counted >= counted_before
             config = http.get("/v2/models/simple/config").ok().json()
             (group,) = config["instance_group"]
-            two = [group | {"name": "a"}, group | {"name": "b", "count": 1}]
-            http.load("simple", config=json.dumps(config | {"instance_group": two})).ok()
+            two_groups = [group | {"name": "a"}, group | {"name": "b", "count": 1}]
+            http.load("simple", config=json.dumps(config | {"instance_group": two_groups})).ok()
             wait_workers(server, "simple", 3)
             http.load("simple").ok()
             wait_workers(server, "simple", 2)
@@ -156,7 +156,7 @@ def test_other_changes_start_another_deployment(empty_server: Explicit, change: 
     folder = add_simple(repository)
     with server.http() as http:
         http.load("simple").ok()
-        before = workers(server, "simple")
+        workers_before = workers(server, "simple")
         if change == "code":
             repositories.insert(folder, "    # a comment\n    def execute(")
         elif change == "config":
@@ -166,7 +166,7 @@ def test_other_changes_start_another_deployment(empty_server: Explicit, change: 
             set_count(folder, 2)
         http.load("simple").ok()
         wait_workers(server, "simple", 1 if change == "nothing" else 2)
-        assert not before & workers(server, "simple")
+        assert not workers_before & workers(server, "simple")
 
 
 @pytest.mark.parametrize("limiter", ["off", "execution_count"])
@@ -187,15 +187,18 @@ def test_a_load_without_changed_instances_restarts_nothing(repository: Path, lim
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
     with running(repository, *flags, "--rate-limit-resource=R:4") as server, server.http() as http:
-        scheduler, before = server.find_one("scheduler simple").pid, workers(server, "simple")
+        scheduler, workers_before = (
+            server.find_one("scheduler simple").pid,
+            workers(server, "simple"),
+        )
         for text, count in (("count: 0", 1), ("count: 1", 1), ("count: 3", 3), ("name: 'x'", 1)):
             group(text)
             http.load("simple").ok()
             wait_workers(server, "simple", count)
-            assert before <= workers(server, "simple")
+            assert workers_before <= workers(server, "simple")
         config.touch()
         http.load("simple").ok()
-        assert workers(server, "simple") == before
+        assert workers(server, "simple") == workers_before
         assert server.find_one("scheduler simple").pid == scheduler
 
 
@@ -213,7 +216,7 @@ def test_an_instance_that_does_not_load_refuses_the_reload(empty_server: Explici
     )
     with server.http() as http:
         http.load("simple").ok()
-        before = workers(server, "simple")
+        workers_before = workers(server, "simple")
         gate.touch()
         set_count(folder, 3)
         with Load(server, simple=2, memory=0) as stream:
@@ -222,24 +225,24 @@ def test_an_instance_that_does_not_load_refuses_the_reload(empty_server: Explici
             assert "broken on purpose" in refused.error
             assert http.get("/v2/models/simple/ready").status == 200
             assert count_of(http, "simple") == 1
-            until("none was added", lambda: workers(server, "simple") == before)
+            until("none was added", lambda: workers(server, "simple") == workers_before)
             gate.unlink()
             http.load("simple").ok()
             wait_workers(server, "simple", 3)
         assert not stream.troubles()
-        assert before < workers(server, "simple")
+        assert workers_before < workers(server, "simple")
 
 
 def test_polling_updates_in_place(repository: Path) -> None:
     folder = add_simple(repository)
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
     with running(repository, *flags) as server, server.http() as http:
-        before = workers(server, "simple")
+        workers_before = workers(server, "simple")
         with Load(server, simple=2, memory=0) as stream:
             set_count(folder, 2)
             wait_workers(server, "simple", 2)
             until("it is told", lambda: count_of(http, "simple") == 2)
-        assert before < workers(server, "simple")
+        assert workers_before < workers(server, "simple")
         assert not stream.troubles()
 
 
@@ -274,15 +277,15 @@ def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strateg
         runs = {
             sequence: step(http, sequence, sequence, start=True)[1] for sequence in (1, 2, 3, 4)
         }
-        both = workers(server, "sums")
-        assert set(runs.values()) == both
+        both_workers = workers(server, "sums")
+        assert set(runs.values()) == both_workers
         set_count(folder, 1)
         http.load("sums").ok()
         assert count_of(http, "sums") == 1
-        assert workers(server, "sums") == both
+        assert workers(server, "sums") == both_workers
         for sequence, process in runs.items():
             assert step(http, sequence, 10) == [sequence + 10, process]
-        (stays,) = both - {server.find_one("worker sums.1").pid}
+        (stays,) = both_workers - {server.find_one("worker sums.1").pid}
         for sequence, process in runs.items():
             assert step(http, sequence, 10, end=True) == [sequence + 20, process]
         until("one has ended", lambda: workers(server, "sums") == {stays})
@@ -296,10 +299,10 @@ def test_a_sequence_that_waits_for_a_slot_gets_one_that_is_added(empty_server: E
     with sums(empty_server, "direct", 1) as (server, http, folder):
         for sequence in (1, 2):
             step(http, sequence, 1, start=True)
-        (first,) = workers(server, "sums")
+        (first_worker,) = workers(server, "sums")
         set_count(folder, 2)
         http.load("sums").ok()
         total, process = step(http, 3, 5, start=True, end=True)
         assert total == 5
-        assert process != first
-        assert [step(http, sequence, 1, end=True) for sequence in (1, 2)] == [[2, first]] * 2
+        assert process != first_worker
+        assert [step(http, sequence, 1, end=True) for sequence in (1, 2)] == [[2, first_worker]] * 2

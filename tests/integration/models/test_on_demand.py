@@ -189,17 +189,17 @@ def test_metadata_and_configuration_load_a_model(http: Http) -> None:
 
 def test_requests_during_a_load_wait_for_it(server: Server) -> None:
     """A request whose own timeout expires fails, and the load continues."""
-    late = {**SLOW, "parameters": {"deadline_us": 200_000}}
+    late_body = {**SLOW, "parameters": {"deadline_us": 200_000}}
     with server.http() as http, ThreadPoolExecutor(4) as threads:
         start_s = time.monotonic()
-        reply = http.infer("slow", late)
+        reply = http.infer("slow", late_body)
         assert time.monotonic() - start_s < 5
         assert reply.status == 503
         assert reply.error == "model 'slow' was not loaded within the time of the request"
 
         def send_request(_: int) -> int:
-            with server.http() as own:
-                return own.infer("slow", SLOW).status
+            with server.http() as own_client:
+                return own_client.infer("slow", SLOW).status
 
         def ask_late() -> str:
             with triton_grpc.InferenceServerClient(server.grpc_url) as client:
@@ -272,8 +272,8 @@ def test_an_ensemble_is_loaded_with_its_steps_and_unloaded_before_them(tmp_path:
     repository = tmp_path / "models"
     for name in ("add", "other"):
         add_model(repository, name, ADD)
-    two = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
-    add_ensemble(repository, "both", two)
+    steps = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
+    add_ensemble(repository, "both", steps)
     asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
     flags = ("--load-on-demand", "--idle-unload-secs=2")
     with running(repository, *flags) as server, server.http() as http:

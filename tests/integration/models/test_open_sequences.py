@@ -81,12 +81,12 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
     flags = ("--model-control-mode=explicit", "--load-model=*", f"--exit-timeout-secs={_SHORT_S}")
     with running(tmp_path, *flags) as server, server.http() as http:
         server.gate.close()
-        (first,) = server.find("worker sums")
+        (first_worker,) = server.find("worker sums")
         assert total(send_step(server, 1, start=True)) == 1
         with (folder / "config.pbtxt").open("a") as text:
             text.write('parameters { key: "changed" value { string_value: "yes" } }\n')
         http.load("sums").ok()
-        until("the old one has ended", lambda: not first.is_running())
+        until("the old one has ended", lambda: not first_worker.is_running())
         forgotten = send_step(server, 1)
         assert forgotten.status == 400 and "must specify the START flag" in forgotten.error
         assert total(send_step(server, 1, start=True)) == 1

@@ -118,9 +118,9 @@ def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None
 
     A missing input is None for the model.
     """
-    first, second, third = of(2, 2, 2)
-    second["BIAS"] = np.ones((1, 1), np.float32)
-    answers = ask_all(server, "mixed", [first, second, third])
+    first_inputs, second_inputs, third = of(2, 2, 2)
+    second_inputs["BIAS"] = np.ones((1, 1), np.float32)
+    answers = ask_all(server, "mixed", [first_inputs, second_inputs, third])
     sizes = [answer["Y"][0, 1] for answer in answers]
     assert sizes[1] == 1 and sizes[0] < HELD_REQUESTS and sizes[2] < HELD_REQUESTS
     assert [answer["Y"][0, 2] for answer in answers] == [3, 5, 3]

@@ -61,20 +61,23 @@ def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
 @pytest.fixture(scope="module")
 def server_of_policies(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
     """Start a server of all models in two repositories, without flags."""
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    repositories.add(one, "constant")
-    repositories.add(two, "identity")
+    first_repository, second_repository = (
+        tmp_path_factory.mktemp("one"),
+        tmp_path_factory.mktemp("two"),
+    )
+    repositories.add(first_repository, "constant")
+    repositories.add(second_repository, "identity")
     for name, policy in (
         ("all", "version_policy: { all {} }"),
         ("some", "version_policy: { specific { versions: [ 1, 3, 9 ] } }"),
         ("latest", ""),
     ):
-        folder = repositories.add_as(one, name, "constant", policy)
+        folder = repositories.add_as(first_repository, name, "constant", policy)
         for version in (2, 3, 10):
-            rewrite(one, source(version), version, name)
+            rewrite(first_repository, source(version), version, name)
         (folder / "notes").mkdir()
         (folder / "007").mkdir()
-    return start([one, two])
+    return start([first_repository, second_repository])
 
 
 def test_mode_none_serves_both_repositories_and_refuses_control(server_of_policies: Server) -> None:
@@ -110,13 +113,13 @@ def test_version_policies(server_of_policies: Server) -> None:
 
 
 def test_a_model_in_two_repositories(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder in (one, two):
+    first_repository, second_repository = tmp_path / "one", tmp_path / "two"
+    for folder in (first_repository, second_repository):
         folder.mkdir()
         repositories.add(folder, "constant")
-    repositories.add(one, "identity")
+    repositories.add(first_repository, "identity")
     flags = ("--exit-on-error=false", "--strict-readiness=false")
-    with running([one, two], *flags) as server, server.http() as http:
+    with running([first_repository, second_repository], *flags) as server, server.http() as http:
         states = index(http)
         assert states[("identity", "1")] == ("READY", "")
         state, reason = states[("constant", "")]
@@ -163,8 +166,8 @@ def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
             path = f"/v2/models/{quote(name, safe='')}"
             assert http.get(path).ok().json()["name"] == name
             assert client.get_model_metadata(name).name == name
-            one = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
-            reply = http.post(f"{path}/infer", {"inputs": [one]}).ok().json()
+            input_tensor = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
+            reply = http.post(f"{path}/infer", {"inputs": [input_tensor]}).ok().json()
             assert (reply["model_name"], reply["outputs"][0]["data"]) == (name, [1])
             server.wait_log(f"successfully loaded '{name}'")
         listed = server.metrics()
@@ -217,17 +220,20 @@ def test_a_named_configuration(tmp_path: Path) -> None:
     with running(tmp_path, "--model-config-name=alt") as server, server.http() as http:
         config = http.get("/v2/models/constant/config").ok().json()
         assert config["parameters"] == {"which": {"string_value": "alt"}}
-        other = http.get("/v2/models/identity/config").ok().json()
-        assert "which" not in other.get("parameters", {})
+        default_config = http.get("/v2/models/identity/config").ok().json()
+        assert "which" not in default_config.get("parameters", {})
         assert "no effect" not in server.log()
 
 
 def test_the_index_reports_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder in (one, two):
+    first_repository, second_repository = tmp_path / "one", tmp_path / "two"
+    for folder in (first_repository, second_repository):
         folder.mkdir()
         repositories.add(folder, "constant")
-    with running([one, two], "--model-control-mode=explicit") as server, server.http() as http:
+    with (
+        running([first_repository, second_repository], "--model-control-mode=explicit") as server,
+        server.http() as http,
+    ):
         listed = http.post("/v2/repository/index").json()
         assert listed == [
             {
@@ -370,14 +376,14 @@ def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> 
 def test_unloading_ends_the_processes(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    before = server.titles()
+    titles_before = server.titles()
     with server.http() as http:
         for _ in range(3):
             http.load("constant").ok()
             assert len(server.find("worker constant.0")) == 1
             assert len(server.find("scheduler constant")) == 1
             http.unload("constant").ok()
-            until("its processes have ended", lambda: server.titles() == before)
+            until("its processes have ended", lambda: server.titles() == titles_before)
 
 
 @pytest.mark.parametrize("name", ["nothing", "..%2Fescape", "%2E%2E", "a%2Fb"])
@@ -385,7 +391,7 @@ def test_loading_what_is_not_there(empty_server: Explicit, name: str) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
     with server.http() as http:
-        before = index(http)
+        index_before = index(http)
         reply = http.load(name)
         assert reply.status in (400, 404, 500)
         if name == "nothing":
@@ -393,7 +399,7 @@ def test_loading_what_is_not_there(empty_server: Explicit, name: str) -> None:
             assert reply.error.startswith(
                 "failed to load 'nothing', failed to poll from model repository"
             )
-        assert index(http) == before
+        assert index(http) == index_before
         assert http.get("/v2/health/ready").status == 200
 
 
@@ -404,11 +410,11 @@ def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explici
     server, repository = empty_server
     repositories.add_as(repository, "wronged", "constant")
     with server.http() as http:
-        before = index(http)
+        index_before = index(http)
         code = {"file:1/model.py": base64.b64encode(source(2).encode()).decode()}
-        for sent in ({"config": "nonsense"}, code):
-            assert http.load("wronged", **sent).status == 500
-            assert index(http) == before
+        for load_parameters in ({"config": "nonsense"}, code):
+            assert http.load("wronged", **load_parameters).status == 500
+            assert index(http) == index_before
             assert http.get("/v2/models/wronged").error.endswith("is not found")
         http.load("wronged").ok()
         http.unload("wronged").ok()
@@ -543,7 +549,7 @@ def test_requests_of_an_old_generation_are_counted(empty_server: Explicit, betwe
 
     with server.http() as http, request_pool(server) as pool:
         http.load("gated").ok()
-        before = counted()
+        counts_before = counted()
         old = pool.number("gated", 1)
         visit = server.gate.next()
         http.load("gated").ok()
@@ -555,7 +561,7 @@ def test_requests_of_an_old_generation_are_counted(empty_server: Explicit, betwe
             until("one and the first are left", others_have_ended)
         visit.release()
         old.result().ok()
-        until("all are counted", lambda: counted() == before + 1 + between)
+        until("all are counted", lambda: counted() == counts_before + 1 + between)
 
 
 def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
@@ -638,9 +644,9 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(empty_server: Ex
         visit = server.gate.next()
         http.load("gated").ok()
         new = pool.number("gated", 2)
-        other = server.gate.next()
-        assert other.pid != visit.pid
-        other.release()
+        other_visit = server.gate.next()
+        assert other_visit.pid != visit.pid
+        other_visit.release()
         assert new.result().status == 200
         assert not old.done()
         http.unload("gated").ok()
@@ -664,7 +670,7 @@ def test_unload_waits_for_running_requests(empty_server: Explicit) -> None:
 
 def test_unload_while_a_worker_starts_again(empty_server: Explicit) -> None:
     server, repository = empty_server
-    before = len(server.log())
+    log_length = len(server.log())
     repositories.add(repository, "constant")
     waiting = (
         "import os, socket\ngate = socket.socket(socket.AF_UNIX)\n"
@@ -684,7 +690,7 @@ def test_unload_while_a_worker_starts_again(empty_server: Explicit) -> None:
         rewrite(repository, source(3))
         http.load("constant").ok()
         assert answer(http) == 3
-    assert "Traceback" not in server.log()[before:]
+    assert "Traceback" not in server.log()[log_length:]
 
 
 def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explicit) -> None:
@@ -712,10 +718,13 @@ def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explici
 @pytest.fixture(scope="module")
 def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
     """Yield the server of the fixture `empty_polling`."""
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    first_repository, second_repository = (
+        tmp_path_factory.mktemp("one"),
+        tmp_path_factory.mktemp("two"),
+    )
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
-    with running([one, two], *flags) as started:
-        yield started, one, two
+    with running([first_repository, second_repository], *flags) as started:
+        yield started, first_repository, second_repository
 
 
 @pytest.fixture
@@ -781,14 +790,16 @@ def test_a_model_that_appears_in_two_repositories(
     """Polling unloads the ambiguous model without making the server unready, and loads it when
     one copy is removed.
     """
-    server, one, two = empty_polling
-    repositories.add_as(tmp_path, "twice", "constant").rename(one / "twice")
+    server, first_repository, second_repository = empty_polling
+    repositories.add_as(tmp_path, "twice", "constant").rename(first_repository / "twice")
     with server.http() as http:
         until("it is served", lambda: http.infer("twice", ASK).status == 200)
         assert answer(http, "twice") == 1
         another = "version_policy: { all {} }\n"
-        repositories.add_as(tmp_path, "twice", "constant", another).rename(two / "twice")
-        rewrite(two, source(2), 2, "twice")
+        repositories.add_as(tmp_path, "twice", "constant", another).rename(
+            second_repository / "twice"
+        )
+        rewrite(second_repository, source(2), 2, "twice")
         severally = ("UNAVAILABLE", "model appears in two or more repositories")
         until("it is not served", lambda: http.infer("twice", ASK).status == 404)
         server.wait_log("model 'twice': not unique across all model repositories")
@@ -796,7 +807,7 @@ def test_a_model_that_appears_in_two_repositories(
         assert models[("twice", "")] == severally and ("twice", "1") not in models
         until("all have ended", lambda: not server.find("scheduler twice"))
         assert http.get("/v2/health/ready").status == 200
-        (one / "twice").rename(tmp_path / "twice")
+        (first_repository / "twice").rename(tmp_path / "twice")
         until("it is served again", lambda: http.infer("twice", ASK).status == 200)
         models = index(http)
         assert models[("twice", "1")] == models[("twice", "2")] == ("READY", "")
@@ -815,8 +826,10 @@ def test_removing_a_broken_model_leaves_the_server_ready(
     for name in ("broken", "unread"):
         (tmp_path / name).rename(repository / name)
 
-    def failed(found: dict[tuple[str, str], tuple[str, str]]) -> bool:
-        states = [found.get(key, ("", ""))[0] for key in (("broken", "1"), ("unread", ""))]
+    def failed(states_by_version: dict[tuple[str, str], tuple[str, str]]) -> bool:
+        states = [
+            states_by_version.get(key, ("", ""))[0] for key in (("broken", "1"), ("unread", ""))
+        ]
         return states == ["UNAVAILABLE", "UNAVAILABLE"]
 
     with server.http() as http:

@@ -63,7 +63,9 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
         stub(server) as call,
     ):
         config = json.dumps({"backend": "python", "input": [], "output": []})
-        mine, wrong = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, INFERENCE_TOKEN))
+        admin_headers, wrong = (
+            {"Authorization": f"Bearer {token}"} for token in (TOKEN, INFERENCE_TOKEN)
+        )
         path, load = "/v2/repository/models/constant/load", call.RepositoryModelLoad
         for headers in (wrong, {}):
             metadata = tuple((key.lower(), value) for key, value in headers.items())
@@ -83,9 +85,9 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
             http.post(path).ok()
             assert http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0] == 1
             return
-        assert http.infer("constant", ASK, mine).ok().tensors()["OUTPUT0"][0] == 1
-        http.post(path, {"parameters": sent(CONFIG)}, mine).ok()
-        assert http.infer("constant", ASK, mine).ok().tensors()["OUTPUT0"][0] == 2
+        assert http.infer("constant", ASK, admin_headers).ok().tensors()["OUTPUT0"][0] == 1
+        http.post(path, {"parameters": sent(CONFIG)}, admin_headers).ok()
+        assert http.infer("constant", ASK, admin_headers).ok().tensors()["OUTPUT0"][0] == 2
 
 
 def load_over_http(http: Http, parameters: dict[str, str]) -> str:

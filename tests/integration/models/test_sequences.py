@@ -152,10 +152,10 @@ def add_value(
 @pytest.mark.parametrize("id_type", ID_TYPES)
 def test_3_3_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None:
     """The model stores state by `correlation_id()`. Numbers and texts are different ids."""
-    mine: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
-    for sequence in mine:
+    sequence_ids: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
+    for sequence in sequence_ids:
         assert add_value(http, f"id_{id_type}", sequence, 3, 1) == (200, 3)
-    for sequence in mine:
+    for sequence in sequence_ids:
         assert add_value(http, f"id_{id_type}", sequence, 4, 2) == (200, 7)
     wrong: int | str = "text" if id_type != "STRING" else 9
     status, text = add_value(http, f"id_{id_type}", wrong, 1, 1)
