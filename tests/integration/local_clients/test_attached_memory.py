@@ -318,7 +318,9 @@ def test_killed_processes_leave_nothing(server: Server, local_server: LocalServe
         maker.kill()
     until("memory is released", lambda: regions_of(local_server) <= regions_before)
     until("its maker's tracker unlinks it", lambda: not Path("/dev/shm", name).exists())
-    leftover_objects = {each for each in os.listdir("/dev/shm") if "shmserve" in each}
+    leftover_objects = {
+        entry_name for entry_name in os.listdir("/dev/shm") if "shmserve" in entry_name
+    }
     assert leftover_objects <= listed
 
 

@@ -417,15 +417,15 @@ def test_a_callback_may_close_the_client(gated: Server) -> None:
             outcome.set_exception(error)
 
     threads = [threading.Thread(target=wait, args=(outcome,)) for outcome in waiting]
-    for each in threads:
-        each.start()
+    for busy_thread in threads:
+        busy_thread.start()
     gated.wait_pending("gated", 2)
     client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(lambda _: client.close())
     for error in (blocked.exception(20), *(outcome.exception(20) for outcome in waiting)):
         assert isinstance(error, shmserve.client.Disconnected)
     thread.join()
-    for each in threads:
-        each.join()
+    for busy_thread in threads:
+        busy_thread.join()
     gated.wait_pending("gated", 0)
     visit.release()
     with pytest.raises(shmserve.client.Disconnected, match="closed"):

@@ -250,14 +250,16 @@ def test_3_5_a_state_is_passed_from_request_to_request(
 
     assert sum_of(1, 1, start=True) == 1
     many = 1 if model == "unbatched" else 4
-    assert [sum_of(each, each, start=True) for each in range(2, many + 1)] == list(
-        range(2, many + 1)
-    )
+    assert [
+        sum_of(sequence_id, sequence_id, start=True) for sequence_id in range(2, many + 1)
+    ] == list(range(2, many + 1))
     assert [sum_of(1, 10), sum_of(1, 100)] == [11, 111]
-    assert [sum_of(each, 1) for each in range(2, many + 1)] == list(range(3, many + 2))
+    assert [sum_of(sequence_id, 1) for sequence_id in range(2, many + 1)] == list(
+        range(3, many + 2)
+    )
     assert sum_of(1, 5, start=True) == 5
-    for each in range(1, many + 1):
-        sum_of(each, 0, end=True)
+    for sequence_id in range(1, many + 1):
+        sum_of(sequence_id, 0, end=True)
 
 
 def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> None:

@@ -267,7 +267,7 @@ def step(
         "parameters": {"sequence_id": sequence, "sequence_start": start, "sequence_end": end},
     }
     reply = http.infer("sums", body)
-    return [int(each) for each in reply.tensors()["OUT"].flat]
+    return [int(number) for number in reply.tensors()["OUT"].flat]
 
 
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])

@@ -119,8 +119,8 @@ def test_a_successor_server_takes_over(tmp_path: Path) -> None:
             assert total(send_step(server, 1, start=True)) == 1
         servers[1].stop()
     finally:
-        for each in servers:
-            each.discard()
+        for started_server in servers:
+            started_server.discard()
 
 
 @contextmanager

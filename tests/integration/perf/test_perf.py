@@ -138,7 +138,7 @@ def test_an_interrupt_prints_what_was_measured(
 ) -> None:
     path = tmp_path / "report.json"
     command = ["perf", "simple", "--concurrency=4,5", "--stability=1e-9", f"--json={path}"]
-    before = successes(perf_server)
+    successes_before = successes(perf_server)
     with subprocess.Popen(
         [sys.executable, "-m", "shmserve", *command, *at(perf_server, protocol), *flags],
         stdout=subprocess.PIPE,
@@ -146,7 +146,7 @@ def test_an_interrupt_prints_what_was_measured(
         text=True,
         cwd=ROOT,
     ) as process:
-        until("the load has begun", lambda: successes(perf_server) > before + 100)
+        until("the load has begun", lambda: successes(perf_server) > successes_before + 100)
         time.sleep(0.8)  # the second case ends its warm-up and some windows
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
@@ -224,8 +224,14 @@ def test_a_report_is_written_drawn_and_compared(
     assert (tmp_path / "1.svg").read_text().startswith("<svg")
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
     capsys.readouterr()
-    again = ["perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server]
-    assert main(again) == 0
+    compare_arguments = [
+        "perf",
+        "simple",
+        "--concurrency=2",
+        f"--compare={tmp_path}/1.json",
+        *server,
+    ]
+    assert main(compare_arguments) == 0
     assert "new / old" in capsys.readouterr().out
 
 

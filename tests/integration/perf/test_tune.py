@@ -58,13 +58,13 @@ def in_force(server: Server) -> dict[str, Any]:
 def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     server: Server, tmp_path: Path, protocol: str
 ) -> None:
-    before = in_force(server)
+    config_before = in_force(server)
     where = f"--url=http://{server.url}" if protocol == "http" else f"--run-dir={server.run_dir}"
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
     # Every configuration meets this target. The quality of the choice is tested by the
     # simulation.
     assert main(["tune", "slow", "--p99=60s", where, *SHORT, *files]) == 0
-    assert in_force(server) == before
+    assert in_force(server) == config_before
     written = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
     assert 1 <= written.max_batch_size <= 8
     assert 1 <= written.instance_group[0].count <= 2
@@ -74,7 +74,7 @@ def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
 def test_an_interrupted_tune_prints_its_results_and_restores_the_model(
     server: Server, tmp_path: Path
 ) -> None:
-    before = in_force(server)
+    config_before = in_force(server)
     command = ["tune", "slow", "--p99=60s", f"--url=http://{server.url}", "--window=0.2", "--apply"]
     with subprocess.Popen(
         [sys.executable, "-m", "shmserve", *command],
@@ -90,7 +90,7 @@ def test_an_interrupted_tune_prints_its_results_and_restores_the_model(
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "# interrupted after" in output and "max_batch_size: 8" in output
-    assert in_force(server) == before
+    assert in_force(server) == config_before
 
 
 def test_tune_writes_its_recommendation_to_the_given_file(

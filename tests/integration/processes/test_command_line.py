@@ -180,8 +180,8 @@ def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
     )
     completed = run_command("check", str(repository))
     assert completed.returncode == 2
-    first, *other_lines = completed.stdout.splitlines()
-    assert first.split(maxsplit=1) == [
+    first_line, *other_lines = completed.stdout.splitlines()
+    assert first_line.split(maxsplit=1) == [
         "wrong",
         "FAILED  failed to load 'wrong', failed to poll from model repository: wrong/config.pbtxt:"
         '9:1: max_batch: no such field; did you mean "max_batch_size"?',
@@ -236,7 +236,7 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         'model_warmup { name: "s" batch_size: 1 inputs { key: "IMAGE" value '
         '{ data_type: TYPE_STRING dims: 1 input_data_file: "image" } } }'
     )
-    for name, other, settings in (
+    for name, replacement, settings in (
         ("empty", "", ""),
         ("given", 'IMAGE"/PICTURE"', ""),
         ("name", 'SIZE"/AREA"', sample),
@@ -244,7 +244,7 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         ("shape", "(1, 2)/(1, 3)", sample),
         ("type", "int32/float32", sample),
     ):
-        old, _, new = other.partition("/")
+        old, _, new = replacement.partition("/")
         entry = "PICTURE" if new == 'PICTURE"' else "IMAGE"
         config = (
             f'backend: "python" max_batch_size: 2 input {{ name: "{entry}" data_type: TYPE_STRING '
@@ -330,9 +330,9 @@ def connection_flags(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 def infer(connection_flag: str, *arguments: str) -> Any:
     """Return the output of `shmserve client infer`."""
-    done = run_command("client", "infer", *arguments, connection_flag)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    completed = run_command("client", "infer", *arguments, connection_flag)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
 @pytest.mark.parametrize("protocol", ["native", "http", "unix", "grpc"])
@@ -367,9 +367,9 @@ def test_client_infer_that_is_refused(connection_flags: dict[str, str], protocol
         (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
         (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
     ):
-        done = run_command("client", "infer", *arguments, connection_flags[protocol])
-        assert (done.returncode, done.stdout) == (1, "")
-        assert expected in done.stderr and done.stderr.count("\n") == 1
+        completed = run_command("client", "infer", *arguments, connection_flags[protocol])
+        assert (completed.returncode, completed.stdout) == (1, "")
+        assert expected in completed.stderr and completed.stderr.count("\n") == 1
 
 
 def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
@@ -430,11 +430,11 @@ def test_client_without_a_server(
 def test_client_infer_finds_this_users_server(server: Server) -> None:
     environment = {**os.environ, "SHMSERVE_RUN_DIR": str(server.run_dir)}
     arguments = ("client", "infer", "completed", "--input=INPUT0=[1, 2, 3, 4]")
-    done = run_command(*arguments, env=environment)
-    assert json.loads(done.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], done.stderr
-    done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
-    assert done.returncode == 1
-    assert done.stderr == (
+    completed = run_command(*arguments, env=environment)
+    assert json.loads(completed.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], completed.stderr
+    completed = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
+    assert completed.returncode == 1
+    assert completed.stderr == (
         "shmserve client infer: no server is running: there is no run directory /nowhere\n"
     )
 
@@ -454,18 +454,18 @@ def test_client_infer_that_fails(
     server: Server, arguments: tuple[str, ...], status: int, expected_error: str
 ) -> None:
     url = f"http://127.0.0.1:{server.http_port}"
-    done = run_command("client", "infer", *arguments, "--url", url)
-    assert done.returncode == status
-    assert expected_error in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    completed = run_command("client", "infer", *arguments, "--url", url)
+    assert completed.returncode == status
+    assert expected_error in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_client_infer_without_a_server(scheme: str) -> None:
-    (held,) = hold_ports(1)  # a port at which no server listens
-    with held:
-        url = f"{scheme}://127.0.0.1:{port_of(held)}"
-        done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
-    assert done.returncode == 1
-    assert f": {url}: no response: " in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    (port_socket,) = hold_ports(1)  # a port at which no server listens
+    with port_socket:
+        url = f"{scheme}://127.0.0.1:{port_of(port_socket)}"
+        completed = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
+    assert completed.returncode == 1
+    assert f": {url}: no response: " in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1

@@ -75,12 +75,12 @@ def test_the_dashboard_requires_the_metrics_token(guarded_server: Server) -> Non
 
 def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     with watched.under_load(server), Feed(server.metrics_port) as feed:
-        first = feed.next()
+        first_message = feed.next()
         until("all are asked", lambda: all(answered(server, name) > 8 for name in watched.FEW))
     with Feed(server.metrics_port) as feed:
         report = feed.next()
-    assert first["models"]["broken/1"]["state"] == "UNAVAILABLE"
-    assert "there is no such weight" in first["models"]["broken/1"]["because"]
+    assert first_message["models"]["broken/1"]["state"] == "UNAVAILABLE"
+    assert "there is no such weight" in first_message["models"]["broken/1"]["because"]
     for name in watched.FEW:
         row = report["models"][f"{name}/1"]
         assert row["success"] == answered(server, name), name
@@ -184,9 +184,9 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     assert len(points) == len(history["at"]) and max(point[0] for point in points if point) > 0
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it shows figures", "models.size >= 7")
-    first = "past.get('simple/1').find(point => point.rate > 0).at"
-    assert page.run(f"asOf - {first}") > HISTORY_EVERY_S - 2
-    assert page.run(f"past.get('').find(point => point.rate > 0).at <= {first}")
+    oldest_time = "past.get('simple/1').find(point => point.rate > 0).at"
+    assert page.run(f"asOf - {oldest_time}") > HISTORY_EVERY_S - 2
+    assert page.run(f"past.get('').find(point => point.rate > 0).at <= {oldest_time}")
     # The time axis ends at the server's time, and has a mark every two minutes.
     axis = "document.querySelector('#charts .axis')"
     assert page.run(f"{axis}.firstChild.textContent === clock(asOf)")
@@ -391,27 +391,27 @@ def test_a_hidden_page_sends_no_requests(server: Server, page: Page) -> None:
 @needs_chromium
 def test_the_dashboard_reconnects_after_a_restart(tmp_path: Path, page: Page) -> None:
     repositories.add(tmp_path / "models", "identity")
-    first = Server([tmp_path / "models"]).wait_ready()
-    first.wait_named()
-    ports = first.http_port, first.metrics_port
-    page.navigate(f"http://127.0.0.1:{first.metrics_port}/")
+    first_server = Server([tmp_path / "models"]).wait_ready()
+    first_server.wait_named()
+    ports = first_server.http_port, first_server.metrics_port
+    page.navigate(f"http://127.0.0.1:{first_server.metrics_port}/")
     page.wait("it watches", "$('status').className === 'live'")
-    first.process.terminate()
+    first_server.process.terminate()
     page.wait("it says so", "$('status').className === 'lost'")
     page.wait("it is grey", "getComputedStyle($('all')).filter === 'grayscale(1)'")
     assert re.fullmatch(r"shmserve as of \d\d:\d\d:\d\d", page.run("document.title"))
     assert re.match(r"as of \d\d:\d\d:\d\d: the server does", page.run("$('status').textContent"))
-    assert first.wait_exit(20) == 0
-    second = Server([tmp_path / "models"], ports=ports)
+    assert first_server.wait_exit(20) == 0
+    second_server = Server([tmp_path / "models"], ports=ports)
     try:
-        second.wait_ready()
-        second.wait_named()
+        second_server.wait_ready()
+        second_server.wait_named()
         page.wait("it watches again", "$('status').className === 'live' && models.size === 1")
         assert page.run("document.title") == "shmserve"
         assert page.run("getComputedStyle($('all')).filter") == "none"
     finally:
-        first.discard()
-        second.stop()
+        first_server.discard()
+        second_server.stop()
 
 
 @needs_chromium

@@ -39,12 +39,12 @@ def events(server: Server) -> Iterator[EventReader]:
         yield reader
 
 
-def read_until(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
+def read_until(events: EventReader, is_last: Callable[[Any], bool]) -> list[Any]:
     received: list[Any] = []
     for entry in events.follow():
         assert not entry.lost
         received.append(entry.event)
-        if last(entry.event):
+        if is_last(entry.event):
             return received
     raise AssertionError
 
@@ -137,10 +137,10 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
     """
     name = f"shmserve.client {os.getpid()}."
     with shmserve.client.connect(server.run_dir) as program, server.http() as http:
-        kept = program.allocate({"x": ((16,), "INT32")})
+        region = program.allocate({"x": ((16,), "INT32")})
         *_, shared = read_until(events, lambda e: isinstance(e, m.RegionRegistered))
         assert shared.name.startswith(name)
-        assert kept and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
+        assert region and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
         row = {field: getattr(shared, field) for field in ("name", "key", "offset", "byte_size")}
         status = "/v2/systemsharedmemory/status"  # a gateway learns of the region a moment later
         until("it is listed", lambda: http.get(status).ok().json() == [row])
@@ -151,11 +151,11 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
         assert f" region {shared.name}: {shared.byte_size} bytes, memfd from 0, of uid" in listed
         placed = {"shared_memory_region": shared.name, "shared_memory_byte_size": 64}
         tensor = {"datatype": "INT32", "shape": [1, 16], "parameters": placed}
-        inputs = [{"name": each, **tensor} for each in ("INPUT0", "INPUT1")]
+        inputs = [{"name": input_name, **tensor} for input_name in ("INPUT0", "INPUT1")]
         refused = http.infer("simple", {"inputs": inputs})
         assert "Unable to find shared memory region" in refused.error
-    *_, gone = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
-    assert gone == m.RegionUnregistered(shared.name, "its program has disconnected")
+    *_, unregistered = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
+    assert unregistered == m.RegionUnregistered(shared.name, "its program has disconnected")
     until("it is gone", lambda: server.metric("shmserve_shm_unnamed_regions") == 0)
 
 
@@ -177,16 +177,16 @@ def test_counters_are_published_repeatedly(server: Server, events: EventReader) 
         assert (counted.name, counted.version) == ("simple", "1")
         return counted.counters
 
-    before = counters()
+    counters_before = counters()
     with server.http() as http:
         tensor = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
         inputs = [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]
         assert http.infer("simple", {"inputs": inputs}).status == 200
-    while (after := counters())["success"] == before["success"]:
+    while (counters_after := counters())["success"] == counters_before["success"]:
         pass
-    assert after["success"] == before["success"] + 1
-    assert after["request_ns"] > before["request_ns"]
-    assert after["pending"] == after["executing"] == 0
+    assert counters_after["success"] == counters_before["success"] + 1
+    assert counters_after["request_ns"] > counters_before["request_ns"]
+    assert counters_after["pending"] == counters_after["executing"] == 0
 
 
 def test_states_and_events_are_printed(server: Server) -> None:
@@ -208,19 +208,19 @@ def test_states_and_events_are_printed(server: Server) -> None:
 
 def test_counters_are_printed_only_if_they_are_asked_for(server: Server) -> None:
     with following(server) as (process, line), following(server, "--topic=counters") as (_, count):
-        shown = ""
-        while "counters of simple" not in shown:  # counters are sent once per second
-            shown = count()
-        first = line()  # the process runs and has begun to print the snapshot
+        printed_text = ""
+        while "counters of simple" not in printed_text:  # counters are sent once per second
+            printed_text = count()
+        first_line = line()  # the process runs and has begun to print the snapshot
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
-        assert process.stdout is not None and "counters" not in first + process.stdout.read()
+        assert process.stdout is not None and "counters" not in first_line + process.stdout.read()
 
 
 def test_no_server(tmp_path: Path) -> None:
-    done = run_command("events", f"--run-dir={tmp_path}")
-    assert done.returncode == 1
-    assert done.stderr.startswith("shmserve: no server publishes events at ")
+    completed = run_command("events", f"--run-dir={tmp_path}")
+    assert completed.returncode == 1
+    assert completed.stderr.startswith("shmserve: no server publishes events at ")
 
 
 def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
@@ -254,19 +254,19 @@ def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
 def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:
     """If the queue overflows, the received events and the reported losses add up to all events."""
     pairs, name = 1200, "n" * 250
-    read = lost = 0
-    last = -1
+    read = lost_count = 0
+    last_number = -1
 
     def read_to_the_end() -> None:
-        nonlocal read, lost, last
-        while last < 0:
+        nonlocal read, lost_count, last_number
+        while last_number < 0:
             document = json.loads(line())
             if document["event"] == "EventsLost":
-                lost += document["count"]
+                lost_count += document["count"]
             else:
                 read += 1
                 if document["event"] == "RegionRegistered" and document["name"].startswith("last-"):
-                    last = int(document["name"].removeprefix("last-"))
+                    last_number = int(document["name"].removeprefix("last-"))
 
     with (
         SharedObject(4096) as shared_object,
@@ -289,5 +289,5 @@ def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:
             if not reading.is_alive():
                 break
         http.unregister("first").ok()
-    assert lost
-    assert read + lost == 2 * pairs + 2 * last + 1
+    assert lost_count
+    assert read + lost_count == 2 * pairs + 2 * last_number + 1

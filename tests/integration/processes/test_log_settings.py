@@ -285,7 +285,7 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
 
 
 @pytest.mark.parametrize(
-    ("changes", "shown"),
+    ("changes", "expected_text"),
     [
         ({}, "IWE"),
         ({"log_verbose_level": 1}, "DIWE"),
@@ -297,18 +297,18 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
     ],
 )
 def test_log_settings_reach_the_models_records(
-    server: Server, http: Http, changes: dict[str, Any], shown: str
+    server: Server, http: Http, changes: dict[str, Any], expected_text: str
 ) -> None:
     http.post(PATH, changes).ok()
     # The change and the request reach the worker from two processes, in any order.
-    until("it is heard so", lambda: spoken(server, http) == shown)
+    until("it is heard so", lambda: spoken(server, http) == expected_text)
 
 
 def spoken(server: Server, http: Http) -> str:
     """Return the levels of the lines that the model logs about one request."""
-    before = len(lines(server, "worker talker"))
+    lines_before = len(lines(server, "worker talker"))
     http.infer("talker", ROW).ok()  # the model's log lines are written before its response is sent
-    logged = lines(server, "worker talker")[before:]
+    logged = lines(server, "worker talker")[lines_before:]
     return "".join(line[0] for line in logged if " I am " in line)
 
 
@@ -335,8 +335,8 @@ def test_a_process_that_starts_again_logs_as_the_others(
     assert process is not None
     until("it logs as the others", lambda: in_iso(server, process.pid))
     server.wait_ready()
-    with server.http() as again:
-        again.infer("talker", ROW).ok()
+    with server.http() as new_client:
+        new_client.infer("talker", ROW).ok()
 
 
 def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: Http) -> None:

@@ -50,10 +50,10 @@ def test_workers_end_first_where_memory_is_short(server: Server) -> None:
     def score(title: str) -> int:
         return int(Path(f"/proc/{server.find_one(title).pid}/oom_score_adj").read_text())
 
-    own = score("supervisor")
+    supervisor_score = score("supervisor")
     for title in ("front zygote", "gateway http 0", "scheduler simple"):
-        assert score(title) == min(1000, own + 100)
-    assert score("worker simple.0") == min(1000, own + 500)
+        assert score(title) == min(1000, supervisor_score + 100)
+    assert score("worker simple.0") == min(1000, supervisor_score + 500)
 
 
 def test_every_process_has_a_descriptive_title(server: Server) -> None:
@@ -130,7 +130,7 @@ def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
             request_pool(server) as pool,
             socket.create_connection(("127.0.0.1", server.http_port)) as idle,
         ):
-            taken = [pool.number("gated", value) for value in range(3)]
+            pending_answers = [pool.number("gated", value) for value in range(3)]
             visit = server.gate.next()
             server.wait_pending("gated", 2)
             server.process.terminate()
@@ -140,7 +140,7 @@ def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
             visit.release()
             for _ in range(2):
                 server.gate.next().release()
-            assert [values(answer.result()) for answer in taken] == [[0], [1], [2]]
+            assert [values(answer.result()) for answer in pending_answers] == [[0], [1], [2]]
         assert server.wait_exit(10) == 0
         server.assert_exited(members)
     finally:
@@ -164,8 +164,8 @@ def test_sigterm_under_load(repository: Path) -> None:
         server.discard()
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> None:
+@pytest.mark.parametrize("second_signal", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals) -> None:
     """A second signal that follows at once is ignored: timeout(1) signals its child, and then
     the whole group.
     """
@@ -179,9 +179,9 @@ def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> No
             server.gate.next()
             server.process.terminate()
             server.wait_log("stopping")  # two pending signals of the same number would be merged
-            os.kill(server.pid, second)
+            os.kill(server.pid, second_signal)
             assert server.wait_exit(1.1) is None
-            os.kill(server.pid, second)
+            os.kill(server.pid, second_signal)
             start_s = time.monotonic()
             assert server.wait_exit(5) is not None
             assert time.monotonic() - start_s < 2

@@ -10,10 +10,10 @@ from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.streams import ended, failed, send_repeat, stream
 
-FIRST = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE_METRIC = "nv_inference_first_response_histogram_ms"
 BUCKETS = f"""
 model_metrics {{ metric_control {{
-    metric_identifier {{ family: "{FIRST}" }}
+    metric_identifier {{ family: "{FIRST_RESPONSE_METRIC}" }}
     histogram_options {{ buckets: [ 0.001, 60000 ] }}
 }} }}
 """
@@ -64,20 +64,24 @@ def test_responses_are_counted_by_their_index(repeating_server: Server) -> None:
     )
     over_grpc_too = {index: row.success.count for index, row in over_grpc.response_stats.items()}
     assert over_grpc_too == {"0": 2, "1": 1, "2": 1, "3": 0}
-    first = {
+    first_buckets = {
         labels["le"]: n
-        for labels, n in repeating_server.samples(f"{FIRST}_bucket")
+        for labels, n in repeating_server.samples(f"{FIRST_RESPONSE_METRIC}_bucket")
         if labels["model"] == "repeat"
     }
-    assert first == {"0.001": 0, "60000": 2, "+Inf": 2}
-    assert repeating_server.metric(f"{FIRST}_count", model="repeat") == 2
-    lines = [line for line in repeating_server.metrics().splitlines() if line.startswith(FIRST)]
-    full_text = rf'{FIRST}_sum{{model="repeat",version="1"}} [0-9]+'
+    assert first_buckets == {"0.001": 0, "60000": 2, "+Inf": 2}
+    assert repeating_server.metric(f"{FIRST_RESPONSE_METRIC}_count", model="repeat") == 2
+    lines = [
+        line
+        for line in repeating_server.metrics().splitlines()
+        if line.startswith(FIRST_RESPONSE_METRIC)
+    ]
+    full_text = rf'{FIRST_RESPONSE_METRIC}_sum{{model="repeat",version="1"}} [0-9]+'
     assert sum(re.fullmatch(full_text, line) is not None for line in lines) == 1
-    assert f'{FIRST}_bucket{{model="repeat",version="1",le="60000"}} 2' in lines
+    assert f'{FIRST_RESPONSE_METRIC}_bucket{{model="repeat",version="1",le="60000"}} 2' in lines
     standard = {
         labels["le"]
-        for labels, _ in repeating_server.samples(f"{FIRST}_bucket")
+        for labels, _ in repeating_server.samples(f"{FIRST_RESPONSE_METRIC}_bucket")
         if labels["model"] == "standard"
     }
     assert standard == {"100", "500", "2000", "5000", "+Inf"}

@@ -69,10 +69,10 @@ class Load:
         return outcomes
 
 
-def assert_unnoticed(found: dict[str, dict[str, int]]) -> None:
+def assert_unnoticed(counts_by_protocol: dict[str, dict[str, int]]) -> None:
     """Check that every response was correct."""
-    print(found)
-    assert {protocol: list(counts) for protocol, counts in found.items()} == {
+    print(counts_by_protocol)
+    assert {protocol: list(counts) for protocol, counts in counts_by_protocol.items()} == {
         protocol: ["right"] for protocol in ("http", "grpc", "native")
     }
 
@@ -132,27 +132,27 @@ def test_restarts_by_takeover(folder: Path) -> None:
     """
     run_dir = folder / "run"
     server = Server([folder / "models"], run_dir=run_dir, grpc=True)
-    first, load = server, None
+    first_server, load = server, None
     try:
         server.wait_ready()
         ports = str(server.http_port), str(server.grpc_port)
         load = Load([*PROGRAM, *ports, run_dir, "registering"])
         load.wait_answered()
         for _ in range(RESTARTS):
-            before, same = server, (first.http_port, first.metrics_port)
+            predecessor, same = server, (first_server.http_port, first_server.metrics_port)
             server = Server(
                 [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same, grpc=True
             )
-            assert before.wait_exit(60) == 0, before.log() + server.log()
+            assert predecessor.wait_exit(60) == 0, predecessor.log() + server.log()
             server.wait_log("the previous server has exited")
             load.wait_answered()
-            if before is not first:
-                before.discard()
+            if predecessor is not first_server:
+                predecessor.discard()
     finally:
         if load is not None:
             outcomes = load.end()
         server.stop()
-        first.discard()
+        first_server.discard()
     assert_unnoticed(outcomes)
     assert not run_dir.exists()
 

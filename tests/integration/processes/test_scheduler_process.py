@@ -60,7 +60,7 @@ MODEL = {
 }
 
 WORK = pack_inference(Inference(()))
-DONE = pack_inferred(Inferred(()))
+NO_OUTPUTS = pack_inferred(Inferred(()))
 
 FLOOD = """
 import os, sys
@@ -144,8 +144,8 @@ class Stage:
         records: list[Any] = []
         while Drained() not in records:
             records += [message for _, message in self.all(self.control)]
-        before = [type(message) for message in records[:-1]]
-        assert before == [InstanceServed] + [StatisticsSnapshot] * 2
+        earlier_types = [type(message) for message in records[:-1]]
+        assert earlier_types == [InstanceServed] + [StatisticsSnapshot] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
         """Submit a request; return its number."""
@@ -158,7 +158,7 @@ class Stage:
         """Send the worker's results of a batch."""
         now = time.monotonic_ns()
         replies = [
-            m.Reply(key, "", "", *DONE) for key in (request.key for request in batch.requests)
+            m.Reply(key, "", "", *NO_OUTPUTS) for key in (request.key for request in batch.requests)
         ]
         self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
 
@@ -197,7 +197,7 @@ def test_a_request_is_executed_and_counted_when_it_is_answered(stage: Stage) -> 
     batch = stage.next(stage.worker)
     assert [(request.schema, request.data) for request in batch.requests] == [WORK]
     stage.finish(batch)
-    assert stage.next(stage.client) == m.Finished(number, *DONE)
+    assert stage.next(stage.client) == m.Finished(number, *NO_OUTPUTS)
     report = stage.statistics()
     assert report["inference_stats"]["success"]["count"] == 1
     assert abs(report["last_inference"] / 1000 - time.time()) < 60
@@ -223,10 +223,10 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
     stage.submit()
     stage.next(stage.worker)
     stage.process.send_signal(signal.SIGSTOP)
-    late = [stage.submit() for _ in range(3)]
+    late_requests = [stage.submit() for _ in range(3)]
     stage.send_message(Drain())
     stage.process.send_signal(signal.SIGCONT)
-    until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late))
+    until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late_requests))
     stage.submit()
     refused = stage.next(stage.client)
     assert (refused.code, "Server is stopping" in refused.message) == ("UNAVAILABLE", True)
@@ -264,7 +264,7 @@ def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
         batch = stage.next(stage.worker)
         # An impossible start time is replaced by the time of dispatch. The counted queue time is
         # then that of the scheduler alone.
-        replies = [m.Reply(batch.requests[0].key, "", "", *DONE)]
+        replies = [m.Reply(batch.requests[0].key, "", "", *NO_OUTPUTS)]
         stage.worker.send(m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
         stage.next(stage.client)
     histogram = stage.statistics()["shmserve"]["queue_seconds"]
@@ -278,11 +278,11 @@ def test_an_idle_scheduler_uses_no_processor(stage: Stage) -> None:
     stage.finish(stage.next(stage.worker))
     stage.next(stage.client)
     process = psutil.Process(stage.process.pid)
-    before = process.cpu_times()
+    times_before = process.cpu_times()
     switches = process.num_ctx_switches().voluntary
     time.sleep(1.0)
-    after = process.cpu_times()
-    assert after.user + after.system - before.user - before.system <= 0.01
+    times_after = process.cpu_times()
+    assert times_after.user + times_after.system - times_before.user - times_before.system <= 0.01
     assert process.num_ctx_switches().voluntary - switches <= 2
 
 
@@ -298,7 +298,7 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
     garbage = [
         b"",
         os.urandom(100),
-        frames.pack([m.Finished(1, *DONE)]),
+        frames.pack([m.Finished(1, *NO_OUTPUTS)]),
         frames.pack([HealthChanged(True, True, True)]),
         *_frames_of("BatchFinished", 1, 0, 0, 0, 0, [[], [1], ["a", 2]], 0, 0, True),
         frames.pack([m.Execute(1, [])]),
@@ -313,7 +313,7 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
             send_raw(stranger, b"", b"\1\4some\0\4more")
     number = stage.submit()
     stage.finish(stage.next(stage.worker))
-    assert stage.next(stage.client) == m.Finished(number, *DONE)
+    assert stage.next(stage.client) == m.Finished(number, *NO_OUTPUTS)
     assert stage.statistics()["shmserve"]["malformed"] > len(garbage)
     assert stage.process.poll() is None
 
@@ -323,7 +323,7 @@ def test_a_deadline_may_be_any_number(stage: Stage) -> None:
         stage.client.send(m.Submit(7, *WORK, 0, deadline, 0, 0))
         batch = stage.next(stage.worker)
         stage.finish(batch)
-        assert stage.next(stage.client) == m.Finished(7, *DONE)
+        assert stage.next(stage.client) == m.Finished(7, *NO_OUTPUTS)
 
 
 def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None:

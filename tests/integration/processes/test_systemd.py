@@ -77,8 +77,8 @@ def run_beside(systemd: Systemd, unit: str, text: str) -> None:
     assert "status" not in started, started
 
 
-def log(systemd: Systemd, *which: str) -> str:
-    return systemd.run("journalctl", "--no-pager", "--output=cat", "-tshmserve", *which)
+def log(systemd: Systemd, *options: str) -> str:
+    return systemd.run("journalctl", "--no-pager", "--output=cat", "-tshmserve", *options)
 
 
 def start(systemd: Systemd, *units: str) -> None:
@@ -134,10 +134,13 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
     # In containers that do not permit -200, the scores are relative to 0.
     files = {title: Path(f"/proc/{pid}/oom_score_adj") for title, pid in processes_by_title}
     score = {title: int(file.read_text()) for title, file in files.items()}
-    own = score["supervisor"]
-    assert own in (-200, 0)
-    assert (score["gateway http 0"], score["scheduler simple"]) == (own + 100, own + 100)
-    assert score["worker simple.0 cpu"] == own + 500
+    supervisor_score = score["supervisor"]
+    assert supervisor_score in (-200, 0)
+    assert (score["gateway http 0"], score["scheduler simple"]) == (
+        supervisor_score + 100,
+        supervisor_score + 100,
+    )
+    assert score["worker simple.0 cpu"] == supervisor_score + 500
 
     # Members of the group are served and have their own shared memory. Other users cannot connect.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
@@ -238,5 +241,5 @@ def test_a_user_has_one(systemd: Systemd) -> None:
     assert run("curl", "-si", "--unix-socket", path, "http://host/v2/health/ready")[9:12] == "200"
     assert "status" not in run(*COMMAND, "remove", "--user")
     systemd.path(drop_in).unlink()
-    left = run("find", f"{HOME}/.config", RUNTIME, "-name", "*shmserve*")
-    assert left.split("\n")[0] == f"{HOME}/.config/systemd/user/{SERVICE}.d"
+    leftover_paths = run("find", f"{HOME}/.config", RUNTIME, "-name", "*shmserve*")
+    assert leftover_paths.split("\n")[0] == f"{HOME}/.config/systemd/user/{SERVICE}.d"

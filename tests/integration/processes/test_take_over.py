@@ -200,5 +200,5 @@ def test_a_successor_takes_over_sockets_and_regions(repository: Path, run_dir: P
         assert not run_dir.exists()
         assert not path.exists()
     finally:
-        for each in servers:
-            each.discard()
+        for started_server in servers:
+            started_server.discard()

@@ -33,19 +33,19 @@ class Terminal:
     """A program in its own terminal, and the contents of its screen."""
 
     def __init__(self, *arguments: str) -> None:
-        self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._ours, child_terminal = pty.openpty()
+        fcntl.ioctl(child_terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shmserve", "top", *arguments],
             cwd=ROOT,
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=child_terminal,
+            stdout=child_terminal,
+            stderr=child_terminal,
             start_new_session=True,
         )
-        self._modes = termios.tcgetattr(theirs)
-        self._theirs = theirs
+        self._modes = termios.tcgetattr(child_terminal)
+        self._theirs = child_terminal
         self._written = ""
 
     def screen(self) -> list[str]:
@@ -112,22 +112,22 @@ def test_top_is_controlled_by_keys(server: Server) -> None:
 
 def test_top_continues_after_a_restart(tmp_path: Path) -> None:
     repositories.add(tmp_path / "models", "identity")
-    first = Server([tmp_path / "models"]).wait_ready()
-    first.wait_named()
-    ports = first.http_port, first.metrics_port
-    with terminal(f"--metrics-url=http://127.0.0.1:{first.metrics_port}") as opened:
+    first_server = Server([tmp_path / "models"]).wait_ready()
+    first_server.wait_named()
+    ports = first_server.http_port, first_server.metrics_port
+    with terminal(f"--metrics-url=http://127.0.0.1:{first_server.metrics_port}") as opened:
         opened.wait("1 of 1 ready")
-        first.process.terminate()
-        assert first.wait_exit(20) == 0
+        first_server.process.terminate()
+        assert first_server.wait_exit(20) == 0
         opened.wait("the server has exited|refused")
-        second = Server([tmp_path / "models"], ports=ports)
+        second_server = Server([tmp_path / "models"], ports=ports)
         try:
-            second.wait_ready()
-            second.wait_named()
+            second_server.wait_ready()
+            second_server.wait_named()
             opened.wait("1 of 1 ready")
         finally:
-            first.discard()
-            second.stop()
+            first_server.discard()
+            second_server.stop()
 
 
 def test_without_a_terminal_it_prints_once(server: Server) -> None:

@@ -259,9 +259,11 @@ def stream_by_http(server: Server) -> Any:
     with server.http() as http:
         reply = http.infer("many", body, accept).ok()
     assert re.fullmatch("00-.*", reply.headers["traceparent"])
-    *some, last = [json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line]
+    *some, final_event = [
+        json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line
+    ]
     assert len(some) == 2 and "parameters" not in some[-1]
-    return last["parameters"]["explanation"]
+    return final_event["parameters"]["explanation"]
 
 
 def stream_by_grpc(server: Server) -> Any:
@@ -271,17 +273,17 @@ def stream_by_grpc(server: Server) -> Any:
         infer_input.set_data_from_numpy(ROW[0])
         client.start_stream(lambda result, error: queue.put(error or result))
         client.async_stream_infer("many", [infer_input], parameters={"explain": True})
-        first, second, last = (queue.get(timeout=20) for _ in range(3))
+        first_response, second_response, final_response = (queue.get(timeout=20) for _ in range(3))
         client.stop_stream()
-    assert first.as_numpy("Y").item() == second.as_numpy("Y").item() == 1
-    return json.loads(last.get_response().parameters["explanation"].string_param)
+    assert first_response.as_numpy("Y").item() == second_response.as_numpy("Y").item() == 1
+    return json.loads(final_response.get_response().parameters["explanation"].string_param)
 
 
 def stream_by_native(server: Server) -> Any:
     with shmserve.client.connect(server.run_dir) as client:
-        *some, last = client.stream("many", X=ROW[0], parameters={"explain": True})
+        *some, final_response = client.stream("many", X=ROW[0], parameters={"explain": True})
     assert [response["Y"].item() for response in some] == [1, 1] and not some[-1].parameters
-    return last.parameters["explanation"]
+    return final_response.parameters["explanation"]
 
 
 @pytest.mark.parametrize("send_request", [stream_by_http, stream_by_grpc, stream_by_native])
@@ -297,7 +299,7 @@ def test_a_stream_is_explained_at_its_end(
 
 @pytest.mark.parametrize("protocol", ["http", "stream", "grpc"])
 def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: str) -> None:
-    before = server.log().count("the client has disconnected")
+    count_before = server.log().count("the client has disconnected")
     if protocol == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             infer_input = grpcclient.InferInput("X", [1], "FP32")
@@ -309,7 +311,9 @@ def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: 
         accept = {"Accept": "text/event-stream"} if protocol == "stream" else {}
         with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
             http.infer("late", X, accept)
-    until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
+    until(
+        "it is told", lambda: server.log().count("the client has disconnected") == count_before + 1
+    )
     failures = [
         trace_text for trace_text, _ in slow_lines(server, "late") if trace_text.get("error")
     ]
@@ -338,7 +342,9 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     entries = json.loads(path.read_text())
     stamps = {entry["id"]: entry["timestamps"] for entry in entries if "timestamps" in entry}
     about = [entry for entry in entries if "model_name" in entry]
-    return [(entry, {one["name"]: one["ns"] for one in stamps[entry["id"]]}) for entry in about]
+    return [
+        (entry, {stamp["name"]: stamp["ns"] for stamp in stamps[entry["id"]]}) for entry in about
+    ]
 
 
 def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: Path) -> None:
@@ -379,14 +385,14 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
 
         def traced(model: str) -> list[tuple[str, ...]]:
             """Return the traced tensors of a request."""
-            before = len(entries_in(path)) if path.exists() else 0
+            count_before = len(entries_in(path)) if path.exists() else 0
             row = ROW if model in ("one", "both") else ROW[0]
             name = "IN" if model == "both" else "X"
             accept = {"Accept": "application/x-ndjson"}
             body = {"inputs": [json_input(name if model != "fails" else "IN", row)]}
             http.post(f"/v2/models/{model}/infer", body, accept if model == "many" else {})
-            until("it is written", lambda: path.exists() and len(entries_in(path)) > before)
-            entries = entries_in(path)[before:]
+            until("it is written", lambda: path.exists() and len(entries_in(path)) > count_before)
+            entries = entries_in(path)[count_before:]
             assert any("timestamps" in entry for entry in entries) == (len(level) == 2)
             tensors = [
                 (entry["activity"], entry["tensor"]) for entry in entries if "tensor" in entry
@@ -431,26 +437,28 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
     add_ensemble(models, "twice", [xy("numbers", "IN", "A"), xy("numbers", "A", "OUT")])
     numbers = np.random.default_rng(1).random(400_000, np.float32)
     text = 'A "word", \\ and ü.' * 200_000
-    sent = {"numbers": numbers, "twice": numbers, "words": np.array([text], np.object_)}
+    sent_tensors = {"numbers": numbers, "twice": numbers, "words": np.array([text], np.object_)}
     flags = ["level=TIMESTAMPS", "level=TENSORS", "rate=1", f"triton,file={path}"]
     with running(models, *(f"--trace-config={flag}" for flag in flags)) as server:
-        for model, values in sent.items():
-            before = len(entries_in(path)) if path.exists() else 0
+        for model, values in sent_tensors.items():
+            count_before = len(entries_in(path)) if path.exists() else 0
             name = "IN" if model == "twice" else "X"
             with httpclient.InferenceServerClient(server.url) as client:
                 datatype = "BYTES" if model == "words" else "FP32"
                 infer_input = httpclient.InferInput(name, list(values.shape), datatype)
                 client.infer(model, [infer_input.set_data_from_numpy(values)])
-            until("it is written", partial(is_longer, path, before))
-            tensors = [flag["tensor"] for flag in entries_in(path)[before:] if "tensor" in flag]
+            until("it is written", partial(is_longer, path, count_before))
+            tensors = [
+                flag["tensor"] for flag in entries_in(path)[count_before:] if "tensor" in flag
+            ]
             assert len(tensors) == (6 if model == "twice" else 2)
             for flag in tensors:
                 assert flag["shape"] == str(len(values))
                 if model == "words":
                     assert flag["data"] == f'"{text}"'
                 else:
-                    found = np.array(flag["data"].split(","), np.float32)
-                    np.testing.assert_allclose(found, numbers, rtol=1e-5)  # six digits
+                    traced_numbers = np.array(flag["data"].split(","), np.float32)
+                    np.testing.assert_allclose(traced_numbers, numbers, rtol=1e-5)  # six digits
 
 
 @pytest.mark.parametrize(
@@ -505,19 +513,19 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     root, at = traces["both", False]
     assert root["request_id"] == "me"
     assert root["model_version"] == 1
-    first, second = traces["one", True], traces["two", True]
+    first_step, second_step = traces["one", True], traces["two", True]
     # Either of the two calls of "one" may have been read last.
-    assert second[0]["parent_id"] == root["id"]
+    assert second_step[0]["parent_id"] == root["id"]
     assert list(at.values()) == sorted(at.values())
     assert list(at) == [
         *("HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "QUEUE_START"),
         *("INFER_RESPONSE_COMPLETE", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"),
     ]
-    assert list(first[1]) == [
+    assert list(first_step[1]) == [
         *("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END"),
         *("COMPUTE_OUTPUT_START", "COMPUTE_END", "INFER_RESPONSE_COMPLETE", "REQUEST_END"),
     ]
-    assert at["QUEUE_START"] <= second[1]["COMPUTE_START"] <= at["INFER_RESPONSE_COMPLETE"]
+    assert at["QUEUE_START"] <= second_step[1]["COMPUTE_START"] <= at["INFER_RESPONSE_COMPLETE"]
     assert "GRPC_SEND_END" in traces["one", False][1]
     about, at = traces["two", False]
     assert about["request_id"] == "native"
@@ -590,20 +598,26 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
     spans = spans_of(collected_spans, 12 if protocol == "native" else 14)
     if protocol != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]
-        assert {each.parent_span_id for each in order} == {spans["InferRequest"].span_id}
-        ends = [(each.start_time_unix_nano, each.end_time_unix_nano) for each in order]
+        assert {entry.parent_span_id for entry in order} == {spans["InferRequest"].span_id}
+        ends = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
         assert ends[0][1] == ends[1][0] <= ends[1][1] <= ends[2][0] <= ends[2][1]
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
-    root, both, one, two = (spans[name] for name in ("InferRequest", "both", "one", "two"))
+    root, ensemble_span, first_span, second_span = (
+        spans[name] for name in ("InferRequest", "both", "one", "two")
+    )
     assert root.parent_span_id.hex() == "00f067aa0ba902b7"
-    assert both.parent_span_id == root.span_id
-    assert one.parent_span_id == two.parent_span_id == both.span_id
-    assert attributes(one)["shmserve.batch_closed"] == "idle"
+    assert ensemble_span.parent_span_id == root.span_id
+    assert first_span.parent_span_id == second_span.parent_span_id == ensemble_span.span_id
+    assert attributes(first_span)["shmserve.batch_closed"] == "idle"
     assert attributes(root)["triton.model_name"] == "both"
-    for outer, inner in ((root, both), (both, one), (both, two)):
+    for outer, inner in (
+        (root, ensemble_span),
+        (ensemble_span, first_span),
+        (ensemble_span, second_span),
+    ):
         begin, end = inner.start_time_unix_nano, inner.end_time_unix_nano
         assert outer.start_time_unix_nano <= begin <= end <= outer.end_time_unix_nano
-    assert {spans[part].parent_span_id for part in PARTS} == {one.span_id}
+    assert {spans[part].parent_span_id for part in PARTS} == {first_span.span_id}
     assert abs(root.start_time_unix_nano / 1e9 - time.time()) < 60
     assert collected_spans.resources[0]["service.name"] == "shmserve"
     assert collected_spans.resources[0]["deployment"] == "test"

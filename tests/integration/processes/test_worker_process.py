@@ -157,9 +157,9 @@ class Worker:
 
     def finished(self, name: str = "w1") -> list[Reply]:
         """Return the replies to the last batch, in order of their keys."""
-        done = self.expect(BatchFinished, self.schedulers[name])
-        assert done.batch == self.batches
-        return sorted(done.replies, key=lambda reply: reply.key)
+        batch_finished = self.expect(BatchFinished, self.schedulers[name])
+        assert batch_finished.batch == self.batches
+        return sorted(batch_finished.replies, key=lambda reply: reply.key)
 
     def answer(self, reply: Reply) -> Inferred:
         assert reply.code == "", reply.message
@@ -221,10 +221,10 @@ def test_a_failing_request_does_not_affect_its_batch_or_worker(worker: Worker) -
     worker.load()
     for bad, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
         worker.execute(bad, 2)
-        first, second = worker.finished()
+        first_reply, second_reply = worker.finished()
         prefix = "Failed to process the request(s) for model 'm_0_0', message: "
-        assert (first.code, first.message) == ("INTERNAL", prefix + text)
-        assert value(worker.answer(second)) == 4
+        assert (first_reply.code, first_reply.message) == ("INTERNAL", prefix + text)
+        assert value(worker.answer(second_reply)) == 4
 
 
 def test_malformed_work_and_messages(worker: Worker) -> None:
@@ -288,17 +288,17 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
     region.close()
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_successor_scheduler_takes_over(worker: Worker, late: bool) -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_successor_scheduler_takes_over(worker: Worker, is_late: bool) -> None:
     """The successor assigns keys anew, so a key cancelled by its predecessor is another request."""
     worker.start()
     worker.load()
     worker.execute(1)
-    if late:
+    if is_late:
         worker.finished()
     worker.schedulers["w1"].post(b"0.%d" % worker.pid, CancelExecution(1))
     worker.schedulers["w1"].flush()
-    if not late:
+    if not is_late:
         worker.finished()
     worker.schedulers["w1"].close()
     worker.send(m.Attach(worker.scheduler("w2")))
@@ -338,7 +338,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "shown"),
+    ("spoil", "code", "expected_text"),
     [
         ("raise KeyError('gone')", "INTERNAL", "KeyError: 'gone' (model.py:1)"),
         ("import sys; sys.exit(4)", "INTERNAL", "SystemExit: 4 (model.py:1)"),
@@ -350,12 +350,14 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
         ("Model = 1", "INVALID_ARG", "'model.py' does not define a class 'Model'"),
     ],
 )
-def test_a_model_that_does_not_load(worker: Worker, spoil: str, code: str, shown: str) -> None:
+def test_a_model_that_does_not_load(
+    worker: Worker, spoil: str, code: str, expected_text: str
+) -> None:
     (worker.version_dir / "model.py").write_text(spoil)
     worker.start()
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     failed = worker.expect(m.LoadFailed)
-    assert (failed.code, failed.message) == (code, shown)
+    assert (failed.code, failed.message) == (code, expected_text)
     assert worker.wait() == 0
     assert (spoil in failed.frames) == (code == "INTERNAL"), "the supervisor logs the frames"
     assert f'File "{worker.version_dir}/model.py", line 1' in failed.frames or code != "INTERNAL"
@@ -405,9 +407,9 @@ def test_an_idle_worker_does_nothing(worker: Worker) -> None:
         if "ctxt_switches" in line
     )
     until("it has settled", lambda: process.status() == psutil.STATUS_SLEEPING)
-    before = switches()
+    switches_before = switches()
     time.sleep(0.5)
-    assert switches() - before < 5
+    assert switches() - switches_before < 5
 
 
 def test_a_hanging_worker_logs_its_stack(worker: Worker) -> None:

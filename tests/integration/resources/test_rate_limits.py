@@ -85,19 +85,19 @@ def test_models_that_need_the_same_take_turns(
     for number in range(4):
         model = ("one", "two")[number % 2]
         waiting.append(pool.submit(send_request, server, model, number))
-    first = gate.next()
+    first_visit = gate.next()
     free = pool.submit(send_request, server, "small", 9)
-    second = gate.next()
-    assert second.batch == [9]
-    second.release()
+    second_visit = gate.next()
+    assert second_visit.batch == [9]
+    second_visit.release()
     assert free.result() == 200
-    first_batch = first.batch
+    first_batch = first_visit.batch
     for _ in range(3):
         assert server.metric("shmserve_executing_requests") == 1
-        first.release()
-        first = gate.next()
-        first_batch += first.batch
-    first.release()
+        first_visit.release()
+        first_visit = gate.next()
+        first_batch += first_visit.batch
+    first_visit.release()
     assert sorted(first_batch) == [0, 1, 2, 3]
     assert [future.result() for future in waiting] == [200] * 4
 

@@ -139,9 +139,9 @@ def warmup_requests(server: Server, model: str, **fields: Any) -> list[Any]:
         ],
         **fields,
     }
-    way = "generate" if model == "many" else "infer"
+    route = "generate" if model == "many" else "infer"
     with server.http() as http:
-        if way == "generate":
+        if route == "generate":
             reply = http.post(f"/v2/models/{model}/generate", {"X": [7.0]}).ok().json()
             return list(json.loads(reply["SEEN"]))
         reply = http.infer(model, request).ok().json()
@@ -206,12 +206,12 @@ def test_decoupled_models_are_warmed_up_too(server: Server) -> None:
 def test_nothing_of_it_is_counted(server: Server) -> None:
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
-        before = stats["execution_count"]
+        count_before = stats["execution_count"]
     warmup_requests(server, "skipped")
     with server.http() as http:
         (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
         (statistics,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
-    assert stats["execution_count"] - before == 1
+    assert stats["execution_count"] - count_before == 1
     assert statistics["execution_count"] <= 1
 
 
