@@ -117,8 +117,8 @@ def test_duplicate_names_are_refused_everywhere_in_a_request(
     assert loads(spelled(Members(request), data).encode())["id"] == "i"
     members = list(holders(Members(request)))[index]
     kept_pairs = members.pairs
-    index = data.draw(st.integers(0, len(kept_pairs)))
-    members.pairs = [*kept_pairs[:index], (name, value), *kept_pairs[index:]]
+    position = data.draw(st.integers(0, len(kept_pairs)))
+    members.pairs = [*kept_pairs[:position], (name, value), *kept_pairs[position:]]
     # The root object is new each time, but it contains the same members.
     root = members if index == 0 else Members(request)
     try:

@@ -93,16 +93,16 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
 
 
 def test_a_worker_with_frequent_requests_polls(waits: Callable[..., list[float | None]]) -> None:
-    assert waits(SHORT, 1, looks=3) == [0.0, 0.0, 0.0]
-    assert waits(SHORT, 1, looks=1 << 40, tick_ns=SPIN_NS // 2) == [0.0, None]
+    assert waits(SHORT, 1, looks_left=3) == [0.0, 0.0, 0.0]
+    assert waits(SHORT, 1, looks_left=1 << 40, tick_ns=SPIN_NS // 2) == [0.0, None]
 
 
 def test_another_worker_sleeps(waits: Callable[..., list[float | None]]) -> None:
-    assert waits(LONG, 1, looks=1) == [None]
-    assert waits(SHORT, 5, looks=1) == [None]
+    assert waits(LONG, 1, looks_left=1) == [None]
+    assert waits(SHORT, 5, looks_left=1) == [None]
 
 
 def test_a_worker_whose_model_sends_from_its_threads_sleeps(
     waits: Callable[..., list[float | None]],
 ) -> None:
-    assert waits(SHORT, 1, looks=1, threads=True) == [None]
+    assert waits(SHORT, 1, looks_left=1, threads=True) == [None]

@@ -283,7 +283,10 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
     """
     fresh_request, begun_request, retried_request, impatient_request, early_request, answered = (
         Request(
-            client, number=number, request_id="me", work=in_place_work() if number == 3 else REQUEST
+            client,
+            number=number,
+            request_id="me",
+            packed_request=in_place_work() if number == 3 else REQUEST,
         )
         for number in range(1, 7)
     )

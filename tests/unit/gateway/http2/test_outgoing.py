@@ -120,7 +120,7 @@ class Client:
         self.look()
 
 
-actions = st.tuples(
+action_strategy = st.tuples(
     st.sampled_from(
         [
             *("data", "data", "data", "trailers", "respond", "grant", "grant", "grant all"),
@@ -133,7 +133,7 @@ actions = st.tuples(
 
 
 @settings(max_examples=200)
-@given(st.lists(actions, max_size=30))
+@given(st.lists(action_strategy, max_size=30))
 def test_data_is_sent_within_any_windows(actions: list[tuple[str, int, int]]) -> None:
     """5.2, 6.9: nothing is sent that was not granted, and all that was; in the end all is sent."""
     client = Client()
