@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console, Group
 
 from shmserve.cli.top import Top
-from tests.unit.gateway.test_figures import report, build_rows
+from tests.unit.gateway.test_figures import build_rows, report
 
 SERVER = {
     "cpu": 0.5,
