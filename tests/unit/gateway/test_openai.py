@@ -21,6 +21,7 @@ from shmserve.errors import (
     Unknown,
     Unsupported,
 )
+from shmserve.gateway.http.json.large_bodies import parse_large
 from shmserve.gateway.http.messages import WholeBody
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -274,10 +275,31 @@ def test_a_chat_with_reasoning_and_calls() -> None:
     }
 
 
-@pytest.mark.parametrize("prompt", [[1 << 31], [1 << 40], [5, -(1 << 31)], [[1], [1 << 33]]])
-def test_a_token_that_its_encoding_would_wrap_is_refused(prompt: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"prompt: -?[0-9]+ is not a token"):
+# Prompts with an element that is not a token, and the message about this element. JSON integers of
+# more than 64 bits are floats.
+WRONG_TOKENS: list[tuple[Any, str]] = [
+    ([1 << 31], "prompt[0]: 2147483648 is not a token"),
+    ([5, -(1 << 31)], "prompt[1]: -2147483648 is not a token"),
+    ([5, 1 << 63], "prompt[1]: 9223372036854775808 is not a token"),
+    ([5] * 2000 + [2.0**70], "prompt[2000]: 1.1805916207174113e+21 is not a token"),
+    ([2.0**70, 5], "prompt[0]: 1.1805916207174113e+21 is not a token"),
+    ([5, True], "prompt[1]: True is not a token"),
+    ([5, "a"], "prompt[1]: 'a' is not a token"),
+    (["a", [1, 1 << 33]], "prompt[1][1]: 8589934592 is not a token"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), WRONG_TOKENS)
+def test_a_wrong_token_is_refused_by_its_position_in_bodies_of_any_size(
+    prompt: Any, message: str
+) -> None:
+    with pytest.raises(InvalidArgument) as fault:
         asyncio.run(bodies.parse_completion(text_gateway(), {"model": "m", "prompt": prompt}))
+    assert fault.value.message == message
+    body = json.dumps({"prompt": prompt}).encode()
+    with pytest.raises(InvalidArgument) as fault:
+        asyncio.run(parse_large([body], {}, ["prompt"]))
+    assert fault.value.message == message
 
 
 def test_an_integer_may_be_written_as_a_decimal() -> None:
