@@ -118,7 +118,7 @@ def test_a_task_that_arrives_while_answers_are_read_is_run(
         connection.call(lambda _: task_ran.set())
         original_take(events)
 
-    monkeypatch.setattr(channel, "take", take_with_task)
+    monkeypatch.setattr(channel, "process_events", take_with_task)
     os.eventfd_write(channel.waker, 1)
     assert task_ran.wait(5)
 
