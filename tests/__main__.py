@@ -80,14 +80,14 @@ class Suite:
         queues = [self.pieces(lane) for lane in self._lanes]
         with ThreadPoolExecutor(len(queues)) as lanes:
             list(lanes.map(self._run_lane, (queues[n:] + queues[:n] for n in range(len(queues)))))
-        passed, failed, skipped, late_texts = self._settle()
+        passed, failed_count, skipped, late_texts = self._settle()
         for line in late_table(late_texts):
             print(line)
         print(
-            f"{passed} passed, {failed} failed, {skipped} skipped "
+            f"{passed} passed, {failed_count} failed, {skipped} skipped "
             f"in {time.monotonic() - start_s:.0f} s"
         )
-        return int(failed > 0)
+        return int(failed_count > 0)
 
     def _run_lane(self, queues: list[deque[list[str]]]) -> None:
         """One lane's pieces one after the other, and then what the others have not begun."""
@@ -110,16 +110,16 @@ class Suite:
         if len(retries) > MAX_RETRIED:
             print(f"== {len(retries)} failures are no accident: nothing is tried again")
             return *_counted([outcome for _, outcome in self._ended]), {}
-        failed, late_texts = 0, {}
+        failed_count, late_texts = 0, {}
         for tests, text in retries:
             second_outcome = self._run_one(tests)
             outcomes.append(second_outcome)
             if second_outcome.failed or not second_outcome.complete:
-                failed += len(second_outcome.failed) or 1
+                failed_count += len(second_outcome.failed) or 1
             else:
                 late_texts[" ".join(map(self._shown, tests))] = text
         passed, _, skipped = _counted(outcomes)
-        return passed, failed, skipped, late_texts
+        return passed, failed_count, skipped, late_texts
 
     def _run_one(self, tests: list[str]) -> Outcomes:
         start_s = time.monotonic()

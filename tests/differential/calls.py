@@ -99,8 +99,8 @@ class Caller:
 def _inputs(request: Send) -> list[grpc.InferInput]:
     fields: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(request.inputs)
     if request.value is not None:
-        full = [request.value] * (request.rows * request.columns)
-        fields["INPUT0"] = ("INT32", (request.rows, request.columns), full)
+        elements = [request.value] * (request.rows * request.columns)
+        fields["INPUT0"] = ("INT32", (request.rows, request.columns), elements)
     calls = []
     for name, (datatype, shape, values) in fields.items():
         infer_input = grpc.InferInput(name, list(shape), datatype)

@@ -55,8 +55,10 @@ def judge(found_differences: Sequence[Difference], known_differences: Sequence[K
 def _walk(where: str, own_value: Any, triton_value: Any) -> Iterator[Difference]:
     if isinstance(own_value, dict) and isinstance(triton_value, dict):
         for key in sorted(own_value.keys() | triton_value.keys()):
-            below = f"{where}.{key}".lstrip(".")
-            yield from _walk(below, own_value.get(key, _NOTHING), triton_value.get(key, _NOTHING))
+            child_path = f"{where}.{key}".lstrip(".")
+            yield from _walk(
+                child_path, own_value.get(key, _NOTHING), triton_value.get(key, _NOTHING)
+            )
     elif (
         isinstance(own_value, list)
         and isinstance(triton_value, list)

@@ -111,17 +111,20 @@ class Scene:
     def process(self, title: str) -> psutil.Process:
         return self.server.find_one(title)
 
-    def replaced(self, old: psutil.Process, title: str) -> None:
+    def replaced(self, old_process: psutil.Process, title: str) -> None:
         """Wait until a new process has the title."""
-        wait_replaced(self.server, old, title)
+        wait_replaced(self.server, old_process, title)
 
 
 def wait_replaced(
-    server: Server, old: psutil.Process, title: str, within_s: float = RECOVERY_S + STOP_GRACE_S
+    server: Server,
+    old_process: psutil.Process,
+    title: str,
+    within_s: float = RECOVERY_S + STOP_GRACE_S,
 ) -> None:
     until(
         f"{title} is replaced",
-        lambda: any(process.pid != old.pid for process in server.find(title)),
+        lambda: any(process.pid != old_process.pid for process in server.find(title)),
         within_s,
     )
 
@@ -156,10 +159,12 @@ def assert_is_as_it_was(server: Server, state_before: State, more_memory: int) -
         raise AssertionError("; ".join(differences)) from None
 
 
-def assert_recovers(stage: Scene, since: float, within_s: float = RECOVERY_S) -> None:
+def assert_recovers(stage: Scene, fault_time: float, within_s: float = RECOVERY_S) -> None:
     """Check that each client soon has a correct response to a request sent after `since`.
 
     No response may have been wrong.
     """
-    took = stage.load.wait_answered(since, max(0.01, since + within_s - time.monotonic()))
-    assert took <= within_s, f"took {took:.2f} s"
+    recovery_s = stage.load.wait_answered(
+        fault_time, max(0.01, fault_time + within_s - time.monotonic())
+    )
+    assert recovery_s <= within_s, f"took {recovery_s:.2f} s"

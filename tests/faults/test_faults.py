@@ -86,12 +86,12 @@ def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
     """Stop a zygote, then kill one of its processes; a replacement must still start."""
 
     def commit(stage: Scene) -> None:
-        old = stage.process(zygote)
-        old.suspend()
+        old_process = stage.process(zygote)
+        old_process.suspend()
         victim = stage.process(child)
         victim.kill()
         stage.replaced(victim, child)
-        assert not runs(old)
+        assert not runs(old_process)
 
     return commit
 
@@ -185,7 +185,7 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
 
 def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     """Kill a scheduler with a queue and a batch; all requests are submitted again."""
-    running = stage.pool.number("gated", 1)
+    running_request = stage.pool.number("gated", 1)
     visit = stage.server.gate.next()
     waiting = stage.pool.number("gated", 2)
     stage.server.wait_pending("gated", 1)
@@ -193,9 +193,9 @@ def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
     victim.kill()
     stage.replaced(victim, "scheduler gated")
     visit.release()
-    while not (running.done() and waiting.done()):
+    while not (running_request.done() and waiting.done()):
         stage.server.gate.release_arrivals(0.05)
-    assert running.result().tensors()["OUTPUT0"].tolist() == [[1]]
+    assert running_request.result().tensors()["OUTPUT0"].tolist() == [[1]]
     assert waiting.result().tensors()["OUTPUT0"].tolist() == [[2]]
 
 
@@ -223,15 +223,15 @@ def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
     """
 
     def commit(stage: Scene) -> None:
-        good, bad, fine = in_one_batch(stage, "ok", command, "ok")
-        assert is_right(good), good
-        assert is_right(fine), fine
-        assert bad.status == 500 or (bad.status == 503 and not error), bad
-        assert error in bad.error
-        assert_text_is_for_clients(bad.error, stage.server)
-        since = time.monotonic()
+        first_reply, bad_reply, second_reply = in_one_batch(stage, "ok", command, "ok")
+        assert is_right(first_reply), first_reply
+        assert is_right(second_reply), second_reply
+        assert bad_reply.status == 500 or (bad_reply.status == 503 and not error), bad_reply
+        assert error in bad_reply.error
+        assert_text_is_for_clients(bad_reply.error, stage.server)
+        sent_at = time.monotonic()
         assert is_right(stage.http.infer("crimes", crime("ok")))
-        assert time.monotonic() - since < RECOVERY_S
+        assert time.monotonic() - sent_at < RECOVERY_S
 
     return commit
 
@@ -246,8 +246,8 @@ def model_hangs(stage: Scene) -> None:
         r"its stacks: wait \(\S+/threading.py:\d+\) < wait [^|]* < obey \(\S+/1/model.py:\d+\)"
     )
     for requests in (3, 1):
-        why = f"an execution of {requests} requests exceeded the limit of 3 seconds"
-        assert re.search(rf"instance 'crimes_0_0' is killed: {why}; {memory_range}", log), log
+        reason = f"an execution of {requests} requests exceeded the limit of 3 seconds"
+        assert re.search(rf"instance 'crimes_0_0' is killed: {reason}; {memory_range}", log), log
 
 
 def model_forks(stage: Scene) -> None:
@@ -285,9 +285,9 @@ def infer_text(model: str, request: dict) -> bytes:
 def hang_up_at_every_byte(stage: Scene) -> None:
     """Disconnect at every position of a request, and while it is executed."""
     text = infer_text("crimes", crime("ok"))
-    for cut in range(1, len(text), 17):
+    for length in range(1, len(text), 17):
         with raw_connection(stage.server.http_port) as connection:
-            connection.sendall(text[:cut])
+            connection.sendall(text[:length])
     for _ in range(20):
         with raw_connection(stage.server.http_port) as connection:
             connection.sendall(text)
@@ -297,18 +297,18 @@ def hang_up_in_a_batch(stage: Scene) -> None:
     """Disconnect one client of a running batch; the others receive their responses."""
     holder = stage.pool.infer("crimes", crime("gate"))
     visit = stage.server.gate.next()
-    stays = [stage.pool.infer("crimes", crime("ok"))]
+    remaining_requests = [stage.pool.infer("crimes", crime("ok"))]
     stage.server.wait_pending("crimes", 1)
     with raw_connection(stage.server.http_port) as connection:
         connection.sendall(infer_text("crimes", crime("gate")))
         stage.server.wait_pending("crimes", 2)
-        stays.append(stage.pool.infer("crimes", crime("ok")))
+        remaining_requests.append(stage.pool.infer("crimes", crime("ok")))
         stage.server.wait_pending("crimes", 3)
         visit.release()
         visit = stage.server.gate.next()
     visit.release()
     assert is_right(holder.result())
-    assert all(is_right(answer.result()) for answer in stays)
+    assert all(is_right(answer.result()) for answer in remaining_requests)
 
 
 def hang_up_instead_of_reading(stage: Scene) -> None:
@@ -347,7 +347,7 @@ def through(name: str, count: int = len(NUMBERS)) -> dict:
     }
 
 
-def truncate(to: int) -> Callable[[Scene], None]:
+def truncate(new_size: int) -> Callable[[Scene], None]:
     """Return a fault that truncates a registered region; only its client receives an error."""
 
     def commit(stage: Scene) -> None:
@@ -355,7 +355,7 @@ def truncate(to: int) -> Callable[[Scene], None]:
             shared_object.write(NUMBERS)
             stage.http.register("cut", shared_object.key, 2 * NUMBERS.nbytes).ok()
             assert stage.http.infer("identity", through("cut")).status == 200
-            shared_object.truncate(to)
+            shared_object.truncate(new_size)
             for _ in range(3):
                 reply = stage.http.infer("identity", through("cut"))
                 assert reply.status in (400, 500, 503)

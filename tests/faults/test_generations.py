@@ -31,8 +31,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     repositories.add(folder, "simple", "gated", "identity")
     repositories.add_slow(folder, "slow")
-    twin = repositories.add_slow(folder, "twin")
-    config = twin / "config.pbtxt"
+    twin_folder = repositories.add_slow(folder, "twin")
+    config = twin_folder / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
     model_folder = repositories.add_as(folder, "two", "gated")
     (model_folder / "1").rename(model_folder / "2")
@@ -164,14 +164,14 @@ def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPo
     executing = server.gate.next()
     change(pool, "slow", "unload").result().ok()
     assert state(server, "slow") == "UNLOADING"
-    loaded = change(pool, "slow")
+    load_request = change(pool, "slow")
     loading = server.gate.next()
     executing.release()
     assert values(pending.result()) == [7]
     until("the old one has ended", lambda: len(server.find("scheduler slow")) == 1)
     assert state(server, "slow") == "LOADING"
     loading.release()
-    loaded.result().ok()
+    load_request.result().ok()
     assert server.answers("/v2/models/slow/ready")
     assert state(server, "slow") == "READY"
     change(pool, "slow", "unload").result().ok()
@@ -202,13 +202,13 @@ def test_a_model_that_broke_is_loaded_again(
 ) -> None:
     """The model and the server are ready afterwards."""
     code = repository / "once" / "1" / "model.py"
-    good = code.read_text()
+    good_code = code.read_text()
     change(pool, "once").result().ok()
     code.write_text("raise SystemError('not again')")
     server.find_one("worker once").kill()
     until("it has failed", lambda: state(server, "once") == "UNAVAILABLE")
     assert not server.answers("/v2/health/ready")
-    code.write_text(good)
+    code.write_text(good_code)
     change(pool, "once").result().ok()
     assert state(server, "once") == "READY"
     assert server.answers("/v2/models/once/ready")
@@ -221,21 +221,21 @@ def test_a_generation_that_fails_during_takeover(
 ) -> None:
     """The load fails, and the old generation continues to serve."""
     code = repository / "slow" / "1" / "model.py"
-    good = code.read_text()
+    good_code = code.read_text()
     loading = change(pool, "slow")
-    old = server.gate.next()
-    old.release()
+    old_visit = server.gate.next()
+    old_visit.release()
     loading.result().ok()
     loading = change(pool, "slow")
-    new = server.gate.next()
+    new_visit = server.gate.next()
     code.write_text("raise SystemError('not again')")
     # The new client does not wait for changes published earlier.
     with silent_local_client(server) as changes:
-        new.release()
+        new_visit.release()
         changes("slow")
         pending = pool.number("slow", 7)
-        assert server.gate.next().pid == new.pid
-        os.kill(new.pid, signal.SIGKILL)
+        assert server.gate.next().pid == new_visit.pid
+        os.kill(new_visit.pid, signal.SIGKILL)
         until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
     reply = loading.result()
     assert reply.status == 400, "all know it, and the model is broken"
@@ -244,10 +244,10 @@ def test_a_generation_that_fails_during_takeover(
     assert server.answers("/v2/models/slow/ready")
     pending = pool.number("slow", 8)
     visit = server.gate.next()
-    assert visit.pid == old.pid
+    assert visit.pid == old_visit.pid
     visit.release()
     assert values(pending.result()) == [8]
-    code.write_text(good)
+    code.write_text(good_code)
     change(pool, "slow", "unload").result().ok()
     until("both have ended", lambda: not server.find("scheduler slow"))
 

@@ -106,7 +106,7 @@ def test_a_model_that_crashes_on_every_request_becomes_unavailable(
     repository.mkdir()
     folder = repositories.add_as(repository, "bad", "simple")
     code = folder / "1" / "model.py"
-    good = code.read_text()
+    good_code = code.read_text()
     repositories.insert(folder, "    def execute(self, _):\n        os.abort()\n\n    def was(")
     code.write_text(f"import os\n{code.read_text()}")
     repositories.add(repository, "simple")
@@ -127,11 +127,11 @@ def test_a_model_that_crashes_on_every_request_becomes_unavailable(
             assert statuses == [500] * 5 + [503]  # each request is retried once
             rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
             assert rows["bad"]["state"] == "UNAVAILABLE"
-            why = "its process ended 10 times in a row (signal 6), and it executed no request"
-            assert why in rows["bad"]["reason"]
-            assert f"instance 'bad_0_0' is not restarted: {why}" in server.log()
+            reason = "its process ended 10 times in a row (signal 6), and it executed no request"
+            assert reason in rows["bad"]["reason"]
+            assert f"instance 'bad_0_0' is not restarted: {reason}" in server.log()
             assert http.get("/v2/models/bad/ready").status == 400
-            code.write_text(good)
+            code.write_text(good_code)
             if mode == "explicit":
                 http.load("bad").ok()
             until("it serves", lambda: http.infer("bad", request).status == 200)

@@ -164,8 +164,10 @@ shared.path.unlink()
 def client_crashes_and_returns(stage: Stage) -> None:
     """Restart a killed client, with the old object and with a new one; both work at once."""
     for attempt in ("first", "again", "anew", "last"):
-        ran = run_python("-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), attempt)
-        assert ran.stdout.strip() == "200", (attempt, ran.stderr)
+        completed = run_python(
+            "-c", PROGRAM, str(stage.server.http_port), str(os.getpid()), attempt
+        )
+        assert completed.stdout.strip() == "200", (attempt, completed.stderr)
 
 
 def client_dies_and_leaves_a_region(stage: Stage) -> None:
@@ -181,24 +183,24 @@ def client_dies_and_leaves_a_region(stage: Stage) -> None:
             wait_regions(stage, ["kept", "leased"])
         wait_regions(stage, ["kept"])
         body["lifetime"] = "forever"
-        refused = stage.http.post("/v2/systemsharedmemory/region/leased/register", body)
-        assert refused.status == 400
+        refused_reply = stage.http.post("/v2/systemsharedmemory/region/leased/register", body)
+        assert refused_reply.status == 400
 
 
 def numbers_that_overflow(stage: Stage) -> None:
     """Use offsets and sizes near all limits; each request is rejected or correct."""
     edges = [0, 1, PAGE, 2 * SIZE, 2**31, 2**32, 2**53, 2**63, 2**64]
-    near = sorted({max(0, edge + delta) for edge in edges for delta in (-1, 0, 1)})
+    numbers = sorted({max(0, edge + delta) for edge in edges for delta in (-1, 0, 1)})
     with SharedObject(2 * SIZE) as shared_object:
-        for offset in near:
-            for size in near:
+        for offset in numbers:
+            for size in numbers:
                 fits = size > 0 and offset + size <= 2 * SIZE
                 reply = stage.http.register("r", shared_object.key, size, offset)
                 assert (reply.status == 200) == fits, (offset, size, reply)
                 if fits:
                     stage.http.unregister("r").ok()
         stage.http.register("r", shared_object.key, 2 * SIZE).ok()
-        for offset in near:
+        for offset in numbers:
             inputs = [shm_input("INPUT0", "FP32", [16], "r", 64, offset)]
             status = stage.http.infer("identity", {"inputs": inputs}).status
             assert (status == 200) == (offset + 64 <= 2 * SIZE), offset
@@ -318,7 +320,7 @@ def keys_with_tricks(stage: Stage) -> None:
         os.mkfifo(pipe)
         folder.mkdir()
         try:
-            bad = [
+            bad_keys = [
                 "",
                 "/",
                 "//",
@@ -329,11 +331,16 @@ def keys_with_tricks(stage: Stage) -> None:
                 f"{shared_object.key}\0x",
                 "/é",
             ]
-            bad += ["/" + "k" * 251, "/a b", "/a\n", *(f"/{p.name}" for p in (link, pipe, folder))]
-            for key in bad:
-                refused = stage.http.register("r", key, 64)
-                assert refused.status in (400, 500), key
-                assert refused.error, key
+            bad_keys += [
+                "/" + "k" * 251,
+                "/a b",
+                "/a\n",
+                *(f"/{p.name}" for p in (link, pipe, folder)),
+            ]
+            for key in bad_keys:
+                refused_reply = stage.http.register("r", key, 64)
+                assert refused_reply.status in (400, 500), key
+                assert refused_reply.error, key
             for key in (shared_object.name, shared_object.key, "//" + shared_object.name):
                 stage.http.register("r", key, SIZE).ok()
         finally:
@@ -381,23 +388,25 @@ def users_on_one_host(stage: Stage) -> None:
 
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
-    with SharedObject(SIZE) as own_object, SharedObject(SIZE) as hers:
-        os.fchown(hers.fd, ALICE, ALICE)
-        refused = as_user(ALICE, lambda: register_region("mine", own_object.key))
-        assert refused.status == 403
-        assert f"it belongs to uid {os.geteuid()} (mode 0600)" in refused.error
-        assert as_user(ALICE, lambda: register_region("hers", hers.key)).status == 200
-        missing = as_user(ALICE, lambda: register_region("none", "/not-there"))
-        assert missing.status == 500
-        assert missing.error.startswith("Unable to open shared memory region: '/not-there'")
+    with SharedObject(SIZE) as own_object, SharedObject(SIZE) as her_object:
+        os.fchown(her_object.fd, ALICE, ALICE)
+        refused_reply = as_user(ALICE, lambda: register_region("mine", own_object.key))
+        assert refused_reply.status == 403
+        assert f"it belongs to uid {os.geteuid()} (mode 0600)" in refused_reply.error
+        assert as_user(ALICE, lambda: register_region("hers", her_object.key)).status == 200
+        missing_reply = as_user(ALICE, lambda: register_region("none", "/not-there"))
+        assert missing_reply.status == 500
+        assert missing_reply.error.startswith("Unable to open shared memory region: '/not-there'")
 
 
 def another_mount(stage: Stage) -> None:
     """Register an object of a client with a different /dev/shm; the error explains this."""
-    refused = stage.http.register("r", "/of-another-container", 64)
-    assert refused.status == 500
-    assert refused.error.startswith("Unable to open shared memory region: '/of-another-container'")
-    assert "another container must share its shared memory mount" in refused.error
+    refused_reply = stage.http.register("r", "/of-another-container", 64)
+    assert refused_reply.status == 500
+    assert refused_reply.error.startswith(
+        "Unable to open shared memory region: '/of-another-container'"
+    )
+    assert "another container must share its shared memory mount" in refused_reply.error
 
 
 def outputs_in_one_place(stage: Stage) -> None:
@@ -405,9 +414,9 @@ def outputs_in_one_place(stage: Stage) -> None:
     with stage.region("r") as region:
         pending = stage.pool.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
-        refused = stage.http.infer("gated", gated(6, "r", 60))
-        assert refused.status == 400
-        assert "overlaps one of a request in flight" in refused.error
+        refused_reply = stage.http.infer("gated", gated(6, "r", 60))
+        assert refused_reply.status == 400
+        assert "overlaps one of a request in flight" in refused_reply.error
         visit.release()
         assert pending.result().status == 200
         assert (region.read(np.int32, 16) == 5).all()
@@ -418,10 +427,10 @@ def before_it_is_registered(stage: Stage) -> None:
     names.
     """
     with stage.region("secret-name"):
-        refused = stage.http.infer("identity", through("r"))
-        assert refused.status == 404
-        assert "(1 are registered; register it before the request" in refused.error
-        assert "secret-name" not in refused.error
+        refused_reply = stage.http.infer("identity", through("r"))
+        assert refused_reply.status == 404
+        assert "(1 are registered; register it before the request" in refused_reply.error
+        assert "secret-name" not in refused_reply.error
 
 
 def output_larger_than_its_place(stage: Stage) -> None:
@@ -437,9 +446,9 @@ def output_larger_than_its_place(stage: Stage) -> None:
         }
         assert "should be at least 64 bytes" in stage.http.infer("simple", request).error
         assert stage.server.metric("nv_inference_exec_count", model="simple") == executed
-        small = through("r")
-        small["outputs"][0]["parameters"]["shared_memory_byte_size"] = SIZE - 4
-        assert stage.http.infer("identity", small).status == 500
+        small_output = through("r")
+        small_output["outputs"][0]["parameters"]["shared_memory_byte_size"] = SIZE - 4
+        assert stage.http.infer("identity", small_output).status == 500
         assert stage.through("r") == 200
 
 
@@ -467,11 +476,11 @@ def pinned_memory(stage: Stage) -> None:
         forms = {"INPUT0": ((64,), "FP32"), "OUTPUT0": ((64,), "FP32")}
         with pytest.raises(shmserve.client.InvalidArgument, match="the server has none"):
             client.allocate(forms, pin=True)
-        free = re.search(r"HugePages_Free: *[1-9]", Path("/proc/meminfo").read_text())
-        if not free:
+        free_pages = re.search(r"HugePages_Free: *[1-9]", Path("/proc/meminfo").read_text())
+        if not free_pages:
             with pytest.raises(shmserve.client.Unavailable, match="too few huge pages of"):
                 client.allocate(forms, huge_pages=True)
-        region = client.allocate(forms, huge_pages=free is not None)
+        region = client.allocate(forms, huge_pages=free_pages is not None)
         region["INPUT0"][:] = VALUES[:64]
         assert (client.infer("identity", region)["OUTPUT0"] == VALUES[:64]).all()
 

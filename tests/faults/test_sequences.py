@@ -100,8 +100,8 @@ class CalledModels:
 def client(server: Server) -> Iterator[shmserve.client.Server]:
     """Yield a client, and check afterwards that no sequences are left."""
     state_before = State.of(server)
-    with shmserve.client.connect(server.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(server.run_dir) as native_client:
+        yield native_client
     until("all is as it was", lambda: not state_before.differences(State.of(server), MEMORY))
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
@@ -112,18 +112,18 @@ def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.clie
     """
     for sequence in (1, 2, 3, 4):  # sequences 1 and 3 share an instance, as do 2 and 4
         assert add(client, sequence, sequence, start=True) == sequence
-    with pytest.raises(ShmserveError) as raised:
+    with pytest.raises(ShmserveError) as error_info:
         add(client, 1, DIES)
     assert (
         "the model's worker died, and the state of sequence 1 is lost with it: begin the sequence "
         "again, with the START flag"
-    ) in str(raised.value)
-    with pytest.raises(shmserve.client.InvalidArgument) as refused:
+    ) in str(error_info.value)
+    with pytest.raises(shmserve.client.InvalidArgument) as error_info:
         add(client, 3, 1)
     assert (
         "must specify the START flag on the first request of the sequence; the state of this one "
         "was lost when the model's worker died"
-    ) in str(refused.value)
+    ) in str(error_info.value)
     assert [add(client, 2, 10), add(client, 4, 10)] == [12, 14]
     assert [add(client, 1, 5, start=True), add(client, 3, 6, start=True)] == [5, 6]
     for sequence in (1, 2, 3, 4):
@@ -206,7 +206,7 @@ def test_a_stream_opens_very_many_and_ends_none(
             )
         for _ in range(4):  # the sequences that received slots
             assert results.get(timeout=30) is None
-        began = time.monotonic()
+        began_at = time.monotonic()
         infer_input = http.InferInput("INPUT0", [1, 1], "INT32")
         sums = []
         for at in range(3):
@@ -215,7 +215,7 @@ def test_a_stream_opens_very_many_and_ends_none(
             result = other_client.infer("summing", [infer_input], sequence_id=1_000_000, **flags)
             sums.append(int(result.as_numpy("OUTPUT0")[0, 0]))
         assert sums == [1, 3, 6]
-        assert time.monotonic() - began < 4 * IDLE_S  # much less than STREAMED / 4 * IDLE_S
+        assert time.monotonic() - began_at < 4 * IDLE_S  # much less than STREAMED / 4 * IDLE_S
         greedy.stop_stream(cancel_requests=True)
 
 

@@ -93,9 +93,9 @@ class _Client:
         if choice > 0xF0:
             self.rest.setdefault(stream, bytearray()).extend(b"\x07" + bytes(4))
         elif choice > 0xD0:
-            small = gzip.compress(data, 1)
+            compressed = gzip.compress(data, 1)
             self.rest.setdefault(stream, bytearray()).extend(
-                struct.pack(">BI", 1, len(small)) + small
+                struct.pack(">BI", 1, len(compressed)) + compressed
             )
         else:
             self.rest.setdefault(stream, bytearray()).extend(message(data))
@@ -157,8 +157,8 @@ class _Client:
         for kind, _, stream, payload in self.scene.transport.frames():
             if kind == DATA:
                 self.received[stream] += payload
-        for stream, received in self.received.items():
-            assert b"".join(map(message, self.sent[stream])).startswith(received)
+        for stream, received_bytes in self.received.items():
+            assert b"".join(map(message, self.sent[stream])).startswith(received_bytes)
 
 
 async def _run_scenario(data: bytes) -> None:

@@ -179,13 +179,13 @@ def _same_with_other_numbers(body: bytes) -> None:
     if not is_worth_caching(cache, fingerprint) and is_worth_caching(cache, fingerprint):
         store_template(cache, fingerprint, wire, _Inline())  # type: ignore[arg-type]
     changed_body = body.translate(_OTHER_DIGITS)
-    filled: Any = fill_known_template(
+    filled_template: Any = fill_known_template(
         cache, Fingerprint(changed_body, 0), changed_body, len(changed_body)
     )
-    if filled is not None:
+    if filled_template is not None:
         wire = parse_request(loads(changed_body), 0, "m", _LIMIT)
         inline = [tensor for tensor in wire.inputs if tensor.data is not None]
-        assert filled == b"".join(map(tensor_bytes, inline))
+        assert filled_template == b"".join(map(tensor_bytes, inline))
 
 
 _OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")
@@ -283,12 +283,12 @@ def _spans(drawn_bytes: _Bytes) -> None:
     while drawn_bytes.rest:
         start, size = drawn_bytes.number(1), drawn_bytes.number(1) % 16 + 1
         span = (start, start + size)
-        free = all(span[1] <= s or e <= span[0] for s, e in used_spans)
+        is_free = all(span[1] <= s or e <= span[0] for s, e in used_spans)
         if start % 5 == 0 and used_spans:
             spans.remove(used_spans.pop(size % len(used_spans)))
             continue
-        assert spans.add(span) == free
-        if free:
+        assert spans.add(span) == is_free
+        if is_free:
             used_spans.append(span)
     assert sorted(used_spans) == spans.ranges
 
@@ -371,17 +371,17 @@ def _decoded(drawn_bytes: _Bytes) -> None:
     """Check that any split of a stream is decoded to the same messages and to no more bytes."""
     step = drawn_bytes.number(1) + 1
     stream = _HANDSHAKE * (drawn_bytes.number(1) % 2) + drawn_bytes.rest
-    uncut, cut = zmtp.Decoder(), zmtp.Decoder()
+    uncut, cut_decoder = zmtp.Decoder(), zmtp.Decoder()
     frames_uncut = uncut.feed(stream)
     pieces = []
     for at in range(0, len(stream), step):
-        if not cut.violation:
-            pieces += cut.feed(stream[at : at + step])
+        if not cut_decoder.violation:
+            pieces += cut_decoder.feed(stream[at : at + step])
     assert uncut.buffered_bytes <= len(stream)
     assert sum(map(len, frames_uncut)) <= len(stream)
     assert pieces == frames_uncut
-    assert (cut.violation, cut.dropped) == (uncut.violation, uncut.dropped)
-    assert cut.properties == uncut.properties
+    assert (cut_decoder.violation, cut_decoder.dropped) == (uncut.violation, uncut.dropped)
+    assert cut_decoder.properties == uncut.properties
     with contextlib.suppress(MalformedMessage):
         for frame in frames_uncut:
             frames.unpack(frame)

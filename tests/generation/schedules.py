@@ -77,8 +77,10 @@ class ModelWorker(GenerativeWorker):
         super().__init__(*sizes)
         cache = KvCache(model.architecture, *sizes)
         self._prompts: dict[int, Prompt] = {}
-        passes = Passes(model, cache)
-        self.engine = NotingEngine(passes, None, self._prompts, lambda _: None, lambda *_: None)
+        model_passes = Passes(model, cache)
+        self.engine = NotingEngine(
+            model_passes, None, self._prompts, lambda _: None, lambda *_: None
+        )
         self.engine.bits = {}
         self.known: Any = self.engine._sequences
 
@@ -124,10 +126,10 @@ def model(family: str) -> Transformer:
 def requests() -> list[PlannedRequest]:
     """Return all requests of the schedules, many with a common prefix."""
     draw = random.Random(1)
-    beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
+    prompt_beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
     requests: list[PlannedRequest] = []
     for _ in range(_REQUESTS):
-        begin = draw.choice(beginnings)[: draw.choice((0, 16, 32, 40))]
+        begin = draw.choice(prompt_beginnings)[: draw.choice((0, 16, 32, 40))]
         prompt = [*begin, *draw.choices(_TOKENS, k=draw.randint(1, _LONGEST - len(begin)))]
         max_tokens = draw.randint(1, _MAX_NEW_TOKENS)
         requests.append(PlannedRequest(tuple(prompt), max_tokens, draw.choice((1, 1, 1, 2, 4))))
@@ -140,7 +142,7 @@ def run_alone(
 ) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
     """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
-    ended: dict[int, tuple[list[int], str]] = {}
+    ended_samples: dict[int, tuple[list[int], str]] = {}
     for sample in range(request.samples):
         rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
         if request.samples > 1 and len(request.prompt) > 1:
@@ -151,8 +153,8 @@ def run_alone(
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]
-        ended[sample] = rig.ended[generation.key, sample]
-    return bits, ended
+        ended_samples[sample] = rig.ended[generation.key, sample]
+    return bits, ended_samples
 
 
 @dataclass
@@ -220,8 +222,12 @@ class Schedule:
             assert bits == expected[at], f"{self._family}, {request}: logits behind {at} differ"
         self.counts["logits"] += len(recorded_bits)
         for sample, text in texts.items():
-            ended = self._rig.ended.get((key, sample))
-            assert ended == text or (cancelled and ended is None), (self._family, request, sample)
+            ended_sample = self._rig.ended.get((key, sample))
+            assert ended_sample == text or (cancelled and ended_sample is None), (
+                self._family,
+                request,
+                sample,
+            )
 
 
 def run(size: int, first_seed: int = 0) -> str:

@@ -61,8 +61,8 @@ def spoken(
     for _ in range(LENGTH):
         sampled = rows([entry.tokens for entry in proposals], parameters, seeds)
         chances = distribution(draft[[row.tokens[-1] for row in sampled]], sampled)
-        drawn = pick(chances, [row.draw(PROPOSAL) for row in sampled])
-        for proposal, token, chance in zip(proposals, drawn, chances, strict=True):
+        drawn_tokens = pick(chances, [row.draw(PROPOSAL) for row in sampled])
+        for proposal, token, chance in zip(proposals, drawn_tokens, chances, strict=True):
             proposal.tokens.append(token)
             proposal.probabilities.append(chance)
     by_length = [

@@ -44,8 +44,8 @@ def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
 
 def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
     """Check that greedy continuations equal those of transformers. Raises AssertionError."""
-    starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
-    prompts = {key: tokens[at : at + 5 + 9 * key] for key, at in enumerate(starts, 1)}
+    prompt_starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
+    prompts = {key: tokens[at : at + 5 + 9 * key] for key, at in enumerate(prompt_starts, 1)}
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     shuffle = random.Random(5)
     with llm_rig(rig, path, {"kv_cache_blocks": 512}, chunk=16, shuffle=shuffle) as scheduler:
@@ -62,9 +62,11 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
             logits = reference(torch.tensor([prompt + generated[key]])).logits[
                 0, len(prompt) - 1 : -1
             ]
-        best = logits.amax(-1)
+        best_logits = logits.amax(-1)
         chosen_logits = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
-        assert bool((best - chosen_logits < _CLOSE).all()), f"a greedy text differs behind {prompt}"
+        assert bool((best_logits - chosen_logits < _CLOSE).all()), (
+            f"a greedy text differs behind {prompt}"
+        )
 
 
 def run(size: int, first_token: int = 0) -> str:

@@ -31,6 +31,6 @@ def send_raw(link: Dealer | Router, peer: bytes, data: bytes) -> None:
 
 def framed(body: bytes) -> bytes:
     """Return a ZMTP message of one part."""
-    short = len(body) < 256
-    size = len(body).to_bytes(1 if short else 8, "big")
-    return (b"\0" if short else b"\2") + size + body
+    is_short = len(body) < 256
+    size = len(body).to_bytes(1 if is_short else 8, "big")
+    return (b"\0" if is_short else b"\2") + size + body

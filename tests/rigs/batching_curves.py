@@ -91,11 +91,11 @@ def drawn(seed: int) -> Curve:
     chance = random.Random(seed)
     base, at = chance.uniform(4, 30), chance.randint(2, 20)
     factor, slope = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
-    later = chance.randint(at + 1, LARGEST)
+    second_size = chance.randint(at + 1, LARGEST)
     kinds: dict[str, Callable[[int], float]] = {
         "step": lambda size: base * (1 if size <= at else factor) + slope * size,
         "steps": lambda size: (
-            base * (1 if size <= at else factor if size <= later else factor * 2.5)
+            base * (1 if size <= at else factor if size <= second_size else factor * 2.5)
         ),
         "plateau": lambda size: base + base / 4 * min(size, at),
         "falling": lambda size: base * (1 + factor / 2 * (LARGEST - size) / LARGEST),
@@ -202,11 +202,11 @@ def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Comp
     if not target_ms:
         factor = random.Random(seed).choice([1.15, 1.3, 1.6, 2.0, 3.0])
         target_ms = factor * min(result.p99_ms for result in fixed)
-    within = [result for result in fixed if result.p99_ms <= target_ms]
-    best = max(within, key=lambda result: result.per_second)
+    results_within_target = [result for result in fixed if result.p99_ms <= target_ms]
+    best_result = max(results_within_target, key=lambda result: result.per_second)
     rules = Batching(LARGEST, frozenset({LARGEST}), 0, int(target_ms * MS))
     adaptive = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
-    return Compared(curve.name, load, target_ms, adaptive, best)
+    return Compared(curve.name, load, target_ms, adaptive, best_result)
 
 
 def main() -> None:
@@ -224,13 +224,13 @@ def main() -> None:
         if not result.holds:
             print(result)
     for kind in (0, 1):
-        some = [result for result in results if bool(result.load.clients) == bool(kind)]
+        selected = [result for result in results if bool(result.load.clients) == bool(kind)]
         print(
             f"{'clients' if kind else 'Poisson'}: "
-            f"{sum(result.holds for result in some)} of {len(some)}; "
-            f"p99 within the target {sum(e.adaptive.p99_ms <= e.target_ms for e in some)}; "
-            f"worst p99 {max(e.adaptive.p99_ms / e.target_ms for e in some):.2f} of the target, "
-            f"worst rate {min(e.adaptive.per_second / e.best.per_second for e in some):.2f}"
+            f"{sum(result.holds for result in selected)} of {len(selected)}; "
+            f"p99 within the target {sum(e.adaptive.p99_ms <= e.target_ms for e in selected)}; "
+            f"worst p99 {max(e.adaptive.p99_ms / e.target_ms for e in selected):.2f} of the target, "
+            f"worst rate {min(e.adaptive.per_second / e.best.per_second for e in selected):.2f}"
         )
 
 

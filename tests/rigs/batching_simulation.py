@@ -124,16 +124,16 @@ class Simulation:
             self._at(at, self._arrive)
         return self._run_events()
 
-    def _at(self, ns: float, callback: Callable[..., None], about: Any = None) -> None:
-        heapq.heappush(self._events, (int(ns), next(self._order), callback, about))
+    def _at(self, ns: float, callback: Callable[..., None], argument: Any = None) -> None:
+        heapq.heappush(self._events, (int(ns), next(self._order), callback, argument))
 
     def _run_events(self) -> Run:
         while self._events:
-            self._now, _, callback, about = heapq.heappop(self._events)
-            callback(about)
+            self._now, _, callback, argument = heapq.heappop(self._events)
+            callback(argument)
             while self._events and self._events[0][0] == self._now:
-                _, _, callback, about = heapq.heappop(self._events)
-                callback(about)
+                _, _, callback, argument = heapq.heappop(self._events)
+                callback(argument)
             self._plan()
         assert not self._queue
         self._run.ended_ns = self._now
@@ -167,14 +167,16 @@ class Simulation:
                 case None:
                     raise AssertionError("there are requests")
 
-    def _finish(self, about: tuple[int, list[Item]]) -> None:
-        began, batch = about
+    def _finish(self, started_batch: tuple[int, list[Item]]) -> None:
+        began_ns, batch = started_batch
         self._free += 1
         self._waiting_count -= len(batch)
         latencies = [self._now - item.enqueued_ns for item in batch]
         self._run.latencies += latencies
-        took = self._now - began
-        self._batcher.record_batch(self._now, self._waiting_count, len(batch), took, latencies)
+        duration_ns = self._now - began_ns
+        self._batcher.record_batch(
+            self._now, self._waiting_count, len(batch), duration_ns, latencies
+        )
         if self._think is not None:
             for _ in batch[: self._to_come]:
                 self._at(self._now + self._think(), self._arrive)

@@ -146,28 +146,28 @@ class Case:
         reply = self.http(step, request)
         infer_request = pb.ModelInferRequest(model_name=self.model)
         for tensor in reply["inputs"]:
-            named = {key: tensor[key] for key in ("name", "datatype", "shape")}
-            _place(infer_request.inputs.add(**named), tensor)
+            tensor_fields = {key: tensor[key] for key in ("name", "datatype", "shape")}
+            _place(infer_request.inputs.add(**tensor_fields), tensor)
             if "data" in tensor:
                 infer_request.raw_input_contents.append(
                     np.array(tensor["data"], np.int32).tobytes()
                 )
         for tensor in reply.get("outputs", ()):
             _place(infer_request.outputs.add(name=tensor["name"]), tensor)
-        opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
+        preface = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
         body = http2.message(infer_request.SerializeToString())
         stream = 2 * step + 1
         return (
-            opened
+            preface
             + http2.frame(http2.HEADERS, http2.END_HEADERS, stream, head)
             + http2.frame(http2.DATA, http2.END_STREAM, stream, body)
         )
 
 
-def _place(tensor: Any, described: dict[str, Any]) -> None:
+def _place(tensor: Any, tensor_json: dict[str, Any]) -> None:
     """Add the parameters of a memory range in a region to a tensor."""
-    for key, value in described.get("parameters", {}).items():
+    for key, value in tensor_json.get("parameters", {}).items():
         kind = "string_param" if isinstance(value, str) else "int64_param"
         setattr(tensor.parameters[key], kind, value)
 
@@ -230,8 +230,10 @@ def text() -> Case:
         return {"model": "text", "prompt": f"text {step}", "max_tokens": 4, "temperature": 0}
 
     def response(request: Inference) -> Inferred:
-        named = {output.name: np.array([values[output.name]], object) for output in request.outputs}
-        return Inferred(tuple(worker_rig.tensor(*item) for item in named.items()))
+        named_arrays = {
+            output.name: np.array([values[output.name]], object) for output in request.outputs
+        }
+        return Inferred(tuple(worker_rig.tensor(*item) for item in named_arrays.items()))
 
     inputs, outputs = (
         [gateway_rig.tensor_config(name, "BYTES", [-1]) for name in names]
@@ -259,9 +261,11 @@ def worker(folder: Path, case: Case) -> Calls:
         numbers = itertools.count(1)
         for step in range(_WARM_UPS + 1):
             for first_index in range(0, BATCH, case.batch):
-                together = range(first_index, first_index + case.batch)
-                works = [m.Work(at + 1, 4242, *case.works(step, at), "") for at in together]
-                rig.scheduler.post(rig._peer, m.Execute(next(numbers), works))
+                request_indices = range(first_index, first_index + case.batch)
+                batch_work = [
+                    m.Work(at + 1, 4242, *case.works(step, at), "") for at in request_indices
+                ]
+                rig.scheduler.post(rig._peer, m.Execute(next(numbers), batch_work))
                 rig.scheduler.flush()
                 with calls if step == _WARM_UPS else MagicMock():
                     link.receive()
@@ -303,11 +307,11 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     body = case.respond(case.works(0, 0))
     numbers = itertools.count(1)
     for step in range(_WARM_UPS + 1):
-        counted = calls if step == _WARM_UPS else MagicMock()
+        counting = calls if step == _WARM_UPS else MagicMock()
         for at in range(BATCH):
             client.post(m.Submit(next(numbers), *case.works(step, at), 1, 0, 0, 0))
         client.flush()
-        with counted:
+        with counting:
             _turn(host)
         batches: list[m.Execute] = []
         responses: list[m.Finished] = []
@@ -318,7 +322,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
             now_ns = time.monotonic_ns()
             times_ns = (now_ns, now_ns, now_ns, now_ns)
             worker.send(m.BatchFinished(batch.batch, *times_ns, replies))
-            with counted:
+            with counting:
                 _turn(host)
             responses += arrived(client)
         assert {type(response) for response in responses} == {m.Finished}
@@ -429,10 +433,10 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         connection.connection_made(transport)
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
-        counted = calls if step == _WARM_UPS else MagicMock()
+        counting = calls if step == _WARM_UPS else MagicMock()
         requests = [request(step, at) for at in range(BATCH)]
         sizes = list(map(len, requests))
-        with counted:
+        with counting:
             for (connection, _), request_bytes, size in zip(
                 connections, requests, sizes, strict=True
             ):
@@ -451,7 +455,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
                 peer, m.Finished(submit.id, *case.respond((submit.schema, submit.data)), 1, 2, 3)
             )
         schedulers.flush()
-        with counted:
+        with counting:
             for _ in range(3):
                 await _loop_turn()
         for _, transport in connections:

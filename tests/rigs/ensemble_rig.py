@@ -172,8 +172,8 @@ class EnsembleRig:
 
     def sent(self, kind: type[Any] = m.Submit) -> list[tuple[str, Any]]:
         """Return the messages of this kind to steps since the last call."""
-        posted, self.steps.posted = self.steps.posted, []
-        return [item for item in posted if isinstance(item[1], kind)]
+        posted_messages, self.steps.posted = self.steps.posted, []
+        return [item for item in posted_messages if isinstance(item[1], kind)]
 
     def runs(self) -> dict[str, int]:
         """Return the numbers of the requests submitted since the last call, by endpoint."""

@@ -111,11 +111,11 @@ def main(link_fd: int, entry: str) -> None:
     module, _, function = entry.partition(":")
     run = getattr(importlib.import_module(module), function)
     link = socket.socket(fileno=link_fd)
-    running: set[int] = set()
+    running_pids: set[int] = set()
     while True:
         data, fds, _, _ = socket.recv_fds(link, _LARGEST, _MAX_FDS)
         if not data:
-            for pid in running:
+            for pid in running_pids:
                 os.kill(pid, signal.SIGKILL)
             return
         match msgpack.unpackb(data):
@@ -125,11 +125,11 @@ def main(link_fd: int, entry: str) -> None:
                     link.close()
                     os.dup2(fds[0], sys.stderr.fileno())
                     _run(functools.partial(run, start, *fds[1:]))
-                running.add(pid)
+                running_pids.add(pid)
                 response = pid
             case ["reap", int(pid)]:
                 response = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                running.remove(pid)
+                running_pids.remove(pid)
         for fd in fds:
             os.close(fd)
         link.send(msgpack.packb(response))

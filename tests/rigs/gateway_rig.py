@@ -274,8 +274,8 @@ def rig(
 
 def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:
     """Return an input or output as the configuration contains it."""
-    spelled = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
-    return {"name": name, "data_type": spelled, "dims": dims, "optional": False}
+    type_name = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
+    return {"name": name, "data_type": type_name, "dims": dims, "optional": False}
 
 
 def model_config(

@@ -206,9 +206,9 @@ class Scheduler:
     # --- steps
 
     def row(self, sequence: Running) -> g.Row:
-        missing = len(sequence.tokens) - sequence.computed
-        count = min(missing, self.chunk)
-        samples = count == missing
+        missing_tokens = len(sequence.tokens) - sequence.computed
+        count = min(missing_tokens, self.chunk)
+        samples = count == missing_tokens
         draft = self.draft if samples else 0
         max_length = np.frombuffer(self.prepared[sequence.key].prompt, np.int32).size
         max_length += self.prepared[sequence.key].max_tokens
@@ -224,11 +224,11 @@ class Scheduler:
     def step(self, rows: list[g.Row] | None = None, **swaps: Any) -> list[g.RowResult]:
         if rows is None:
             rows = [self.row(sequence) for sequence in self.running.values()]
-        begin, released, within = self.begin, self.released, self.within
+        begin, released, block_copies = self.begin, self.released, self.within
         self.begin, self.released, self.within = [], [], []
         self.stepped = None
         running_before = dict(self.running)
-        self.send(g.Step(next(self._steps), rows, begin, released, copies=within, **swaps))
+        self.send(g.Step(next(self._steps), rows, begin, released, copies=block_copies, **swaps))
         self._wait("the step ends", lambda: self.stepped is not None)
         assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
@@ -258,14 +258,14 @@ class Scheduler:
         """Wait for the ends of all requests."""
         self._wait("all requests end", lambda: self.prepared.keys() <= self.ended)
 
-    def _wait(self, condition_text: str, holds: Callable[[], bool]) -> None:
+    def _wait(self, condition_text: str, is_true: Callable[[], bool]) -> None:
         """Take the worker's messages until a condition holds.
 
         Raises:
             AssertionError: The condition does not hold within `DEADLINE_S` seconds.
         """
         deadline = time.monotonic() + DEADLINE_S
-        while not holds():
+        while not is_true():
             assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {condition_text}"
             self.listen(0.2)
 

@@ -32,5 +32,5 @@ def positions(text: str) -> list[str]:
 
 def place(text: str) -> str:
     """Return the only one of `positions`, or the position of the whole file if there is no mark."""
-    (only,) = positions(text) or ["f: "]
-    return only
+    (only_position,) = positions(text) or ["f: "]
+    return only_position

@@ -120,9 +120,9 @@ class Processes:
 
     def version(self, spec: VersionSpec, group: Group = ALONE) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""
-        nothing: Any = MagicMock(return_value=None)
+        no_call: Any = MagicMock(return_value=None)
         complete = lambda spec, completed: spec.config  # noqa: E731
-        return ModelVersion(self.context, spec, group, nothing, nothing, complete)
+        return ModelVersion(self.context, spec, group, no_call, no_call, complete)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         loop = asyncio.get_running_loop()

@@ -68,16 +68,16 @@ def over_http(port: int, shared: bool) -> Iterator[SendRequest]:
     closed. A region is registered once.
     """
     connection = Http(port, _PATIENCE_S)
-    through = InferInMemory(connection) if shared else infer_simple
+    infer_through = InferInMemory(connection) if shared else infer_simple
 
     def send_request(number: int) -> str:
-        return retry(lambda: through(connection, number))
+        return retry(lambda: infer_through(connection, number))
 
     try:
         yield send_request
     finally:
-        if isinstance(through, InferInMemory):
-            through.close(connection)
+        if isinstance(infer_through, InferInMemory):
+            infer_through.close(connection)
 
 
 def registering(port: int) -> Iterator[SendRequest]:
@@ -89,19 +89,19 @@ def registering(port: int) -> Iterator[SendRequest]:
 
     def send_request(number: int) -> str:
         first_client, second_client = connections[number % 2], connections[1 - number % 2]
-        through = retry(lambda: InferInMemory(first_client, 64))
-        error = retry(lambda: through(second_client, number)) or retry(
-            lambda: through(first_client, number)
+        infer_through = retry(lambda: InferInMemory(first_client, 64))
+        error = retry(lambda: infer_through(second_client, number)) or retry(
+            lambda: infer_through(first_client, number)
         )
-        retry(lambda: through.close(second_client))
+        retry(lambda: infer_through.close(second_client))
         return error
 
     yield send_request
 
 
-def over_grpc(port: int, killed: bool) -> Iterator[SendRequest]:
+def over_grpc(port: int, is_killed: bool) -> Iterator[SendRequest]:
     options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
-    if killed:
+    if is_killed:
         options.append(("grpc.service_config", json.dumps(_RETRY)))
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
@@ -128,7 +128,7 @@ def native(path: str) -> Iterator[SendRequest]:
 
 
 def main(
-    clients: int, http_port: int, grpc_port: int, local: str, often: bool, killed: bool
+    clients: int, http_port: int, grpc_port: int, local: str, often: bool, is_killed: bool
 ) -> None:
     """Send requests until the input ends."""
     stop = threading.Event()
@@ -156,7 +156,7 @@ def main(
             if often and number == 0
             else over_http(http_port, number % 2 == 1)
         ),
-        "grpc": lambda _: over_grpc(grpc_port, killed),
+        "grpc": lambda _: over_grpc(grpc_port, is_killed),
         "native": lambda _: native(local),
     }
     counts.update((protocol, Counter()) for protocol in senders_by_protocol)

@@ -47,8 +47,8 @@ class Outbox:
 
     def post(self, peer: bytes, message: Any) -> None:
         """Keep a message; it must survive the wire."""
-        (received,) = frames.unpack(frames.pack([message]))
-        self.posted.append((peer, received))
+        (unpacked,) = frames.unpack(frames.pack([message]))
+        self.posted.append((peer, unpacked))
 
     def sender_of(self, peer: bytes) -> Callable[[Any], None]:
         return partial(self.post, peer)

@@ -63,11 +63,11 @@ class Systemd:
         if user:
             groups_of = f"--groups={groups}" if groups else "--clear-groups"
             start += ["setpriv", f"--reuid={user}", f"--regid={user}", groups_of]
-        ran = subprocess.run(
+        completed = subprocess.run(
             [*start, *words], cwd="/", env=_ENVIRONMENT, capture_output=True, text=True, check=False
         )
-        status = f"\nstatus {ran.returncode}" if ran.returncode else ""
-        return (ran.stdout + ran.stderr).strip() + status
+        status = f"\nstatus {completed.returncode}" if completed.returncode else ""
+        return (completed.stdout + completed.stderr).strip() + status
 
     def path(self, inner_path: str) -> Path:
         return Path(f"/proc/{self.pid}/root{inner_path}")
@@ -120,8 +120,8 @@ def _check() -> None:
         raise Unavailable("namespaces with a systemd are for root to make")
     if not Path(_SYSTEMD).exists() or not all(map(shutil.which, _TOOLS)):
         raise Unavailable(f"there is no {_SYSTEMD} here, or not all of {', '.join(_TOOLS)}")
-    if hidden := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY)]:
-        raise Unavailable(f"{hidden[0]} is in a folder that is empty there")
+    if hidden_paths := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY)]:
+        raise Unavailable(f"{hidden_paths[0]} is in a folder that is empty there")
     try:
         subprocess.run(
             [sys.executable, "-c", "import shmserve"],

@@ -50,8 +50,8 @@ def _simple(http: Http, number: int) -> None:
 
 
 def _cached(http: Http, number: int) -> None:
-    same = np.full((1, 16), number % 4, np.int32)
-    tensors = [json_input("INPUT0", same), json_input("INPUT1", same)]
+    values = np.full((1, 16), number % 4, np.int32)
+    tensors = [json_input("INPUT0", values), json_input("INPUT1", values)]
     http.infer("cached", {"inputs": tensors}).ok()
 
 
@@ -84,7 +84,7 @@ def _tiny(http: Http, number: int) -> None:
 @contextlib.contextmanager
 def under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
     """Send requests to all models on one or two connections each until the end of the block."""
-    stop, answered = threading.Event(), threading.Semaphore(0)
+    stop, answered_count = threading.Event(), threading.Semaphore(0)
     server.gate.close()  # no execution waits at the gate
 
     def send_requests(send_one: Callable[[Http, int], None]) -> None:
@@ -98,7 +98,7 @@ def under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
                     send_one(http_client, number)
                     number += 1
                     if number == 1:
-                        answered.release()
+                        answered_count.release()
             stop.wait(0.2)
 
     kinds = [_simple, _simple, _cached, _pipeline, _crimes, _sums, *([_tiny] if generative else [])]
@@ -106,7 +106,7 @@ def under_load(server: Server, *, generative: bool = False) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        assert all(answered.acquire(timeout=30) for _ in threads), "not all are answered"
+        assert all(answered_count.acquire(timeout=30) for _ in threads), "not all are answered"
         yield
     finally:
         stop.set()

@@ -193,27 +193,27 @@ class Rig:
 
     def raw_batch(
         self,
-        works: Sequence[Packed],
+        work_items: Sequence[Packed],
         pid: int = CLIENT_PID,
         request_id: str = "id-1",
         **fields: Any,
     ) -> list[Reply]:
         """Run a batch of packed requests with the keys 1, 2, ..."""
-        keyed = enumerate(works, 1)
+        keyed = enumerate(work_items, 1)
         self.execute([Work(key, pid, *work, request_id, **fields) for key, work in keyed])
         replies = {reply.key: reply for reply in self.finished.replies}
-        assert sorted(replies) == list(range(1, len(works) + 1))
+        assert sorted(replies) == list(range(1, len(work_items) + 1))
         return [
             Reply(reply.code, reply.message, inferred_of(reply) if reply.code == "" else None)
             for _, reply in sorted(replies.items())
         ]
 
-    def execute(self, works: Sequence[Work]) -> None:
+    def execute(self, work_items: Sequence[Work]) -> None:
         """Run a batch of these requests up to its end in the worker, before its replies are
         sent.
         """
         self._batches += 1
-        command = self.instance.link.open_requests(Execute(self._batches, list(works)))
+        command = self.instance.link.open_requests(Execute(self._batches, list(work_items)))
         self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 

@@ -120,7 +120,7 @@ class Client(Process):
         ledger: Ledger,
         hosts: dict[str, SchedulerProcess],
         name: str,
-        slow: bool = False,
+        is_slow: bool = False,
         pid: int = 0,
     ) -> None:
         super().__init__(world, f"client-{name}", pid)
@@ -129,7 +129,7 @@ class Client(Process):
         self.endpoints: dict[str, str] = {}
         self.reports: dict[str, dict[str, Any]] = {}
         self._name = name
-        self._slow = slow
+        self._slow = is_slow
         self._memory = memory
         self._numbers = itertools.count(1)
         self._links = ClientLinks(self, hosts)

@@ -130,11 +130,11 @@ def _check_stopped(dispatch: Any) -> None:
     """Raise Violation if a text ended with "stop" but lacks the token that ends it."""
     record = dispatch._on_sequence_end
 
-    def checked(sequence: Sequence[Any], why: str) -> None:
+    def checked(sequence: Sequence[Any], reason: str) -> None:
         tokens = sequence.tokens[len(sequence.generation.prompt) :]
-        if why == "stop" and not {STOP, END} & {*tokens}:
-            raise Violation(f"a text ends with {why!r} after the tokens {list(tokens)}")
-        record(sequence, why)
+        if reason == "stop" and not {STOP, END} & {*tokens}:
+            raise Violation(f"a text ends with {reason!r} after the tokens {list(tokens)}")
+        record(sequence, reason)
 
     dispatch._on_sequence_end = checked
 

@@ -42,8 +42,12 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
                 in_sizes = [
                     sizes[maps["input_map"][tensor["name"]]] for tensor in step.config["input"]
                 ]
-                read = bytes(in_sizes[0]) if len(in_sizes) == 1 else joined(*map(bytes, in_sizes))
-                out_size = sizes[maps["output_map"]["OUT"]] = len(step.outputs_of(read, "000")[0])
+                input_bytes = (
+                    bytes(in_sizes[0]) if len(in_sizes) == 1 else joined(*map(bytes, in_sizes))
+                )
+                out_size = sizes[maps["output_map"]["OUT"]] = len(
+                    step.outputs_of(input_bytes, "000")[0]
+                )
                 step.config.update(_tensors(in_sizes, out_size))
             model.config.update(_tensors([byte_size], out_size))
 
@@ -243,10 +247,10 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
         {
             "model_name": step.name,
             "model_version": -1,
-            "input_map": reads,
+            "input_map": input_map,
             "output_map": {"OUT": f"T{number}"},
         }
-        for number, (step, reads) in enumerate(zip(steps, inputs, strict=True))
+        for number, (step, input_map) in enumerate(zip(steps, inputs, strict=True))
     ]
     scheduling[-1]["output_map"] = {"OUT": "OUT", "WHO": "WHO"}
     max_in_flight = random.choice((0, 2))

@@ -94,11 +94,11 @@ class EngineRig:
         self.engine.pool, self.engine.host = self.pools
         self._step: Step | None = None
 
-    def _ended(self, sequence: Sequence[None], why: str) -> None:
+    def _ended(self, sequence: Sequence[None], reason: str) -> None:
         generation = sequence.generation
         tokens = list(sequence.tokens[len(generation.prompt) :])
         assert (generation.key, sequence.sample) not in self.ended
-        self.ended[generation.key, sequence.sample] = (tokens, why)
+        self.ended[generation.key, sequence.sample] = (tokens, reason)
 
     def _chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
@@ -116,7 +116,7 @@ class EngineRig:
         self,
         prompt: Iterable[int],
         max_tokens: int,
-        resumed: dict[int, array[int]] | None = None,
+        resumed_tokens: dict[int, array[int]] | None = None,
         **options: Any,
     ) -> Generation[None] | None:
         """Submit a request; return None if it can never run."""
@@ -130,10 +130,10 @@ class EngineRig:
         self.worker.most[key] = max_tokens
         if generation.beams is not None:
             self.worker.width[key] = generation.beams.width
-        for sample, tokens in (resumed or {}).items():
+        for sample, tokens in (resumed_tokens or {}).items():
             self.worker.resumed[key, sample] = tokens
         self.generations[key] = generation
-        self.engine.add(generation, resumed)
+        self.engine.add(generation, resumed_tokens)
         return generation
 
     def plan(self) -> bool:
@@ -168,16 +168,16 @@ class EngineRig:
         run.
         """
         changes = [
-            (was, sequence)
-            for sequence, was in statuses_before.items()
-            if sequence.status is not was
+            (status_before, sequence)
+            for sequence, status_before in statuses_before.items()
+            if sequence.status is not status_before
         ]
-        preempted = any(was is SequenceStatus.RUNNING for was, _ in changes)
+        preempted = any(status_before is SequenceStatus.RUNNING for status_before, _ in changes)
         admitted = any(sequence.status is SequenceStatus.RUNNING for _, sequence in changes)
         inside = {
             sequence.number
-            for sequence, was in statuses_before.items()
-            if was is SequenceStatus.RUNNING
+            for sequence, status_before in statuses_before.items()
+            if status_before is SequenceStatus.RUNNING
         }
         assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
 
@@ -202,13 +202,15 @@ class EngineRig:
             (self.engine.pool, [sequence.table for sequence in live]),
             (self.engine.host, [sequence.host for sequence in live]),
         ):
-            counted = [0] * pool.count
+            reference_counts = [0] * pool.count
             for block in itertools.chain.from_iterable(tables):
-                counted[block] += 1
-            assert counted == pool.references
-            assert pool.used == sum(map(bool, counted))
-        running = [sequence.seats for sequence in live if sequence.status is SequenceStatus.RUNNING]
-        assert sum(running) <= self.settings.max_batch_size
+                reference_counts[block] += 1
+            assert reference_counts == pool.references
+            assert pool.used == sum(map(bool, reference_counts))
+        running_seats = [
+            sequence.seats for sequence in live if sequence.status is SequenceStatus.RUNNING
+        ]
+        assert sum(running_seats) <= self.settings.max_batch_size
         for sequence in live:
             blocks = -(-sequence.computed // self.settings.block_size)
             if sequence.status is SequenceStatus.SWAPPED:
@@ -275,10 +277,10 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
         reach = (
             max_tokens if search.early_stopping == "never" and search.length_penalty > 0 else length
         )
-        best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
-        full = len(continuations) == search.width
+        best_score = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
+        is_full = len(continuations) == search.width
         if not beams or (
-            full and (search.early_stopping == "true" or continuations[-1][0] >= best)
+            is_full and (search.early_stopping == "true" or continuations[-1][0] >= best_score)
         ):
             break
     else:
@@ -286,7 +288,7 @@ def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
             text = [token for token, _, _ in slots[len(prompt) :]]
             continuations.append((score / max_tokens**search.length_penalty, text, "length"))
         continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
-    return [(text, why) for _, text, why in continuations]
+    return [(text, reason) for _, text, reason in continuations]
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -305,9 +307,14 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 def engine_settings(**settings: Any) -> EngineSettings:
     """Return the settings of a small engine."""
-    small = {"block_size": 4, "kv_cache_blocks": 64, "swap_blocks": 32, "max_batch_size": 8}
+    small_settings = {
+        "block_size": 4,
+        "kv_cache_blocks": 64,
+        "swap_blocks": 32,
+        "max_batch_size": 8,
+    }
     budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
-    return EngineSettings.of({**small, **budgets, **settings})
+    return EngineSettings.of({**small_settings, **budgets, **settings})
 
 
 class Schedule:
@@ -354,8 +361,13 @@ class Schedule:
             prompt = prompt + [draw.randint(1, VOCABULARY) for _ in range(9)]
         options: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
-            early, penalty = draw.choice(("true", "false", "never")), draw.choice((-0.5, 0.7, 1.0))
-            options = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END, 7, 19])}
+            early_stopping, penalty = (
+                draw.choice(("true", "false", "never")),
+                draw.choice((-0.5, 0.7, 1.0)),
+            )
+            options = {
+                "beams": BeamSearch(draw.randint(2, 3), penalty, early_stopping, [END, 7, 19])
+            }
         generation = self.rig.submit(
             prompt,
             draw.randint(1, 25),
@@ -398,19 +410,21 @@ class Schedule:
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
-        had = {row.sample: row.tokens[len(generation.prompt) :] for row in generation.sequences}
+        sampled_tokens = {
+            row.sample: row.tokens[len(generation.prompt) :] for row in generation.sequences
+        }
         ended_count = sum(
             (generation.key, row) in self.rig.ended for row in range(generation.samples)
         )
-        if generation.beams is not None or len(had) + ended_count < generation.samples:
+        if generation.beams is not None or len(sampled_tokens) + ended_count < generation.samples:
             return
         self.rig.engine.cancel(generation)
-        moved = self.rig.submit(
-            generation.prompt, generation.max_tokens, had, samples=generation.samples
+        moved_generation = self.rig.submit(
+            generation.prompt, generation.max_tokens, sampled_tokens, samples=generation.samples
         )
-        assert moved is not None
-        self._samples[generation.key] -= had.keys()
-        self._samples[moved.key] = set(had)
+        assert moved_generation is not None
+        self._samples[generation.key] -= sampled_tokens.keys()
+        self._samples[moved_generation.key] = set(sampled_tokens)
 
 
 def main() -> int:
@@ -419,7 +433,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time [60]")
     parser.add_argument("--first", type=int, default=0, help="the first seed [0]")
     arguments = parser.parse_args()
-    operations = rows = read = 0
+    operations = rows = tokens_read = 0
     for seed in itertools.count(arguments.first):
         schedule = Schedule(seed)
         try:
@@ -429,13 +443,14 @@ def main() -> int:
             raise
         operations += schedule.rig.operations
         rows += schedule.rig.rows
-        read += schedule.rig.worker.read
+        tokens_read += schedule.rig.worker.read
         seconds = time.process_time()
         if seconds > arguments.seconds:
             break
     print(
         f"{operations} operations in {seconds:.1f} s ({operations / seconds:.0f} a second) by "
-        f"{seed + 1 - arguments.first} seeds: {rows} rows, {read} tokens read; no block was lost"
+        f"{seed + 1 - arguments.first} seeds: {rows} rows, {tokens_read} tokens read; "
+        "no block was lost"
     )
     return 0
 

@@ -83,9 +83,9 @@ class Generator(Worker):
 
     def _handle(self, message: Any) -> None:
         match message:
-            case g.Prepare(requests=[work], resumed=resumed):
+            case g.Prepare(requests=[work], resumed_samples=resumed_samples):
                 self._open[work.key] = work
-                self._put(self._prepare, work, resumed)
+                self._put(self._prepare, work, resumed_samples)
             case g.Step():
                 self._batches.append(message)
             case g.Choose():
@@ -145,7 +145,7 @@ class Generator(Worker):
         if self._jobs:
             self.world.after(self.world.between(US, 300 * US), self._work)
 
-    def _prepare(self, work: m.Work, resumed: list[g.Resumed]) -> None:
+    def _prepare(self, work: m.Work, resumed_samples: list[g.Resumed]) -> None:
         try:
             content = self._input(work)
         except ShmserveError as error:
@@ -159,7 +159,7 @@ class Generator(Worker):
         engine.prompts[work.key], engine.most[work.key] = request.prompt, request.most
         if request.search is not None:
             engine.width[work.key] = request.search.width
-        for sample in resumed:
+        for sample in resumed_samples:
             tokens = engine.resumed[work.key, sample.sample] = array("i", sample.tokens)
             whole_text = texts(content)[sample.sample][0]
             if tokens[: len(whole_text)] != array(

@@ -154,13 +154,13 @@ class Model:
         """Return OUT and WHO of a version for an input; two inputs must be `joined` first."""
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 
-    def source(self, out: bytes, model_name: bytes) -> bytes | None:
+    def source(self, output_bytes: bytes, model_name: bytes) -> bytes | None:
         """Return the input of OUT, or None if OUT is no valid response of this model.
 
         The input is followed by the index of the response of a decoupled step from which OUT
         results.
         """
-        values = {"OUT": out}
+        values = {"OUT": output_bytes}
         step_mark = b""
         for step, maps in reversed(list(zip(self.steps or (self,), self.maps, strict=True))):
             value = values.pop(maps["output_map"]["OUT"], None)

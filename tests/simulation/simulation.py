@@ -64,11 +64,11 @@ class Simulation:
 
     def _new_client(self, pid: int = 0) -> None:
         self._names += 1
-        slow = self.world.chance(0.3)
+        is_slow = self.world.chance(0.3)
         client = Client(
             *(self.world, self.memory, self.ledger, self.supervisor.hosts),
             f"c{self._names}",
-            slow,
+            is_slow,
             pid,
         )
         self.supervisor.add_client(client)

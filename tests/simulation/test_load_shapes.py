@@ -66,11 +66,11 @@ def test_instances_do_not_oscillate(name: str, times: str) -> None:
     With a constant load this happens never, or once if execution times vary. A regular pattern is
     anticipated after a few periods.
     """
-    shape, rises = SHAPES[name]
+    shape, max_regrets = SHAPES[name]
     for seed in range(2):
         result = run(shape, times, seed=seed)
         assert all(1 <= count <= _MAX_INSTANCES for _, count in result.counts)
-        assert result.regrets(within_s=60) <= min(max(rises, times == "exponential"), 4)
+        assert result.regrets(within_s=60) <= min(max(max_regrets, times == "exponential"), 4)
 
 
 @pytest.mark.parametrize("base", [4, 8, 12, 16])

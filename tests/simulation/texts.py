@@ -97,7 +97,7 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
     return samples
 
 
-def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> str:
+def problem(content: bytes, received_positions: set[tuple[int, int]], packed: bytes) -> str:
     """Return the error in a response, or "".
 
     `received` contains (sample, index of token) of earlier responses, with -1 for the end of a
@@ -111,15 +111,15 @@ def problem(content: bytes, received: set[tuple[int, int]], packed: bytes) -> st
             positions.add((piece.sample, -1))
         if tokens[piece.begin : end] != piece.tokens or piece.reason not in ("", reason):
             return f"has {piece}, and its text is {tokens}, {reason}"
-        if positions & received:
+        if positions & received_positions:
             return f"has {piece} twice"
-        received |= positions
+        received_positions |= positions
     return ""
 
 
-def missing(content: bytes, received: set[tuple[int, int]]) -> set[tuple[int, int]]:
+def missing(content: bytes, received_positions: set[tuple[int, int]]) -> set[tuple[int, int]]:
     return {
         (sample, index)
         for sample, (tokens, _) in enumerate(texts(content))
         for index in range(-1, len(tokens))
-    } - received
+    } - received_positions

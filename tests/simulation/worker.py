@@ -227,7 +227,7 @@ class Worker(Process):
                 self.world.random.shuffle(replies)
         now_ns = self.world.now_ns
         times = (self._began_ns, self._began_ns, now_ns, now_ns)
-        finished = m.BatchFinished(batch.batch, *times, replies)
+        batch_finished = m.BatchFinished(batch.batch, *times, replies)
         for work in batch.requests:
             if work.key not in self._streams:
                 self._open.pop(work.key, None)
@@ -236,8 +236,8 @@ class Worker(Process):
             # Computed without `world.random`, so that known seeds run as before.
             if (31 * self.pid + batch.batch) % _NONSENSE_EVERY == 0:
                 self.world.fault("nonsense", self)
-                self._up.post(replace(finished, batch=-batch.batch))
-            self._up.post(finished)
+                self._up.post(replace(batch_finished, batch=-batch.batch))
+            self._up.post(batch_finished)
         else:
             for offset in reserved:
                 if offset in self._lent:

@@ -145,30 +145,33 @@ class GenerativeWorker:
         if not row.samples:
             return []
         if sequence.key in self.width:
-            best = candidates(sequence.slots, 2 * self.width[sequence.key])
+            best_candidates = candidates(sequence.slots, 2 * self.width[sequence.key])
             return [
                 RowResult(
-                    row.sequence, [], candidates=[t for t, _ in best], scores=[s for _, s in best]
+                    row.sequence,
+                    [],
+                    candidates=[t for t, _ in best_candidates],
+                    scores=[s for _, s in best_candidates],
                 )
             ]
         return [self._sampled(sequence, row)]
 
     def _sampled(self, sequence: _SequenceSlots, row: Row) -> RowResult:
         end = len(sequence.slots)
-        right = sequence.slots[:]
+        true_slots = sequence.slots[:]
         for _ in range(row.draft_count):
-            extend(right, [next_token(right, sequence.sample)])
-        proposed = [token for token, _, _ in right[end:]]
+            extend(true_slots, [next_token(true_slots, sequence.sample)])
+        proposed = [token for token, _, _ in true_slots[end:]]
         for index in range(row.draft_count):
             if (end + index) % 3 >= self.proposals:
                 proposed[index] = (proposed[index] + 1) % VOCABULARY
         self._write(sequence, extend(sequence.slots[:], proposed)[end:])
-        new: list[int] = []
+        new_tokens: list[int] = []
         finish_reason = ""
         for index in range(row.draft_count + 1):
             token = next_token(sequence.slots, sequence.sample)
             extend(sequence.slots, [token])
-            new.append(token)
+            new_tokens.append(token)
             generated = len(sequence.slots) - sequence.prompt
             finish_reason = "stop" if token == END else ""
             finish_reason = finish_reason or (
@@ -176,7 +179,7 @@ class GenerativeWorker:
             )
             if finish_reason or index == row.draft_count or proposed[index] != token:
                 break
-        return RowResult(row.sequence, new, finish_reason, row.draft_count)
+        return RowResult(row.sequence, new_tokens, finish_reason, row.draft_count)
 
     def _check(self, sequence: _SequenceSlots, end: int) -> None:
         size = self.block_size

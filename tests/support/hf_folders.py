@@ -107,17 +107,17 @@ def write_folder(
     return path
 
 
-def save_weights(path: Path, drawn: dict[str, torch.Tensor], shards: int = 1) -> None:
+def save_weights(path: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:
     """Write weights as safetensors, with an index if there are several files."""
-    names = sorted(drawn)
+    names = sorted(weights)
     if shards == 1:
-        save_file(drawn, path / "model.safetensors", {"format": "pt"})
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
         return
     mapped = {
         name: f"model-{position % shards:05d}.safetensors" for position, name in enumerate(names)
     }
     for shard in sorted(set(mapped.values())):
-        part = {name: drawn[name] for name in names if mapped[name] == shard}
+        part = {name: weights[name] for name in names if mapped[name] == shard}
         save_file(part, path / shard, {"format": "pt"})
     index = {"metadata": {}, "weight_map": mapped}
     (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -67,8 +67,10 @@ class Snapshot:
 
     def _leaks(self, now: Snapshot) -> list[str]:
         leaks = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _in_foreign_use(name)]
-        new = now.children - self.children
-        leaks += [f"process {process.pid} ({servers.title_of(process.pid)})" for process in new]
+        new_children = now.children - self.children
+        leaks += [
+            f"process {process.pid} ({servers.title_of(process.pid)})" for process in new_children
+        ]
         for pid, titles in now.titles.items():
             titles_before = self.titles.get(pid)
             if titles_before is not None and servers.lasting(titles_before) != titles:

@@ -56,10 +56,10 @@ def infer_simple(http: Http, number: int) -> str:
     if reply.status != 200:
         return f"{reply.status}: {reply.error}"
     outputs = reply.tensors()
-    right = (outputs["OUTPUT0"] == first_input + second_input).all() and (
+    is_right = (outputs["OUTPUT0"] == first_input + second_input).all() and (
         outputs["OUTPUT1"] == first_input - second_input
     ).all()
-    return "" if right else f"wrong: {outputs}"
+    return "" if is_right else f"wrong: {outputs}"
 
 
 class InferInMemory:
@@ -90,8 +90,8 @@ class InferInMemory:
         reply = http.infer("identity", {"inputs": [input_tensor], "outputs": [output]})
         if reply.status != 200:
             return f"{reply.status}: {reply.error}"
-        right = (self.shared.read(np.float32, self.count, self.size) == values).all()
-        return "" if right else "wrong: the region does not hold what was sent"
+        is_right = (self.shared.read(np.float32, self.count, self.size) == values).all()
+        return "" if is_right else "wrong: the region does not hold what was sent"
 
     def close(self, http: Http) -> None:
         """Unregister and remove the region."""
@@ -136,22 +136,22 @@ class Load:
         with self._server.http(_PATIENCE_S) as connection, contextlib.ExitStack() as stack:
             send_request: SendRequest = infer_simple
             if kind == "memory":
-                send_request = through = InferInMemory(connection)
-                stack.callback(through.close, connection)
+                send_request = infer_through = InferInMemory(connection)
+                stack.callback(infer_through.close, connection)
             number = 1000 * client
             while not self._stop.is_set():
                 number += 1
-                began = time.monotonic()
+                began_at = time.monotonic()
                 try:
                     trouble = send_request(connection, number)
                 except (OSError, http_error) as error:
                     trouble = f"connection: {error!r}"
                 with self._answer_added:
-                    self.answers.append(Answer(client, began, time.monotonic(), trouble))
+                    self.answers.append(Answer(client, began_at, time.monotonic(), trouble))
                     self._answer_added.notify_all()
                 self._stop.wait(_BREATH_S)
 
-    def wait_answered(self, since: float, within_s: float = 10.0) -> float:
+    def wait_answered(self, start_time: float, within_s: float = 10.0) -> float:
         """Wait until every client has a correct response to a request that began after `since`.
 
         Returns:
@@ -166,17 +166,17 @@ class Load:
         def all_answered() -> bool:
             nonlocal answer_count
             for answer in self.answers[answer_count:]:
-                if answer.began >= since and not answer.trouble:
+                if answer.began >= start_time and not answer.trouble:
                     waiting.discard(answer.client)
             answer_count = len(self.answers)
             return not waiting
 
         with self._answer_added:
-            answered = self._answer_added.wait_for(all_answered, within_s)
-        assert answered, (
+            all_have_answered = self._answer_added.wait_for(all_answered, within_s)
+        assert all_have_answered, (
             f"clients {waiting} were not answered within {within_s} s; last: {self.answers[-3:]}"
         )
-        return time.monotonic() - since
+        return time.monotonic() - start_time
 
     def troubles(self) -> list[Answer]:
         return [answer for answer in self.answers if answer.trouble]

@@ -34,10 +34,10 @@ ANSWER = ("It is ", "sunny.")
 @functools.cache
 def _alphabet() -> dict[int, str]:
     """Return the character for each byte in a byte-level vocabulary."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    invisible_bytes = [byte for byte in range(256) if byte not in visible]
+    visible_bytes = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    invisible_bytes = [byte for byte in range(256) if byte not in visible_bytes]
     return {
-        **{byte: chr(byte) for byte in visible},
+        **{byte: chr(byte) for byte in visible_bytes},
         **{byte: chr(256 + i) for i, byte in enumerate(invisible_bytes)},
     }
 
@@ -101,16 +101,16 @@ def _weights(
 ) -> dict[str, torch.Tensor]:
     architecture = Architecture.of(hf_config, [])
     assert architecture is not None
-    drawn = {
+    weights = {
         name: torch.ones(shape) if "norm" in name else torch.zeros(shape)
         for name, shape in architecture.weights().items()
     }
-    embedding = drawn["model.embed_tokens.weight"]
-    head = drawn["lm_head.weight"]
+    embedding = weights["model.embed_tokens.weight"]
+    head = weights["lm_head.weight"]
     embedding[:, 0] = 1
     head[first_token, 0] = 9
     for index, (token, following) in enumerate(successor.items(), 1):
         embedding[token] = 0
         embedding[token, index] = 1
         head[following, index] = 9
-    return drawn
+    return weights

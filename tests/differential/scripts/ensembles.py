@@ -102,11 +102,13 @@ def unbatched_step() -> Script:
         f"{name}_1", method_body=ADD, max_batch_size=8, inputs=[tensor("INPUT0", dims=[2])]
     )
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
-    plain = recorder(f"{name}_2", method_body=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
+    unbatched_model = recorder(f"{name}_2", method_body=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
     ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
     ensemble_model = ensemble(name, *steps, size=0, **ends)
-    return Script(name, [batched, plain, ensemble_model], one_by_one(Send("a", name, 1, columns=2)))
+    return Script(
+        name, [batched, unbatched_model, ensemble_model], one_by_one(Send("a", name, 1, columns=2))
+    )
 
 
 def optional() -> Script:
@@ -137,12 +139,14 @@ def nested() -> Script:
     name = "nested"
     models = [recorder(f"{name}_1", method_body=ADD), recorder(f"{name}_2", method_body=FAIL)]
     inner = ensemble(f"{name}_inner", through(f"{name}_1", "INPUT0", "OUT"))
-    wrong = ensemble(f"{name}_wrong", through(f"{name}_2", "INPUT0", "OUT"))
+    wrong_ensemble = ensemble(f"{name}_wrong", through(f"{name}_2", "INPUT0", "OUT"))
     tensor_maps = {"INPUT0": "INPUT0"}, {"OUT": "OUT"}
     outer = ensemble(f"{name}_outer", step(f"{name}_inner", *tensor_maps))
-    bad = ensemble(f"{name}_bad", step(f"{name}_wrong", *tensor_maps))
+    bad_ensemble = ensemble(f"{name}_bad", step(f"{name}_wrong", *tensor_maps))
     requests = Send("good", f"{name}_outer", 1), Send("bad", f"{name}_bad", 1)
-    return Script(name, [*models, inner, wrong, outer, bad], one_by_one(*requests), FAILURES)
+    return Script(
+        name, [*models, inner, wrong_ensemble, outer, bad_ensemble], one_by_one(*requests), FAILURES
+    )
 
 
 SCRIPTS = [

@@ -17,11 +17,13 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
     """Return a model whose instances need these resources, each NAME:COUNT, or
     NAME:COUNT:global.
     """
-    needs = []
+    resources_needed = []
     for description in resources:
         resource, count, *scope = description.split(":")
-        needs.append(f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}')
-    limits = f"rate_limiter {{ resources [ {', '.join(needs)} ] priority: {priority} }}"
+        resources_needed.append(
+            f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}'
+        )
+    limits = f"rate_limiter {{ resources [ {', '.join(resources_needed)} ] priority: {priority} }}"
     group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"
     recording_model = recorder(name, "", instances=instances)
     lines = recording_model.config.splitlines()

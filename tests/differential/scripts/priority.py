@@ -40,9 +40,12 @@ def scene(
 ) -> Script:
     """Steps after an executing request, all for the model that has the scene's name."""
     recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
-    named = [replace(step, model=name) if isinstance(step, Send) else step for step in steps]
+    model_steps = [replace(step, model=name) if isinstance(step, Send) else step for step in steps]
     return Script(
-        name, [recording_model], [Send("first", name), *named, Drain()], known_differences or []
+        name,
+        [recording_model],
+        [Send("first", name), *model_steps, Drain()],
+        known_differences or [],
     )
 
 

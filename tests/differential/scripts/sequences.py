@@ -189,8 +189,8 @@ def of_text() -> Script:
     name = "typed_string"
     sequence_model = model(name, control=controls("TYPE_STRING", "int32"))
     steps: list[Step] = [Send("a", name, sequence="first", start=True), Drain()]
-    why = "Triton 2.51 reads the CORRID of a Python model as more than one text, and fails"
-    return Script(name, [sequence_model], steps, [Known("*", why)])
+    reason = "Triton 2.51 reads the CORRID of a Python model as more than one text, and fails"
+    return Script(name, [sequence_model], steps, [Known("*", reason)])
 
 
 def shapes_apart() -> Script:

@@ -85,10 +85,10 @@ def test_many_silent_connections(server: Server, name: str) -> None:
         assert_recovers(stage, time.monotonic())
     with crowded(server, name):
         until("all have come", lambda: settled(server))
-        began = cpu_seconds(server)
+        cpu_before = cpu_seconds(server)
         time.sleep(1.0)
-        burnt = {title: now - began[title] for title, now in cpu_seconds(server).items()}
-        assert max(burnt.values()) < _BUSY, burnt
+        cpu_used = {title: now - cpu_before[title] for title, now in cpu_seconds(server).items()}
+        assert max(cpu_used.values()) < _BUSY, cpu_used
     until("it is what it was", lambda: not state_before.differences(State.of(server), 0))
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
@@ -121,24 +121,24 @@ def test_registrations_leave_some(server: Server) -> None:
         contextlib.ExitStack() as stack,
     ):
         replies = [stage.http.register(f"r{n}", shared_object.key, 4096) for n in range(_LIMIT)]
-        refused = replies[-1]
-        assert refused.status == 400 and "can be registered" in refused.error
+        refused_reply = replies[-1]
+        assert refused_reply.status == 400 and "can be registered" in refused_reply.error
         for _ in range(_LIMIT):
-            plain = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            plain.connect(str(endpoints.listener(server.run_dir)))
+            unix_socket = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            unix_socket.connect(str(endpoints.listener(server.run_dir)))
         for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
             victim = server.find_one(title)
             victim.kill()
             wait_replaced(server, victim, title, _STARTED_S)
             assert_recovers(stage, time.monotonic(), _STARTED_S)
-        with server.http() as another:
+        with server.http() as second_client:
             for number in range(_LIMIT):
-                another.unregister(f"r{number}").ok()
+                second_client.unregister(f"r{number}").ok()
     assert [answer for answer in stage.load.troubles() if not answer.is_disconnected] == []
 
 
 def settled(server: Server) -> bool:
     """Return whether all processes are idle again."""
-    began = cpu_seconds(server)
+    cpu_before = cpu_seconds(server)
     time.sleep(0.05)
-    return all(now - began[title] < 0.05 for title, now in cpu_seconds(server).items())
+    return all(now - cpu_before[title] < 0.05 for title, now in cpu_seconds(server).items())

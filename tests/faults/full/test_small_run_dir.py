@@ -64,7 +64,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
     try:
         server.wait_ready()
         inside = Path(f"/proc/{server.pid}/root{folder}")
-        full = list(fill(inside))
+        filler_paths = list(fill(inside))
         server.find_one("scheduler identity").kill()
         server.wait_log("cannot start: cannot create a socket in the run directory: No space left")
         assert not server.answers("/v2/models/identity/ready")
@@ -81,7 +81,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
         command = [sys.executable, "-c", _NATIVE, str(server.run_dir)]
         subprocess.run(["nsenter", namespace, *command], check=True, timeout=30)
         assert "Traceback" not in server.log()
-        for path in full:
+        for path in filler_paths:
             path.unlink()
         until("identity is ready", lambda: server.answers("/v2/models/identity/ready"))
         with scene(server) as stage:

@@ -103,14 +103,14 @@ def test_incomplete_messages(server: Server) -> None:
         OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
     )
     with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
-        slow = [
+        slow_sockets = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port)))
             for _ in range(100)
         ]
-        for sock in slow:
+        for sock in slow_sockets:
             sock.sendall(partial_request)
         for _ in range(5):
-            for sock in slow:
+            for sock in slow_sockets:
                 sock.sendall(frame(0, 0, 1, b"x"))
             fine(stage)
 
@@ -121,11 +121,11 @@ _RESET = frame(3, 0, 0, bytes(4))
 
 def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]:
     """Return a function that encodes a call with its headers and `frames` for a stream."""
-    every = (frame(1, flags, 0, post(path)), *frames)
+    all_frames = (frame(1, flags, 0, post(path)), *frames)
 
     def make(stream: int) -> bytes:
         number = stream.to_bytes(4, "big")
-        return b"".join(frame[:5] + number + frame[9:] for frame in every)
+        return b"".join(frame[:5] + number + frame[9:] for frame in all_frames)
 
     return make
 
@@ -152,10 +152,10 @@ def test_floods(server: Server, name: str) -> None:
     """
     with scene(server, 2 * _GRPC_BYTES) as stage:
         with flood(server.grpc_port, FLOODS[name]), flood(server.grpc_port, FLOODS[name]):
-            with stub(server) as old:
+            with stub(server) as old_stub:
                 for _ in range(5):
-                    with stub(server) as new:
-                        for call in (old, new):
+                    with stub(server) as new_stub:
+                        for call in (old_stub, new_stub):
                             answer = call.ModelInfer(simple_request(), timeout=_PATIENCE_S)
                             assert is_right(answer)
             assert stage.load.troubles() == []
@@ -163,8 +163,8 @@ def test_floods(server: Server, name: str) -> None:
 
 
 def requests() -> Iterator[bytes]:
-    right = simple_request().SerializeToString()
-    yield from (right[:cut] for cut in range(0, len(right), 3))
+    request_bytes = simple_request().SerializeToString()
+    yield from (request_bytes[:length] for length in range(0, len(request_bytes), 3))
     yield from (_RANDOM.randbytes(size) for size in (1, 10, 1000, 100_000))
     shapes = ([2**62], [2**63 - 1, 2**63 - 1], [-1], [-(2**63)], [1] * 65_536, [0], [1 << 40] * 3)
     for shape in shapes:
@@ -187,7 +187,7 @@ def requests() -> Iterator[bytes]:
     request.parameters["triton_x"].bool_param = True
     yield request.SerializeToString()
     # A field with a length of 4 GiB, of which few bytes follow.
-    yield b"\x0a\xff\xff\xff\xff\x0f" + right
+    yield b"\x0a\xff\xff\xff\xff\x0f" + request_bytes
     yield b"\x33" * 100_000  # nested protobuf groups
 
 
@@ -201,11 +201,11 @@ def test_requests(server: Server) -> None:
         other_methods.append(channel.unary_unary("/"))
         other_methods.append(channel.unary_unary("/" + "x" * 5000))
         for data in requests():
-            with pytest.raises(grpc.RpcError) as caught:
+            with pytest.raises(grpc.RpcError) as error_info:
                 infer(data, timeout=_PATIENCE_S)
-            assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "Traceback" not in caught.value.details()
-            assert str(server.run_dir) not in caught.value.details()
+            assert error_info.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "Traceback" not in error_info.value.details()
+            assert str(server.run_dir) not in error_info.value.details()
         for call in other_methods:
             with pytest.raises(grpc.RpcError):
                 call(_RANDOM.randbytes(1000), timeout=_PATIENCE_S)
@@ -214,7 +214,7 @@ def test_requests(server: Server) -> None:
 
 def test_metadata(server: Server) -> None:
     """The metadata is too large or malformed."""
-    odd: list[list[tuple[str, Any]]] = [
+    odd_metadata: list[list[tuple[str, Any]]] = [
         [("x", "y" * 100_000)],
         [(f"x{number}", "y") for number in range(5000)],
         [("x-bin", _RANDOM.randbytes(4000))],
@@ -222,7 +222,7 @@ def test_metadata(server: Server) -> None:
         [("authorization", "Bearer " + "x" * 6000)],
     ]
     with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
-        for metadata in odd:
+        for metadata in odd_metadata:
             with contextlib.suppress(grpc.RpcError, ValueError):
                 call.ModelInfer(simple_request(), timeout=_PATIENCE_S, metadata=metadata)
         fine(stage)
@@ -259,7 +259,7 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
     """The server reads a limited number of requests from a client that reads no responses, and
     disconnects it after a while.
     """
-    large = request_of("identity", np.zeros(250_000, np.float32), "FP32")
+    large_request = request_of("identity", np.zeros(250_000, np.float32), "FP32")
     options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
     received_count = 0
 
@@ -267,7 +267,7 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
         nonlocal received_count
         while True:
             received_count += 1
-            yield large
+            yield large_request
 
     with (
         serving(tmp_path, "--http-body-timeout-secs=2") as server,

@@ -70,8 +70,13 @@ def one_input_body(
     data_member: bytes = b'"data":[1]',
 ) -> bytes:
     """Return a request with one input, one part of which is malformed."""
-    described = b'"name":"%s","datatype":"%s","shape":%s,%s' % (name, datatype, shape, data_member)
-    return b'{"inputs":[{' + described + b"}]}"
+    tensor_members = b'"name":"%s","datatype":"%s","shape":%s,%s' % (
+        name,
+        datatype,
+        shape,
+        data_member,
+    )
+    return b'{"inputs":[{' + tensor_members + b"}]}"
 
 
 # Invalid JSON bodies. The server responds with a client error, or with 500 for JSON of the wrong
@@ -169,8 +174,8 @@ def test_other_requests(server: Server, name: str) -> None:
 def test_every_truncation_of_a_request(server: Server) -> None:
     """The body is truncated at every position."""
     with scene(server) as stage:
-        for cut in range(0, len(REQUEST), 3):
-            assert stage.http.infer("simple", REQUEST[:cut]).status in (400, 500)
+        for length in range(0, len(REQUEST), 3):
+            assert stage.http.infer("simple", REQUEST[:length]).status in (400, 500)
         fine(stage)
 
 
@@ -186,13 +191,15 @@ def test_every_split_of_a_binary_request(server: Server) -> None:
 def test_many_silent_connections(server: Server) -> None:
     """200 connections send no byte, or one, while other clients are served."""
     with scene(server) as stage:
-        silent = [socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)]
+        silent_connections = [
+            socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)
+        ]
         try:
-            for connection in silent[::2]:
+            for connection in silent_connections[::2]:
                 connection.sendall(b"P")
             fine(stage)
         finally:
-            for connection in silent:
+            for connection in silent_connections:
                 connection.close()
 
 
@@ -243,16 +250,16 @@ def test_a_large_json_body_delays_no_other_client(serve: Callable[..., Server]) 
         {"inputs": [json_input("INPUT0", values)], "outputs": requested_outputs}
     ).encode()
     longest = []  # the longest wait as a share of all waits, by round
-    with scene(server, ARENA_BYTES) as stage, server.http() as another:
+    with scene(server, ARENA_BYTES) as stage, server.http() as other_client:
         for _ in range(3):  # three rounds, because the machine may pause in some of them
             pending = stage.pool.infer("identity", body)
-            waits = []
+            waits_s = []
             while not pending.done():
                 start_s = time.monotonic()
-                assert another.get("/v2/health/live").status == 200
-                waits.append(time.monotonic() - start_s)
+                assert other_client.get("/v2/health/live").status == 200
+                waits_s.append(time.monotonic() - start_s)
             assert pending.result().status == 200
-            longest.append(max(waits) / sum(waits))
+            longest.append(max(waits_s) / sum(waits_s))
         assert min(longest) < 1 / 3  # in one round at least, no wait took most of the time
         fine(stage)
 
@@ -276,6 +283,6 @@ def test_metrics_port(server: Server) -> None:
 def fine(stage: Scene) -> None:
     """Check that existing and new clients are served."""
     assert_recovers(stage, time.monotonic())
-    with stage.server.http() as another:
-        assert another.infer("simple", REQUEST).status == 200
+    with stage.server.http() as other_client:
+        assert other_client.infer("simple", REQUEST).status == 200
     assert stage.load.troubles() == []

@@ -240,9 +240,9 @@ def test_peers_that_do_not_speak_zeromq(server: Server) -> None:
                 greeting,
                 greeting + RANDOM.randbytes(5000),
             ):
-                plain = stack.enter_context(socket.socket(socket.AF_UNIX))
-                plain.connect(str(path))
+                unix_socket = stack.enter_context(socket.socket(socket.AF_UNIX))
+                unix_socket.connect(str(path))
                 with contextlib.suppress(OSError):
-                    plain.sendall(text)
+                    unix_socket.sendall(text)
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []

@@ -200,9 +200,9 @@ class Conversation:
 
     def _block(self) -> bytes:
         count = self._number()
-        odd = count > 0xD8
-        fields = [self._one_of(_FIELDS if odd else _FINE) for _ in range(count % 4)]
-        return self._one_of(_STARTS if odd else _STARTS[:_FINE_STARTS]) + b"".join(fields)
+        is_odd = count > 0xD8
+        fields = [self._one_of(_FIELDS if is_odd else _FINE) for _ in range(count % 4)]
+        return self._one_of(_STARTS if is_odd else _STARTS[:_FINE_STARTS]) + b"".join(fields)
 
     def _headers(self, stream: int) -> list[bytes]:
         block, choice = self._block(), self._number()

@@ -193,9 +193,9 @@ class H2:
         self.seen.take(self._engine.data_to_send())
 
     def answer(self, stream: int) -> None:
-        ended = self.seen.answered(stream)
+        has_ended = self.seen.answered(stream)
         self._engine.send_headers(stream, [(b":status", b"200")], end_stream=True)
-        if not ended:
+        if not has_ended:
             self._engine.reset_stream(stream, FaultCode.NO_ERROR)
         self.seen.take(self._engine.data_to_send())
 
@@ -219,8 +219,8 @@ class Ngh2:
         error = ""
         try:
             self._engine.receive_data(data)
-        except ngh2.NGH2Error as raised:
-            error = f"{type(raised).__name__} {raised}"
+        except ngh2.NGH2Error as error_raised:
+            error = f"{type(error_raised).__name__} {error_raised}"
         requests = self.seen.requests
         for event in self._engine.events():
             if isinstance(event, ngh2.RequestReceived):
@@ -239,10 +239,10 @@ class Ngh2:
         self.seen.over = self.seen.over or error
 
     def answer(self, stream: int) -> None:
-        ended = self.seen.answered(stream)
+        has_ended = self.seen.answered(stream)
         self._engine.send_response(stream, [(b":status", b"200")], end_stream=True)
         self.seen.take(self._engine.data_to_send())
-        if not ended:
+        if not has_ended:
             self._engine.reset_stream(stream, FaultCode.NO_ERROR)
             self.seen.take(self._engine.data_to_send())
 

@@ -149,9 +149,9 @@ def test_register_and_infer(
     server: Server, client: triton.InferenceServerClient, shm: Any, region: Any
 ) -> None:
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 2 * SIZE)
-    listed = [{"name": "r", "device_id": 0, "byte_size": 2 * SIZE}]
-    assert client.get_cuda_shared_memory_status() == listed
-    assert client.get_cuda_shared_memory_status("r") == listed
+    expected_regions = [{"name": "r", "device_id": 0, "byte_size": 2 * SIZE}]
+    assert client.get_cuda_shared_memory_status() == expected_regions
+    assert client.get_cuda_shared_memory_status("r") == expected_regions
     for turn in range(3):
         shm.set_shared_memory_region(region, [X + turn])
         copied_before = copied(server)
@@ -217,14 +217,14 @@ def test_unregister_in_flight(
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 2 * SIZE)
     with holding(server.gate) as until_it_runs:
         inputs, outputs = arguments("r", "r")
-        running = client.async_infer("twice", inputs, outputs=outputs)
+        call = client.async_infer("twice", inputs, outputs=outputs)
         until_it_runs()
         client.unregister_cuda_shared_memory("r")
         (listed,) = client.get_cuda_shared_memory_status()  # the region is in use
         assert listed["name"] == "r"
         with pytest.raises(InferenceServerException, match="Unable to find"):
             infer(client)
-    running.get_result()
+    call.get_result()
     assert (second_half(shm, region) == X * 2).all()
     until("it is listed no more", lambda: client.get_cuda_shared_memory_status() == [])
 
@@ -280,9 +280,13 @@ def test_a_thousand_registrations_take_no_memory(
         client.unregister_cuda_shared_memory("r")
 
     def used() -> tuple[int, int, int]:
-        free, total = torch.cuda.mem_get_info()
+        free_bytes, total = torch.cuda.mem_get_info()
         process = worker(server)
-        return total - free, process.memory_info().rss, len(os.listdir(f"/proc/{process.pid}/fd"))
+        return (
+            total - free_bytes,
+            process.memory_info().rss,
+            len(os.listdir(f"/proc/{process.pid}/fd")),
+        )
 
     for _ in range(20):
         cycle()

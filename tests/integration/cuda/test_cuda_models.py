@@ -187,17 +187,17 @@ def test_a_batch_is_gathered_from_everywhere(
             region["x"].fill(batch(rows, first_value))
         executions_before = executions(server, "twice")
         with holding(server.gate) as until_it_runs:
-            running = client.infer_async("twice", x=batch())
+            running_future = client.infer_async("twice", x=batch())
             until_it_runs()
-            together = [
+            futures = [
                 client.infer_async("twice", first_region),
                 client.infer_async("twice", second_region),
                 client.infer_async("twice", x=third_region["x"]),
                 client.infer_async("twice", x=batch(2, 4)),
             ]
             server.wait_pending("twice", 4)
-        assert (running.result(30)["y"] == batch() * 2).all()
-        results = [future.result(30) for future in together]
+        assert (running_future.result(30)["y"] == batch() * 2).all()
+        results = [future.result(30) for future in futures]
         assert executions(server, "twice") == executions_before + 2
         assert (first_region["y"].numpy() == batch(1, 1) * 2).all()
         assert (second_region["y"].numpy() == batch(2, 2) * 2).all()
@@ -216,20 +216,20 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
         client.infer("twice", x=batch())  # until the model is known
         copied_before = copied(server)
         client.infer("twice", x=batch())
-        alone = copied(server) - copied_before
+        single_copied = copied(server) - copied_before
         with holding(server.gate) as until_it_runs:
-            running = client.infer_async("twice", x=batch())
+            running_future = client.infer_async("twice", x=batch())
             until_it_runs()
-            together = [
+            joint_futures = [
                 client.infer_async("twice", {"x": region[x]}, outputs={"y": region[y]})
                 for x, y in (("a", "c"), ("b", "d"))
             ]
             server.wait_pending("twice", 2)
-        for future in (running, *together):
+        for future in (running_future, *joint_futures):
             future.result(30)
         result = np.concatenate([region["c"].numpy(), region["d"].numpy()])
         assert (result == batch(4) * 2).all()
-        assert copied(server) - copied_before == 2 * alone + 4 * ROW
+        assert copied(server) - copied_before == 2 * single_copied + 4 * ROW
 
 
 @pytest.mark.parametrize("model", ["twice", "slow", "anywhere", "native"])
@@ -313,11 +313,11 @@ def test_a_device_that_fails_costs_one_worker(
     with client.allocate(forms(), device="cuda:0") as region:
         region["x"].fill(batch())
         client.infer("fragile", region)
-        old = server.find_one("worker fragile")
+        old_worker = server.find_one("worker fragile")
         with pytest.raises(shmserve.client.Internal, match="worker died while running"):
             client.infer("fragile", x=np.full((1, SIDE), 2, np.float32))
         client.infer("twice", region)
-        until("there is another worker", lambda: old not in server.find("worker fragile"))
+        until("there is another worker", lambda: old_worker not in server.find("worker fragile"))
         region["y"].fill(0)
         client.infer("fragile", region, timeout=60)
         assert (region["y"].numpy() == batch() * 2).all()
@@ -354,8 +354,8 @@ def test_over_grpc(server: Server) -> None:
             http.InferenceServerClient(server.url) as http_client,
         ):
             grpc_client.register_cuda_shared_memory("g", shm.get_raw_handle(region), 0, 2 * ROW)
-            listed = grpc_client.get_cuda_shared_memory_status(as_json=True)
-            assert listed["regions"]["g"]["byte_size"] == str(2 * ROW)
+            region_statuses = grpc_client.get_cuda_shared_memory_status(as_json=True)
+            assert region_statuses["regions"]["g"]["byte_size"] == str(2 * ROW)
             for listener, kind in ((grpc_client, grpc), (http_client, http)):
                 shm.set_shared_memory_region(region, [np.zeros((2, SIDE), np.float32)])
                 shm.set_shared_memory_region(region, [batch()])

@@ -92,8 +92,8 @@ def copied(server: Server) -> float:
 
 
 def used() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    free_bytes, total = torch.cuda.mem_get_info()
+    return total - free_bytes
 
 
 def test_torch_tensors_in_place(server: Server, client: shmserve.client.Server) -> None:
@@ -155,10 +155,10 @@ def test_released_in_flight(server: Server, client: shmserve.client.Server) -> N
     region["x"].fill(1)
     y = region["y"].torch()
     with holding(server.gate) as until_it_runs:
-        running = client.infer_async("twice", region)
+        future = client.infer_async("twice", region)
         until_it_runs()
         region.release()
-    assert running.result(30) is not None
+    assert future.result(30) is not None
     assert bool((y == 2).all())
 
 
@@ -233,9 +233,9 @@ def _rss(process: psutil.Process) -> int:
 
 def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
     """Row 21: memory is pinned within RLIMIT_MEMLOCK; a worker that cannot pin logs it."""
-    few = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
+    few_rows = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
     for _ in range(20):
-        with client.allocate(few, pin=True) as region:
+        with client.allocate(few_rows, pin=True) as region:
             region["x"][:] = 3
             client.infer("twice", region)
             assert (region["y"] == 6).all()

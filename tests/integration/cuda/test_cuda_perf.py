@@ -25,7 +25,7 @@ def test_tensors_stay_on_the_device(tmp_path: Path, protocol: str) -> None:
         urls = {"http": f"--url=http://{server.url}", "grpc": f"--url=grpc://{server.grpc_url}"}
         where = urls.get(protocol, f"--run-dir={server.run_dir}")
         report = tmp_path / "report.json"
-        short = ("--window=0.2", "--windows=3", "--warm-up=0.1", f"--json={report}")
-        assert main(["perf", "simple", where, "--shared-memory=cuda", *short]) == 0
+        short_flags = ("--window=0.2", "--windows=3", "--warm-up=0.1", f"--json={report}")
+        assert main(["perf", "simple", where, "--shared-memory=cuda", *short_flags]) == 0
     (point,) = json.loads(report.read_text())["points"]
     assert (point["errors"], point["error"]) == (0, "")

@@ -93,8 +93,12 @@ def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
 
 def test_the_process_that_holds_it_dies(server: Server) -> None:
     def holders() -> list[int]:
-        every = psutil.Process(server.pid).children(recursive=True)
-        return [process.pid for process in every if "workspace cuda:0" in servers.title(process)]
+        child_processes = psutil.Process(server.pid).children(recursive=True)
+        return [
+            process.pid
+            for process in child_processes
+            if "workspace cuda:0" in servers.title(process)
+        ]
 
     (holder,) = holders()
     os.kill(holder, signal.SIGKILL)

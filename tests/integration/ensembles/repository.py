@@ -52,8 +52,8 @@ def _models(repository: Path) -> None:
     for name, size in (("count", 1), ("count_large", LARGE)):
         add_model(repository, name, COUNT.replace("self.SIZE", str(size)), settings=MANY)
         code = repository / name / "1" / "model.py"
-        returned = "return [self.one(request) for request in requests]"
-        code.write_text(code.read_text().replace(returned, returned.removeprefix("return ")))
+        return_line = "return [self.one(request) for request in requests]"
+        code.write_text(code.read_text().replace(return_line, return_line.removeprefix("return ")))
     model_code = 'return self.response(Y=self.input(request, "X") > 0)'
     add_model(repository, "is_positive", model_code, outputs=[tensor("Y", "BOOL")])
 
@@ -64,8 +64,8 @@ def _ensembles(repository: Path) -> None:
     ends = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
     three_steps = [xy("fixed", "IN", "a"), xy("fixed", "a", "b"), xy("fixed", "b", "OUT")]
     add_ensemble(repository, "three", three_steps, *ends, max_batch_size=2)
-    passes = [xy("fixed", "IN", "a"), xy("same", "a", "b"), xy("same", "b", "OUT")]
-    add_ensemble(repository, "passes", passes, ends[0], [*ends[1], tensor("a", dims=[LARGE])])
+    steps = [xy("fixed", "IN", "a"), xy("same", "a", "b"), xy("same", "b", "OUT")]
+    add_ensemble(repository, "passes", steps, ends[0], [*ends[1], tensor("a", dims=[LARGE])])
     add_ensemble(repository, "fails", [xy("boom", "IN", "m"), xy("plain", "m", "OUT")])
     add_ensemble(repository, "outer", [step("two", {"IN": "IN"}, {"OUT": "OUT"})], max_batch_size=4)
     add_ensemble(repository, "outer_fails", [step("fails", {"IN": "IN"}, {"OUT": "OUT"})])
@@ -103,14 +103,14 @@ def _ensembles(repository: Path) -> None:
 
 def _streams(repository: Path) -> None:
     add_ensemble(repository, "counts", [xy("count", "IN", "OUT")])
-    then = [xy("count", "IN", "m"), xy("plain", "m", "OUT")]
-    add_ensemble(repository, "counts_then", then)
-    large = [xy("count_large", "IN", "m"), xy("plain", "m", "OUT")]
-    add_ensemble(repository, "counts_large", large)
+    following_steps = [xy("count", "IN", "m"), xy("plain", "m", "OUT")]
+    add_ensemble(repository, "counts_then", following_steps)
+    large_steps = [xy("count_large", "IN", "m"), xy("plain", "m", "OUT")]
+    add_ensemble(repository, "counts_large", large_steps)
     limited = "max_inflight_requests: 2"
-    add_ensemble(repository, "counts_limited", large, scheduling=limited)
-    meets = [xy("count", "IN", "m"), step("sum", {"X": "m", "Z": "IN"}, {"Y": "OUT"})]
-    add_ensemble(repository, "counts_meets", meets)
+    add_ensemble(repository, "counts_limited", large_steps, scheduling=limited)
+    meeting_steps = [xy("count", "IN", "m"), step("sum", {"X": "m", "Z": "IN"}, {"Y": "OUT"})]
+    add_ensemble(repository, "counts_meets", meeting_steps)
 
 
 def _conditions(repository: Path) -> None:

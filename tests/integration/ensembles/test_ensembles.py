@@ -25,9 +25,9 @@ def server(models: Path, start: Start) -> Server:
 
 
 def error(server: Server, model: str, /, **arrays: np.ndarray) -> str:
-    with pytest.raises(triton.InferenceServerException) as caught:
+    with pytest.raises(triton.InferenceServerException) as error_info:
         infer(server, model, **arrays)
-    return caught.value.message()
+    return error_info.value.message()
 
 
 def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def test_a_step_waits_for_all_it_reads(server: Server) -> None:
 
 def test_a_nested_ensemble(server: Server) -> None:
     assert outputs(server, "outer", IN=floats(1)[None]) == {"OUT": [[4]]}
-    large = np.ones((1, LARGE), np.float32)
+    large_array = np.ones((1, LARGE), np.float32)
     for _ in range(20):
-        assert (infer(server, "outer", IN=large).as_numpy("OUT") == 4).all()
+        assert (infer(server, "outer", IN=large_array).as_numpy("OUT") == 4).all()
 
 
 def test_steps_that_no_requested_output_needs_do_not_run(http: Http) -> None:
@@ -142,8 +142,8 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
     with SharedObject(4096) as shared_object, server.http() as http:
         http.register("condition", shared_object.key, 4096).ok()
         tensors = [json_input("IN", floats(1)), shm_input("RUN", "BOOL", [1], "condition", 1)]
-        refused = http.infer("asked", {"inputs": tensors})
-        assert (refused.status, refused.error) == (
+        refused_reply = http.infer("asked", {"inputs": tensors})
+        assert (refused_reply.status, refused_reply.error) == (
             400,
             "in ensemble 'asked', 'RUN' is a condition, which must be sent in the request, not "
             "in a shared memory region",

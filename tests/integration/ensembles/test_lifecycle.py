@@ -93,11 +93,11 @@ def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
     http.load("add").ok()
     assert (infer_one(http, "inner").ok().tensors()["OUT"] == 12).all()
     path = repository / "add" / "config.pbtxt"
-    good = path.read_text()
-    path.write_text(good.replace("TYPE_FP32", "TYPE_INT32"))
+    good_config = path.read_text()
+    path.write_text(good_config.replace("TYPE_FP32", "TYPE_INT32"))
     http.load("add").ok()
     until("it does not serve", lambda: states(http)["inner"] == "UNAVAILABLE")
-    path.write_text(good)
+    path.write_text(good_config)
     http.load("add").ok()
     assert (infer_one(http, "inner").ok().tensors()["OUT"] == 12).all()
 

@@ -76,8 +76,8 @@ def _sequences(repository: Path) -> None:
         add_model(repository, f"says_{name}", method_body)
         steps = [xy(f"says_{name}", "IN", "a"), xy("same", "a", "b"), xy("tell", "b", "OUT")]
         add_ensemble(repository, f"then_{name}", steps, outputs=texts)
-    beside = [xy("says_all", "IN", "SAID"), xy("tell", "IN", "OUT")]
-    add_ensemble(repository, "beside", beside, outputs=[*texts, tensor("SAID")])
+    parallel_steps = [xy("says_all", "IN", "SAID"), xy("tell", "IN", "OUT")]
+    add_ensemble(repository, "beside", parallel_steps, outputs=[*texts, tensor("SAID")])
 
 
 def _gated(repository: Path) -> None:
@@ -88,8 +88,8 @@ def _gated(repository: Path) -> None:
     steps = [step("first", {"INPUT0": "INPUT0"}, {"OUTPUT0": "a"}), step("gated", *gated)]
     add_ensemble(repository, "waits", steps, *INTEGERS, max_batch_size=8)
 
-    wide = repositories.add_as(repository, "wide", "gated") / "config.pbtxt"
-    wide.write_text(wide.read_text().replace("count: 1", "count: 3"))
+    config_path = repositories.add_as(repository, "wide", "gated") / "config.pbtxt"
+    config_path.write_text(config_path.read_text().replace("count: 1", "count: 3"))
     add_model(
         repository,
         "count",

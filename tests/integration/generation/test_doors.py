@@ -244,16 +244,18 @@ def test_embeddings(client: openai.OpenAI) -> None:
     texts = ["a", "bcd", "e", "fg", "h", "ijklm"]
     embeddings = client.embeddings.create(model="embedder", input=texts)
     assert [row.embedding for row in embeddings.data] == [[len(t), ord(t[0])] for t in texts]
-    plain = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
-    assert plain.data[0].embedding == [3, ord("x")]
+    float_answer = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
+    assert float_answer.data[0].embedding == [3, ord("x")]
 
 
 def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
-    listed = {model.id: model for model in client.models.list()}
-    assert listed.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
-    extra = [listed[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")]
-    assert [card["root"] for card in extra] == ["tiny", "tiny", "embedder"]
-    assert [bool(card["max_model_len"]) for card in extra] == [True, True, False]
+    listed_models = {model.id: model for model in client.models.list()}
+    assert listed_models.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
+    extra_fields = [
+        listed_models[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")
+    ]
+    assert [card["root"] for card in extra_fields] == ["tiny", "tiny", "embedder"]
+    assert [bool(card["max_model_len"]) for card in extra_fields] == [True, True, False]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
     completion = client.completions.create(model="gpt-tiny", prompt="a", max_tokens=1)
     assert completion.model == "tiny"
@@ -402,12 +404,12 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
         values = choice.logprobs.token_logprobs
         return sum(values) / len(values)
 
-    every = client.completions.create(**request, n=9)
-    best = client.completions.create(**request, n=2, best_of=9)
-    ranked = sorted(every.choices, key=likelihood, reverse=True)
-    assert [entry.text for entry in best.choices] == [entry.text for entry in ranked[:2]]
-    assert [entry.index for entry in best.choices] == [0, 1]
-    assert best.usage == every.usage
+    full_answer = client.completions.create(**request, n=9)
+    best_answer = client.completions.create(**request, n=2, best_of=9)
+    ranked = sorted(full_answer.choices, key=likelihood, reverse=True)
+    assert [entry.text for entry in best_answer.choices] == [entry.text for entry in ranked[:2]]
+    assert [entry.index for entry in best_answer.choices] == [0, 1]
+    assert best_answer.usage == full_answer.usage
 
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
@@ -437,12 +439,12 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
     with ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(send_request, range(6)))
     with generative.http() as http:
-        together = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
-    assert together.status == 400  # not 429, because a retry cannot succeed
-    assert "6 prompts are more than the 2" in together.json()["error"]["message"]
-    refused = [retry_after for status, retry_after in replies if status == 429]
-    assert refused and all(
-        retry_after is not None and int(retry_after) >= 1 for retry_after in refused
+        large_reply = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
+    assert large_reply.status == 400  # not 429, because a retry cannot succeed
+    assert "6 prompts are more than the 2" in large_reply.json()["error"]["message"]
+    retry_times = [retry_after for status, retry_after in replies if status == 429]
+    assert retry_times and all(
+        retry_after is not None and int(retry_after) >= 1 for retry_after in retry_times
     )
     assert {status for status, _ in replies} == {200, 429}
 
@@ -517,9 +519,9 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
         assert status == 200, answer
         return answer["text_output"] if kind == "generate" else answer["choices"]
 
-    small = generated(100)
-    assert small
-    assert generated(500_000 if kind == "tokens" else 50_000) == small
+    small_tokens = generated(100)
+    assert small_tokens
+    assert generated(500_000 if kind == "tokens" else 50_000) == small_tokens
 
 
 @pytest.mark.parametrize(
@@ -543,12 +545,12 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
 def test_large_bodies_have_the_errors_of_small_ones(
     generative: Server, path: str, body: dict[str, Any]
 ) -> None:
-    named = {"model": "tiny", "truncate_prompt_tokens": 5, **body}
+    model_body = {"model": "tiny", "truncate_prompt_tokens": 5, **body}
     if path.startswith("/v2"):
-        del named["model"]
+        del model_body["model"]
     if path == "/v1/embeddings":
-        del named["truncate_prompt_tokens"]
-    text = json.dumps(named)
+        del model_body["truncate_prompt_tokens"]
+    text = json.dumps(model_body)
     answers = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
     assert answers[0][0] >= 400
     assert answers[0] == answers[1]

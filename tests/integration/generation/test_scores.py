@@ -128,8 +128,8 @@ def test_a_chat_with_the_scores_of_its_prompt(client: openai.OpenAI) -> None:
     events = client.chat.completions.create(**request, seed=1, stream=True, extra_body=vllm_fields)
     chunks = [scores.model_dump() for scores in events]
     assert chunks[0]["prompt_token_ids"] == prompt and chunks[0]["prompt_logprobs"] == scored
-    streamed = [token for scores in chunks for token in scores["choices"][0]["token_ids"]]
-    assert streamed == unary["choices"][0]["token_ids"]
+    streamed_ids = [token for scores in chunks for token in scores["choices"][0]["token_ids"]]
+    assert streamed_ids == unary["choices"][0]["token_ids"]
 
 
 def test_the_bytes_of_a_chat_equal_its_text(client: openai.OpenAI) -> None:

@@ -76,8 +76,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     thinks = ("<think>", "so", "</think>", '{"city": "', 'x"}')
     template = TEMPLATE.replace("<|called|>", "<|called|><think>\n")
     write_scripted(repository / "thinks" / "1", {CALLED: thinks}, special=("<think>", "</think>"))
-    opened = {"<think>": ("hm", "</think>", "yes")}
-    write_scripted(repository / "opened" / "1", opened, template, ("</think>",))
+    opened_script = {"<think>": ("hm", "</think>", "yes")}
+    write_scripted(repository / "opened" / "1", opened_script, template, ("</think>",))
     write_scripted(repository / "loop" / "1", {CALLED: CALL, ANSWERS: ANSWER})
     with running(repository) as started:
         yield started
@@ -162,17 +162,19 @@ def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
     assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
     assert unary.choices[0].message.content == "yes"
     assert streamed(client, chat_request("opened")) == ["yes", "hm", "", "stop"]
-    hidden = client.chat.completions.create(
+    hidden_answer = client.chat.completions.create(
         **chat_request("opened"), extra_body={"include_reasoning": False}
     )
-    assert "reasoning" not in hidden.choices[0].message.to_dict()
+    assert "reasoning" not in hidden_answer.choices[0].message.to_dict()
 
 
 def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
-    free = client.chat.completions.create(**chat_request("hermes", tools=TOOLS, tool_choice="none"))
-    assert free.choices[0].message.tool_calls is None
-    named = {"type": "function", "function": {"name": "f"}}
-    body = chat_request("hermes", tools=TOOLS, tool_choice=named)
+    free_answer = client.chat.completions.create(
+        **chat_request("hermes", tools=TOOLS, tool_choice="none")
+    )
+    assert free_answer.choices[0].message.tool_calls is None
+    named_tool = {"type": "function", "function": {"name": "f"}}
+    body = chat_request("hermes", tools=TOOLS, tool_choice=named_tool)
     with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):
         client.chat.completions.create(**body)
     no_schema = {"type": "x"}
@@ -183,14 +185,14 @@ def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
     ):
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         body = chat_request("hermes", tools=[tool], tool_choice=choice)
-        with pytest.raises(openai.BadRequestError, match=message) as raised:
+        with pytest.raises(openai.BadRequestError, match=message) as error_info:
             client.chat.completions.create(**body)
-        assert raised.value.param == param
+        assert error_info.value.param == param
 
 
 def test_errors_of_responses(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="responses are not stored") as raised:
+    with pytest.raises(openai.BadRequestError, match="responses are not stored") as error_info:
         client.responses.create(model="loop", input="a", previous_response_id="resp_1")
-    assert raised.value.param == "previous_response_id"
+    assert error_info.value.param == "previous_response_id"
     completion = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)
     assert (completion.status, completion.to_dict()["store"]) == ("incomplete", False)

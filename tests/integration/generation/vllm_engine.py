@@ -96,14 +96,14 @@ def write_model(folder: Path) -> None:
     (folder / "weights" / "tokenizer.json").write_text(tokenizer.to_str())
     (folder / "adapter").mkdir()
     generator = torch.Generator().manual_seed(1)
-    drawn = {
+    adapter_weights = {
         f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{name}.weight": torch.randn(
             shape, generator=generator
         )
         for layer in range(LAYERS)
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
-    save_file(drawn, folder / "adapter" / "adapter_model.safetensors")
+    save_file(adapter_weights, folder / "adapter" / "adapter_model.safetensors")
     lora_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (folder / "adapter" / "adapter_config.json").write_text(
         json.dumps({**lora_config, "bias": "none"})
@@ -256,19 +256,19 @@ def generated(server: Server) -> float:
 def aborted(server: Server, generated_before: float, max_tokens: int) -> bool:
     """Return whether the engine stops before it has generated `most` further tokens."""
     time.sleep(FRESH_S)
-    running = "vllm:num_requests_running{"
-    until("nothing runs", lambda: gauge(server, running) == [0.0])
+    running_gauge = "vllm:num_requests_running{"
+    until("nothing runs", lambda: gauge(server, running_gauge) == [0.0])
     return generated(server) < generated_before + max_tokens
 
 
 def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
-    plain, adapter_text = (
+    base_text, adapter_text = (
         json.loads(complete(server.http_port, **request, **adapter_fields))["choices"][0]["text"]
         for adapter_fields in ({}, {"lora_name": "french"})
     )
     vllm_text = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
-    assert adapter_text == vllm_text != plain
+    assert adapter_text == vllm_text != base_text
     status, answer = posted(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
@@ -361,12 +361,12 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
 
     Metrics are reported twice a second, so the requests must wait for longer than that.
     """
-    ended: list[int] = []
+    ended_priorities: list[int] = []
 
     def send_request(priority: int) -> None:
         sampled: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "priority": priority}
         complete(server.http_port, **sampled)
-        ended.append(priority)
+        ended_priorities.append(priority)
 
     with ThreadPoolExecutor(200) as pool:
         for _ in range(160):
@@ -374,7 +374,7 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
         until("some wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 30)
         pool.submit(send_request, 1)
     # 64 requests run at a time. In order of arrival, request 1 would be among the last 32.
-    assert ended.index(1) < 128
+    assert ended_priorities.index(1) < 128
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
@@ -402,10 +402,10 @@ def shared_memory(server: Server) -> set[str]:
     return {path for path in paths if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-"))}
 
 
-@pytest.mark.parametrize("killed", ["engine", "worker"])
-def test_a_killed_process_is_replaced(server: Server, killed: str) -> None:
+@pytest.mark.parametrize("victim", ["engine", "worker"])
+def test_a_killed_process_is_replaced(server: Server, victim: str) -> None:
     """Nothing of it stays in /dev/shm."""
-    word = {"engine": "spawn_main", "worker": "worker tiny"}[killed]
+    word = {"engine": "spawn_main", "worker": "worker tiny"}[victim]
     process = next(
         child
         for child in psutil.Process(server.pid).children(recursive=True)

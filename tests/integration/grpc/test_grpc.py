@@ -134,8 +134,8 @@ def test_tensors_of_every_size(client: triton.InferenceServerClient, size: int) 
     array = np.arange(size, dtype=np.float32)
     tensor = triton.InferInput("INPUT0", [size], "FP32")
     tensor.set_data_from_numpy(array)
-    answered = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
-    assert answered.shape == (size,) and (answered == array).all()
+    output = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
+    assert output.shape == (size,) and (output == array).all()
 
 
 DATA: dict[str, np.ndarray] = {
@@ -244,8 +244,8 @@ def test_statistics(client: triton.InferenceServerClient) -> None:
         statistics_after.inference_stats.success.ns > statistics_before.inference_stats.success.ns
     )
     assert statistics_after.batch_stats[0].batch_size == 1
-    everything = client.get_inference_statistics()
-    assert {model.name for model in everything.model_stats} == set(MODELS)
+    all_statistics = client.get_inference_statistics()
+    assert {model.name for model in all_statistics.model_stats} == set(MODELS)
 
 
 def test_the_repository(client: triton.InferenceServerClient) -> None:

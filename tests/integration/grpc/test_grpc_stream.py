@@ -79,12 +79,18 @@ def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
     """The error names the request and is its final response, as in Triton."""
     with stub(server) as call:
         requests = [crime("error", "a"), crime("ok", "b")]
-        failed, right = call.ModelStreamInfer(iter(requests), timeout=30)
-    for response, request_id in ((failed.infer_response, "a"), (right.infer_response, "b")):
+        failed_response, valid_response = call.ModelStreamInfer(iter(requests), timeout=30)
+    for response, request_id in (
+        (failed_response.infer_response, "a"),
+        (valid_response.infer_response, "b"),
+    ):
         assert (response.id, response.model_name) == (request_id, "crimes")
         assert response.parameters["triton_final_response"].bool_param
-    assert failed.error_message == "as you wished" and not failed.infer_response.outputs
-    assert not right.error_message
+    assert (
+        failed_response.error_message == "as you wished"
+        and not failed_response.infer_response.outputs
+    )
+    assert not valid_response.error_message
 
 
 def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
@@ -92,10 +98,10 @@ def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
     with stub(server) as call:
         stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
         assert next(stream).infer_response.id == "a"
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error_info:
             next(stream)
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        assert "version 9 is not found" in caught.value.details()
+        assert error_info.value.code() is grpc.StatusCode.NOT_FOUND
+        assert "version 9 is not found" in error_info.value.details()
 
 
 def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> None:
@@ -103,9 +109,9 @@ def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> Non
         requests = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
         stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
         assert next(stream).infer_response.id == "a"
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error_info:
             next(stream)
-    assert (caught.value.code(), caught.value.details()) == (
+    assert (error_info.value.code(), error_info.value.details()) == (
         grpc.StatusCode.INTERNAL,
         "as you wished",
     )

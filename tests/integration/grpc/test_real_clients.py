@@ -67,9 +67,9 @@ def test_tritonclient(any_endpoint: Endpoint) -> None:
         for algorithm in (None, "gzip", "deflate"):
             result = client.infer("identity", large(), compression_algorithm=algorithm)
             assert (result.as_numpy("OUTPUT0") == LARGE).all()
-        with pytest.raises(InferenceServerException, match="'模型' is not found") as caught:
+        with pytest.raises(InferenceServerException, match="'模型' is not found") as error_info:
             client.infer("模型", simple())
-        assert caught.value.status() == "StatusCode.NOT_FOUND"
+        assert error_info.value.status() == "StatusCode.NOT_FOUND"
         answers: list[object] = []
         for _ in range(20):
             client.async_infer(
@@ -148,9 +148,9 @@ def test_ends_of_calls(any_endpoint: Endpoint) -> None:
     gated_request = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
     with any_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        with pytest.raises(grpc.RpcError) as caught:
+        with pytest.raises(grpc.RpcError) as error_info:
             infer(gated_request, timeout=0.3)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert error_info.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         visit = any_endpoint.server.gate.next()
         waiting = infer.future(gated_request, timeout=30)
         any_endpoint.server.wait_pending("gated", 1)

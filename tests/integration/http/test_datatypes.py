@@ -40,14 +40,14 @@ def count(kind: str) -> int:
     return len(WORDS) if kind == "BYTES" else len(VALUES[kind])
 
 
-def all_inputs(filled: str) -> list[tuple[str, str, list[int], bytes]]:
+def all_inputs(filled_kind: str) -> list[tuple[str, str, list[int], bytes]]:
     """Return every input of the model: values for this datatype, and size zero for all others."""
     return [
         (
             f"INPUT_{kind}",
             kind,
-            [count(kind)] if kind == filled else [0],
-            raw(kind) if kind == filled else b"",
+            [count(kind)] if kind == filled_kind else [0],
+            raw(kind) if kind == filled_kind else b"",
         )
         for kind in DATATYPES
     ]
@@ -117,8 +117,8 @@ def test_all_of_size_zero(http: Http) -> None:
 
 
 def test_not_a_number_in_json(http: Http) -> None:
-    described = b'{"name":"INPUT0","datatype":"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]}'
-    body = b'{"inputs":[' + described + b"]}"
+    tensor_json = b'{"name":"INPUT0","datatype":"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]}'
+    body = b'{"inputs":[' + tensor_json + b"]}"
     reply = http.infer("identity", body).ok()
     assert b"NaN" in reply.body
     assert b"-Infinity" in reply.body

@@ -76,14 +76,14 @@ def test_a_late_batch_mate_does_not_touch_the_others(server: Server, pool: Reque
     first_request = pool.number("batching", 1)
     holder = server.gate.next()
     late_request = pool.number("batching", 2, deadline_us=1_500_000)
-    good = pool.number("batching", 3)
+    later_request = pool.number("batching", 3)
     server.wait_pending("batching", 2)
     holder.release()
     visit = server.gate.next()
     assert sorted(visit.batch) == [2, 3]
     assert late_request.result().status == 503
     visit.release()
-    assert values(good.result()) == [3]
+    assert values(later_request.result()) == [3]
     assert values(first_request.result()) == [1]
 
 
@@ -103,18 +103,18 @@ def test_a_client_disconnects_while_its_request_is_queued(
 ) -> None:
     first_request = pool.number(model, 1)
     visit = server.gate.next()
-    leaving = hang_up_after(server, model, 2)
-    next(leaving)
+    leaving_client = hang_up_after(server, model, 2)
+    next(leaving_client)
     server.wait_pending(model, 1)
-    staying = pool.number(model, 3)
+    staying_request = pool.number(model, 3)
     server.wait_pending(model, 2)
-    leaving.close()
+    leaving_client.close()
     server.wait_pending(model, 1)
     visit.release()
     other_visit = server.gate.next()
     assert other_visit.batch == [3]
     other_visit.release()
-    assert values(staying.result()) == [3]
+    assert values(staying_request.result()) == [3]
     assert values(first_request.result()) == [1]
     until(
         "the cancellation is counted",
@@ -123,10 +123,10 @@ def test_a_client_disconnects_while_its_request_is_queued(
 
 
 def test_a_client_disconnects_while_its_request_executes(server: Server, pool: RequestPool) -> None:
-    leaving = hang_up_after(server, "batching", 1)
-    next(leaving)
+    leaving_client = hang_up_after(server, "batching", 1)
+    next(leaving_client)
     visit = server.gate.next()
-    leaving.close()
+    leaving_client.close()
     next_request = pool.number("batching", 2)
     server.wait_pending("batching", 1)
     visit.release()
@@ -150,9 +150,9 @@ def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]
             with pytest.raises(shmserve.client.Unavailable, match="Request timeout expired"):
                 local_client.infer("gated", INPUT0=np.zeros((1, 4), np.int32), timeout=10)
             assert 1.5 <= time.monotonic() - start_s < 5
-        later = pool.number("gated", 2)
-        sooner = pool.number("gated", 3, timeout=50_000).result()
-        assert sooner.status == 503
-        assert "(50000 microseconds, from the request's parameter 'timeout')" in sooner.error
-        assert not later.done()
+        waiting_request = pool.number("gated", 2)
+        expired_reply = pool.number("gated", 3, timeout=50_000).result()
+        assert expired_reply.status == 503
+        assert "(50000 microseconds, from the request's parameter 'timeout')" in expired_reply.error
+        assert not waiting_request.done()
         visit.release()

@@ -267,8 +267,8 @@ async def test_tritonclient_aio(server: Server) -> None:
 
 def test_tritonclient_sees_errors(server: Server) -> None:
     with triton.InferenceServerClient(server.url) as client:
-        with pytest.raises(InferenceServerException) as caught:
+        with pytest.raises(InferenceServerException) as error_info:
             client.infer("simple", triton_inputs(True)[:1], request_id="e")
-        assert caught.value.status() == "400"
-        assert "expected 2 inputs but got 1 inputs for model 'simple'" in caught.value.message()
-        assert "[request id: e]" in caught.value.message()
+        assert error_info.value.status() == "400"
+        assert "expected 2 inputs but got 1 inputs for model 'simple'" in error_info.value.message()
+        assert "[request id: e]" in error_info.value.message()

@@ -122,9 +122,9 @@ def test_restricted_apis_are_tritons(http: Http) -> None:
             http.get("/v2/models/identity/config", headers),
         ):
             assert (reply.status, reply.error) == (403, expected)
-    right = bearer(TOKEN, **{"Admin-Key": "let-me"})
-    assert http.post("/v2/repository/index", None, right).json()[0]["name"] == "identity"
-    assert http.get("/v2/repository/index", right).status == 405
+    right_headers = bearer(TOKEN, **{"Admin-Key": "let-me"})
+    assert http.post("/v2/repository/index", None, right_headers).json()[0]["name"] == "identity"
+    assert http.get("/v2/repository/index", right_headers).status == 405
     assert http.get("/v2/models/identity", bearer(TOKEN)).status == 200
 
 
@@ -208,10 +208,10 @@ def test_the_unix_socket_admits_the_group_with_a_token(
 def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], expected_error: str) -> None:
     """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
     ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
-    refused = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
-    assert refused.returncode == 2
-    assert expected_error in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+    completed = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
+    assert completed.returncode == 2
+    assert expected_error in completed.stderr
+    assert len(completed.stderr.splitlines()) == 1
 
 
 def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
@@ -281,10 +281,13 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
         assert http.get("/health", {"Host": "inference.example.com"}).status == 200
         assert http.get("/version", {"Host": "example.com"}).status == 421
         for path in ("/v1/chat/completions", "/v2/models/identity/infer", "/nowhere"):
-            allowed = http.call("OPTIONS", path, None, PREFLIGHT)
-            assert (allowed.status, allowed.body) == (200, b"")
-            assert allowed.headers["Access-Control-Allow-Origin"] == PAGE
-            assert allowed.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+            allowed_reply = http.call("OPTIONS", path, None, PREFLIGHT)
+            assert (allowed_reply.status, allowed_reply.body) == (200, b"")
+            assert allowed_reply.headers["Access-Control-Allow-Origin"] == PAGE
+            assert (
+                allowed_reply.headers["Access-Control-Allow-Headers"]
+                == "authorization,content-type"
+            )
         response = http.call("OPTIONS", "/v1/models", None, {**PREFLIGHT, "Origin": "https://b.c"})
         assert response.status == 403 and "Access-Control-Allow-Origin" not in response.headers
         page = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
@@ -292,9 +295,9 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
         for _ in range(3):  # later ones are repeated requests
             reply = http.post(path, ROW, {**bearer(TOKEN), **page}).ok()
             assert reply.headers["Access-Control-Allow-Origin"] == PAGE
-        refused = http.post("/v1/completions", {}, page)
-        assert refused.status == 401 and refused.headers["Vary"] == "Origin"
-        assert refused.headers["Access-Control-Allow-Origin"] == PAGE
-        assert refused.json()["error"]["type"] == "authentication_error"
+        refused_reply = http.post("/v1/completions", {}, page)
+        assert refused_reply.status == 401 and refused_reply.headers["Vary"] == "Origin"
+        assert refused_reply.headers["Access-Control-Allow-Origin"] == PAGE
+        assert refused_reply.json()["error"]["type"] == "authentication_error"
         with unix(unix_socket) as local:
             assert local.call("OPTIONS", path, None, PREFLIGHT).status == 403

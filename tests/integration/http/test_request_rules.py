@@ -294,15 +294,15 @@ def test_wrong_bytes(http: Http, data: bytes, error: str) -> None:
     assert reply.status == 400
     assert reply.error.startswith("[request id: <id_unknown>] ")
     assert error in reply.error
-    named = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)], id="my id")
-    assert named.error == reply.error.replace("<id_unknown>", "my id")
+    named_reply = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)], id="my id")
+    assert named_reply.error == reply.error.replace("<id_unknown>", "my id")
 
 
 def test_nesting(http: Http) -> None:
     reply = http.infer("simple", b'{"inputs":' + b"[" * 100_000)
     assert reply.status in (400, 500)
-    deep = json.loads("[" * 90 + "]" * 90)
-    assert http.infer("simple", simple_body() | {"parameters": {"deep": deep}}).status == 400
+    deep_value = json.loads("[" * 90 + "]" * 90)
+    assert http.infer("simple", simple_body() | {"parameters": {"deep": deep_value}}).status == 400
 
 
 def test_unknown_model(http: Http) -> None:
@@ -320,11 +320,13 @@ def test_limits(http: Http) -> None:
         f"request JSON size of {len(body)} bytes exceeds the maximum allowed input size of "
         "8388608 bytes. Use --http-max-input-size to increase the limit."
     )
-    large = np.zeros(3_000_000, np.float32)
+    large_array = np.zeros(3_000_000, np.float32)
     outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
     assert (
         http.infer_binary(
-            "identity", [("INPUT0", "FP32", [len(large)], large.tobytes())], outputs=outputs
+            "identity",
+            [("INPUT0", "FP32", [len(large_array)], large_array.tobytes())],
+            outputs=outputs,
         ).status
         == 200
     )

@@ -59,9 +59,9 @@ def call(server: Server) -> Iterator[Any]:
 
 
 def refusal(send_call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as refused:
+    with pytest.raises(grpc.RpcError) as error_info:
         send_call()
-    return refused.value.code(), refused.value.details()
+    return error_info.value.code(), error_info.value.details()
 
 
 def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
@@ -124,18 +124,18 @@ def test_headers_become_parameters_and_nothing_else(http: Http, call: Any) -> No
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
     body = {**CONSTANT_BODY, "parameters": {"mine": 1}}
-    plain = {"x-other": "y", "headers": "x", "shared_memory_region": "r"}
-    reply = http.infer("echo_request", body, plain).ok()
+    plain_headers = {"x-other": "y", "headers": "x", "shared_memory_region": "r"}
+    reply = http.infer("echo_request", body, plain_headers).ok()
     over_http = json.loads(reply.tensors()["OUTPUT0"][0])
-    response = call.ModelInfer(request, metadata=[*plain.items()], timeout=20)
+    response = call.ModelInfer(request, metadata=[*plain_headers.items()], timeout=20)
     over_grpc = json.loads(response.raw_output_contents[0][4:])
     for answer in (over_http, over_grpc):
         assert answer["parameters"] == {"mine": 1, "x-other": "y"}
         assert (answer["correlation_id"], answer["flags"], answer["timeout"]) == (0, 0, 0)
-    for name in HEADERS.keys() - plain.keys():
+    for name in HEADERS.keys() - plain_headers.keys():
         text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
-        refused = http.infer("echo_request", body, {name: HEADERS[name]})
-        assert (refused.status, refused.error.lower()) == (400, text.lower())
+        refused_reply = http.infer("echo_request", body, {name: HEADERS[name]})
+        assert (refused_reply.status, refused_reply.error.lower()) == (400, text.lower())
         if name != "timeout":  # gRPC's own
             metadata = [(name, HEADERS[name])]
             code, message = refusal(lambda: call.ModelInfer(request, metadata=metadata, timeout=20))  # noqa: B023
@@ -174,16 +174,19 @@ def test_a_model_name_cannot_leave_the_repository(
 ) -> None:
     """R17: any model name, in any encoding, names only a folder of the repository."""
     titles_before = server.titles()
-    spelled = "".join(f"%{byte:02x}" for byte in name.encode())
+    escaped_name = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
     # A valid name may be that of a model whose files are in the request, but not of a folder
     # elsewhere.
     for parameters in ({},) if name in GOOD else ({}, override):
-        reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
+        reply = http.post(f"/v2/repository/models/{escaped_name}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
-    for path in (f"/v2/models/{spelled}/config", f"/v2/models/{spelled}/versions/1/config"):
+    for path in (
+        f"/v2/models/{escaped_name}/config",
+        f"/v2/models/{escaped_name}/versions/1/config",
+    ):
         assert http.get(path).status in (400, 404)
     request = pb.RepositoryModelLoadRequest(model_name=name)
     code, text = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
@@ -202,9 +205,9 @@ def test_a_model_name_cannot_leave_the_repository(
 )
 def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
     """R17."""
-    spelled = "".join(f"%{byte:02x}" for byte in version.encode())
+    escaped_version = "".join(f"%{byte:02x}" for byte in version.encode())
     for path in ("config", "infer", "ready"):
-        for version_text in (spelled, version if version.isalnum() else spelled):
+        for version_text in (escaped_version, version if version.isalnum() else escaped_version):
             method = "POST" if path == "infer" else "GET"
             body = CONSTANT_BODY if path == "infer" else None
             reply = http.call(method, f"/v2/models/constant/versions/{version_text}/{path}", body)
@@ -238,8 +241,8 @@ def test_files_of_a_load_request_stay_in_their_folder(
     request.parameters[f"file:{path}"].bytes_param = b"x"
     code, _ = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
-    outside = {**config, "default_model_filename": f"../{path}"}
-    parameters = {"config": json.dumps(outside)}
+    outside_config = {**config, "default_model_filename": f"../{path}"}
+    parameters = {"config": json.dumps(outside_config)}
     reply = http.post("/v2/repository/models/constant/load", {"parameters": parameters})
     assert reply.status in (400, 500), reply.body
     assert {name for _, _, names in os.walk(folder) for name in names} == names_before

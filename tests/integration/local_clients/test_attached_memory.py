@@ -50,8 +50,8 @@ def local_server() -> Iterator[LocalServer]:
 
 @pytest.fixture
 def server(local_server: LocalServer) -> Iterator[Server]:
-    with shmserve.client.connect(local_server.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(local_server.run_dir) as native_client:
+        yield native_client
 
 
 @pytest.fixture(autouse=True)
@@ -172,8 +172,8 @@ def test_memory_that_others_may_truncate_is_copied(
     path.chmod(0o666)
     with contextlib.closing(Guest(local_server)) as guest, path.open("r+b") as file:  # type: ignore[arg-type]
         os.posix_fallocate(file.fileno(), 0, TOTAL_BYTES)
-        answered = guest.hello().request(ShareMemory(1, TOTAL_BYTES, False), file.fileno())
-        memory = unpack_memory(answered.payload["memory"])
+        answer = guest.hello().request(ShareMemory(1, TOTAL_BYTES, False), file.fileno())
+        memory = unpack_memory(answer.payload["memory"])
         assert memory.copied and not memory.sealed
     with server.attach(shared_memory, SPECS) as region:
         region["x"][:] = 3
@@ -299,7 +299,7 @@ def regions_of(server: LocalServer) -> int:
 
 def test_killed_processes_leave_nothing(server: Server, local_server: LocalServer) -> None:
     """Killing the creator or a user of memory leaks nothing in /dev/shm or in the server."""
-    regions_before, listed = regions_of(local_server), set(os.listdir("/dev/shm"))
+    regions_before, objects_before = regions_of(local_server), set(os.listdir("/dev/shm"))
     command = [sys.executable, "-c", MAKER, str(local_server.run_dir)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -321,11 +321,11 @@ def test_killed_processes_leave_nothing(server: Server, local_server: LocalServe
     leftover_objects = {
         entry_name for entry_name in os.listdir("/dev/shm") if "shmserve" in entry_name
     }
-    assert leftover_objects <= listed
+    assert leftover_objects <= objects_before
 
 
 def test_the_example_draws_the_frames_of_the_camera() -> None:
     command = [sys.executable, str(ROOT / "examples" / "camera.py"), "--frames=5"]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert drawn.returncode == 0 and not drawn.stderr, drawn.stderr
-    assert "###" in drawn.stdout and "5 frames" in drawn.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 0 and not completed.stderr, completed.stderr
+    assert "###" in completed.stdout and "5 frames" in completed.stdout

@@ -41,8 +41,8 @@ def rows_server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(rows_server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(rows_server.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(rows_server.run_dir) as native_client:
+        yield native_client
 
 
 def frames(count: int = 1, seed: int = 0) -> np.ndarray:
@@ -78,10 +78,10 @@ def test_only_the_outputs_that_are_asked_for(client) -> None:
 
 def test_strings_in_and_out(client) -> None:
     words = np.array([[b"one", b"zwei", b""]], dtype=object)
-    out = client.infer("text", INPUT0=words)["OUTPUT0"]
-    assert out.dtype == object and (out == words).all()
-    many = np.array([[f"{n:05}" for n in range(9000)]])  # more than a message takes
-    assert client.infer("text", INPUT0=many)["OUTPUT0"][0, -1] == b"08999"
+    output = client.infer("text", INPUT0=words)["OUTPUT0"]
+    assert output.dtype == object and (output == words).all()
+    many_strings = np.array([[f"{n:05}" for n in range(9000)]])  # more than a message takes
+    assert client.infer("text", INPUT0=many_strings)["OUTPUT0"][0, -1] == b"08999"
 
 
 def test_request_id_and_parameters_arrive(client) -> None:
@@ -116,9 +116,9 @@ def test_request_id_and_parameters_arrive(client) -> None:
     ],
 )
 def test_errors_are_typed(client, error, text, model, inputs) -> None:
-    with pytest.raises(error, match=text) as caught:
+    with pytest.raises(error, match=text) as error_info:
         client.infer(model, inputs)
-    assert caught.value.code in ("NOT_FOUND", "INVALID_ARG")
+    assert error_info.value.code in ("NOT_FOUND", "INVALID_ARG")
 
 
 def test_a_version_that_is_not_there(client) -> None:
@@ -136,7 +136,7 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
         assert (y == x).all() and y.sum() == pytest.approx(x.sum(), rel=1e-4)
         own_copy = y.copy()
     assert (own_copy == x).all()
-    for use in (
+    for use_view in (
         lambda: y[0],
         lambda: y + 1,
         lambda: np.concatenate([y, y]),
@@ -148,16 +148,16 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
         lambda: np.from_dlpack(y),
     ):
         with pytest.raises(shmserve.client.Released):
-            use()
+            use_view()
 
 
 def test_a_view_keeps_its_memory_and_the_next_request_takes_other(client) -> None:
     x, second_frame = frames(seed=1), frames(seed=2)
     y = client.infer("rows", INPUT0=x)["OUTPUT0"]
-    plain = np.asarray(y)[0, :10]
+    plain_view = np.asarray(y)[0, :10]
     for _ in range(4):
         assert (client.infer("rows", INPUT0=second_frame)["OUTPUT0"] == second_frame).all()
-    assert (y == x).all() and (plain == x[0, :10]).all()
+    assert (y == x).all() and (plain_view == x[0, :10]).all()
 
 
 def test_slots_are_used_again(client) -> None:
@@ -233,18 +233,20 @@ def test_regions_are_checked(client) -> None:
             client.allocate(tensors)
     client.allocate({"x": ((np.int64(2), 3), "FP32"), "y": (3, np.float32)}).release()
     with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
-        wrong = "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
-        with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+        expected_error = (
+            "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
+        )
+        with pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
             client.infer("rows", region)
     # Strings are written in place if they fit.
     words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
     result = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
     assert result["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
     integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
-    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
         client.infer("rows", INPUT0=frames(), outputs=integers)
     integers = client.allocate({"any": ((1, ROW), "INT32")})
-    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
         client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": integers["any"]})
     with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
         client.allocate({"x": ((1 << 31,), "UINT8")})
@@ -265,10 +267,10 @@ def test_torch_in_torch_out(client) -> None:
     x = torch.rand(2, ROW)
     y = client.infer("rows", INPUT0=x)["OUTPUT0"]
     assert isinstance(y, torch.Tensor) and torch.equal(x, y)
-    small = client.infer("simple", INPUT0=torch.from_numpy(A), INPUT1=torch.from_numpy(B))
-    assert torch.equal(small["OUTPUT0"], torch.from_numpy(A + B))
-    grown = torch.rand(1, ROW, requires_grad=True)
-    assert torch.equal(client.infer("rows", INPUT0=grown)["OUTPUT0"], grown)
+    small_result = client.infer("simple", INPUT0=torch.from_numpy(A), INPUT1=torch.from_numpy(B))
+    assert torch.equal(small_result["OUTPUT0"], torch.from_numpy(A + B))
+    grown_tensor = torch.rand(1, ROW, requires_grad=True)
+    assert torch.equal(client.infer("rows", INPUT0=grown_tensor)["OUTPUT0"], grown_tensor)
 
 
 def test_bfloat16(client) -> None:
@@ -303,9 +305,9 @@ def test_strided_and_empty_inputs(client) -> None:
 def test_a_signal_handler_cannot_use_the_client_while_its_thread_waits(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B)
     with client._get_waiter().lock:  # a waiting thread holds this lock
-        for use in (lambda: client.infer("simple", INPUT0=A, INPUT1=B), client.close):
+        for use_client in (lambda: client.infer("simple", INPUT0=A, INPUT1=B), client.close):
             with pytest.raises(shmserve.client.Unavailable, match="a signal handler cannot use"):
-                use()
+                use_client()
     assert client.infer("simple", INPUT0=A, INPUT1=B)
 
 
@@ -314,8 +316,8 @@ def test_many_in_flight_in_order(client) -> None:
     answers = client.map("rows", arrays, in_flight=8)
     for inputs, result in zip(arrays, answers, strict=True):
         assert (result["OUTPUT0"] == inputs["INPUT0"]).all()
-    small = ({"INPUT0": A * n, "INPUT1": B} for n in range(100))
-    for n, result in enumerate(client.map("simple", small)):
+    small_inputs = ({"INPUT0": A * n, "INPUT1": B} for n in range(100))
+    for n, result in enumerate(client.map("simple", small_inputs)):
         assert (result["OUTPUT1"] == A * n - B).all()
 
 
@@ -418,9 +420,11 @@ def test_more_at_once_than_a_frame_may_have(client, rows_server: Server) -> None
             assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
             return answers
 
-    refused = [a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)]
+    refused_answers = [
+        a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)
+    ]
     # Most find the queue full.
-    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
+    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused_answers)
     with pytest.raises(shmserve.client.InvalidArgument, match="maximum is 1048576"):
         client.infer("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
     future = client.infer_async("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
@@ -474,8 +478,8 @@ def test_a_timeout_that_is_none(client) -> None:
 
 
 def test_a_stream_of_one_response(client) -> None:
-    (only,) = client.stream("simple", INPUT0=A, INPUT1=B)
-    assert (only["OUTPUT0"] == A + B).all()
+    (only_response,) = client.stream("simple", INPUT0=A, INPUT1=B)
+    assert (only_response["OUTPUT0"] == A + B).all()
 
 
 async def test_asyncio(rows_server: Server) -> None:

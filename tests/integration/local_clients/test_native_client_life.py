@@ -52,8 +52,8 @@ def settled(gated: Server) -> Iterator[None]:
 
 @pytest.fixture
 def client(gated: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(gated.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(gated.run_dir) as native_client:
+        yield native_client
 
 
 def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]:
@@ -65,14 +65,14 @@ def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]
 
 
 def test_a_timeout_cancels_the_request(gated: Server, client: shmserve.client.Server) -> None:
-    blocker = client.infer_async("gated", _value(client, 1))
+    blocking_future = client.infer_async("gated", _value(client, 1))
     visit = gated.gate.next()
-    with pytest.raises(TimeoutError) as caught:
+    with pytest.raises(TimeoutError) as error_info:
         client.infer("gated", _value(client, 2), timeout=0.05)
-    assert isinstance(caught.value, shmserve.client.TimedOut)
+    assert isinstance(error_info.value, shmserve.client.TimedOut)
     gated.wait_pending("gated", 0)
     visit.release()
-    assert blocker.result(20)["OUTPUT0"].flat[0] == 1
+    assert blocking_future.result(20)["OUTPUT0"].flat[0] == 1
     assert gated.gate.is_idle()
 
 
@@ -84,12 +84,12 @@ def test_a_future_times_out_without_a_response(
     scheduler.suspend()
     try:
         late_future = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
-        patient = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
+        patient_future = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
         with pytest.raises(shmserve.client.TimedOut):
             late_future.result(20)
     finally:
         scheduler.resume()
-    assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
+    assert (patient_future.result(20)["OUTPUT0"] == 2 * A).all()
 
 
 _WITHOUT_DESCRIPTORS = """
@@ -127,14 +127,14 @@ def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
 def test_a_cancelled_future_is_cancelled_at_the_server(
     gated: Server, client: shmserve.client.Server
 ) -> None:
-    blocker = client.infer_async("gated", _value(client, 1))
+    blocking_future = client.infer_async("gated", _value(client, 1))
     visit = gated.gate.next()
     waiting = client.infer_async("gated", _value(client, 2))
     gated.wait_pending("gated", 1)
     assert waiting.cancel()
     gated.wait_pending("gated", 0)
     visit.release()
-    assert blocker.result(20)
+    assert blocking_future.result(20)
     with pytest.raises(concurrent.futures.CancelledError):
         waiting.result()
 
@@ -142,7 +142,7 @@ def test_a_cancelled_future_is_cancelled_at_the_server(
 def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
     gated: Server, client: shmserve.client.Server
 ) -> None:
-    blocker = client.infer_async("gated", _value(client, 1))
+    blocking_future = client.infer_async("gated", _value(client, 1))
     visit = gated.gate.next()
     waiting = client.infer_async("gated", _value(client, 2))
     gated.wait_pending("gated", 1)
@@ -151,7 +151,7 @@ def test_a_thread_that_waits_for_many_futures_sees_a_cancelled_one(
     assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
     gated.wait_pending("gated", 0)  # the server detects the exit later than the threads
     visit.release()
-    assert blocker.result(20)
+    assert blocking_future.result(20)
 
 
 def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.client.Server) -> None:
@@ -160,10 +160,10 @@ def test_memory_of_an_exited_thread_is_kept(gated: Server, client: shmserve.clie
     results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
     first_results: list[Any] = []
     futures: list[Any] = []
-    begins = threading.Thread(target=lambda: first_results.append(next(results)))
-    begins.start()
+    first_thread = threading.Thread(target=lambda: first_results.append(next(results)))
+    first_thread.start()
     gated.gate.next().release()
-    begins.join()
+    first_thread.join()
     visit = gated.gate.next()
     gated.wait_pending("large", 1)
 
@@ -186,7 +186,7 @@ async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> Non
     async with aio.connect(gated.run_dir) as server:
         with shmserve.client.connect(gated.run_dir) as other_client:
             input_values = _value(other_client, 1)
-        blocker = asyncio.create_task(server.infer("gated", input_values))
+        blocking_task = asyncio.create_task(server.infer("gated", input_values))
         visit = await asyncio.to_thread(gated.gate.next)
         waiting = asyncio.create_task(server.infer("gated", input_values))
         await asyncio.to_thread(gated.wait_pending, "gated", 1)
@@ -195,7 +195,7 @@ async def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> Non
             await waiting
         await asyncio.to_thread(gated.wait_pending, "gated", 0)
         visit.release()
-        assert (await blocker)["OUTPUT0"].flat[0] == 1
+        assert (await blocking_task)["OUTPUT0"].flat[0] == 1
 
 
 @pytest.mark.parametrize("as_input", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
@@ -205,7 +205,7 @@ def test_memory_is_kept_for_what_is_in_flight(
     """This includes a request whose program has only a plain view of the memory, and deletes the
     view."""
     x = np.arange(ROW, dtype=np.float32)
-    blocker = client.infer_async("large", INPUT0=x)
+    blocking_future = client.infer_async("large", INPUT0=x)
     visit = gated.gate.next()
     region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
     region["INPUT0"][1] = x
@@ -221,10 +221,10 @@ def test_memory_is_kept_for_what_is_in_flight(
     visit.release()
     gated.gate.next().release()
     gated.gate.next().release()
-    assert blocker.result(20)
-    for future, right in zip(waiting, (x, -x), strict=True):
+    assert blocking_future.result(20)
+    for future, expected in zip(waiting, (x, -x), strict=True):
         output = future.result(20)["OUTPUT0"]
-        assert (np.asarray(output) == right).all()
+        assert (np.asarray(output) == expected).all()
 
 
 CRASHING = """
@@ -572,38 +572,41 @@ def test_a_request_with_output_over_its_input_is_not_retried(
     with client.allocate({"INPUT0": ((1, 4), "INT32")}) as region:
         x = region["INPUT0"]
         future = client.infer_async("gated", {"INPUT0": x}, outputs={"OUTPUT0": x})
-        running = gated.gate.next()
+        running_visit = gated.gate.next()
         gated.find_one("scheduler gated").send_signal(signal.SIGKILL)
         error = future.exception(20)
         assert isinstance(error, shmserve.client.Unavailable)
         assert "may have changed" in str(error)
-        running.release()
+        running_visit.release()
         until("the new one is ready", lambda: gated.answers("/v2/health/ready"))
 
 
 def test_a_reload_under_load_fails_no_request(
     gated: Server, client: shmserve.client.Server
 ) -> None:
-    finished = threading.Event()
-    answered = 0
+    has_finished = threading.Event()
+    answered_count = 0
 
     def send_requests() -> None:
-        nonlocal answered
+        nonlocal answered_count
         x = np.ones((1, ROW), np.float32)
-        while not finished.is_set():
+        while not has_finished.is_set():
             assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
-            answered += 1
+            answered_count += 1
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool, gated.http() as http:
-        asking = [pool.submit(send_requests) for _ in range(3)]
+        request_threads = [pool.submit(send_requests) for _ in range(3)]
         try:
             for _ in range(3):
-                enough = answered + 10
+                enough_count = answered_count + 10
                 http.load("rows").ok()
-                until("it is asked on", partial(lambda threshold: answered > threshold, enough))
+                until(
+                    "it is asked on",
+                    partial(lambda threshold: answered_count > threshold, enough_count),
+                )
         finally:
-            finished.set()
-        for thread in asking:
+            has_finished.set()
+        for thread in request_threads:
             thread.result()
 
 

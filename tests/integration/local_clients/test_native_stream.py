@@ -82,8 +82,8 @@ def streaming_server(models: Path, start: Start) -> Server:
 
 @pytest.fixture
 def client(streaming_server: Server) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(streaming_server.run_dir) as connected:
-        yield connected
+    with shmserve.client.connect(streaming_server.run_dir) as native_client:
+        yield native_client
 
 
 def repeat(count: int) -> dict[str, Any]:
@@ -293,28 +293,28 @@ def test_a_reader_that_stops_reading_stops_only_its_own_stream(
 ) -> None:
     note = tmp_path / "sent"
     steps = [*([b"1"] * (3 * FIRST_CREDIT)), b"note " + os.fsencode(note)]
-    lazy = client.stream("steps", STEPS=steps)
+    unread_stream = client.stream("steps", STEPS=steps)
     assert values(client.stream("steps", STEPS=[b"2"] * 200)) == [2] * 200
     assert not note.exists()
-    assert values(lazy) == [1] * (3 * FIRST_CREDIT) and note.exists()
+    assert values(unread_stream) == [1] * (3 * FIRST_CREDIT) and note.exists()
 
 
 def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Server) -> None:
     """Others have the connection's thread wait for them."""
     failures: list[BaseException] = []
-    together = threading.Barrier(20)
+    barrier = threading.Barrier(20)
 
     def stream() -> None:
         try:
-            together.wait(20)
+            barrier.wait(20)
             for _ in range(3):
                 assert values(client.stream("repeat", repeat(100))) == [7 + n for n in range(100)]
             with pytest.raises(shmserve.client.TimedOut):
                 list(client.stream("steps", STEPS=[b"left /dev/null"], timeout=0.1))
-            together.wait(60)
+            barrier.wait(60)
         except BaseException as error:
             failures.append(error)
-            together.abort()
+            barrier.abort()
 
     threads = [threading.Thread(target=stream) for _ in range(20)]
     for thread in threads:
@@ -335,26 +335,26 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
     size = np.array([1 << 18], np.int32)  # a MiB a response
     with (
         running(repository, f"--arena-byte-size={16 << 20}") as server,
-        shmserve.client.connect(server.run_dir) as hoarder,
+        shmserve.client.connect(server.run_dir) as hoarding_client,
         shmserve.client.connect(server.run_dir) as other_client,
     ):
         steps: Any = [b"%d" % n for n in range(20)]
-        with monkeypatch.context() as forgetful:
-            forgetful.setattr(SchedulerClient, "release", lambda *_: None)
-            stream = hoarder.stream("steps", STEPS=steps, SIZE=size)
+        with monkeypatch.context() as release_patch:
+            release_patch.setattr(SchedulerClient, "release", lambda *_: None)
+            stream = hoarding_client.stream("steps", STEPS=steps, SIZE=size)
             assert [int(next(stream)["OUT"][-1]) for _ in range(8)] == [*range(8)]
             with pytest.raises(shmserve.client.Unavailable, match="client holds "):
                 next(stream)
             stream.close()
-        few = {"STEPS": steps[:4]}
+        few_steps = {"STEPS": steps[:4]}
         for client, inputs in (
-            (other_client, few),
-            (hoarder, few),
-            (other_client, few | {"SIZE": size}),
+            (other_client, few_steps),
+            (hoarding_client, few_steps),
+            (other_client, few_steps | {"SIZE": size}),
         ):
             for _ in range(4):
                 assert values(client.stream("steps", inputs)) == [*range(4)]
-        hoarder.close()
+        hoarding_client.close()
         half_size = np.array([8 << 18], np.int32)  # half of it
 
         def is_back() -> bool:

@@ -147,9 +147,9 @@ def test_a_class_in_a_repository_needs_no_configuration_and_takes_a_file(
     headers = {"Inference-Header-Content-Length": "0"}
     with urlopen(Request(url, photo.read_bytes(), headers)) as response:
         assert int.from_bytes(response.read()[-4:], "little") == 100
-    with pytest.raises(HTTPError) as refused:
+    with pytest.raises(HTTPError) as error_info:
         urlopen(Request(url, photo.read_bytes()))
-    with refused.value as response:
+    with error_info.value as response:
         assert b"a file, needs Inference-Header-Content-Length: 0" in response.read()
 
 

@@ -65,7 +65,7 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
             with server.http() as other_http:
                 assert other_http.regions("draining").ok().json() == reply
                 assert other_http.regions().ok().json() == reply
-        later = pool.infer("gated", gated(2, "draining", 64))
+        later_request = pool.infer("gated", gated(2, "draining", 64))
         server.wait_pending("gated", 1)
         http.unregister().ok()  # a second unregistration has no effect
         visit.release()
@@ -74,7 +74,7 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
         assert http.regions("draining").ok().json() == reply
         assert http.infer("identity", shared("draining")).status == 200
         visit.release()
-        assert later.result().status == 200
+        assert later_request.result().status == 200
         assert (shared_object.read(np.int32, 16, 64) == 2).all()
         until("it is not listed", lambda: http.regions().ok().json() == [])
         assert http.regions("draining").status == 404
@@ -127,12 +127,12 @@ def holders(server: Server, name: str) -> list[str]:
     """Return the server's processes that have the object open or mapped."""
     results = []
     for process in server.tree():
-        opened = []
+        opened_paths = []
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             # The descriptor was closed in the meantime.
             with contextlib.suppress(FileNotFoundError):
-                opened.append(str(link.readlink()))
+                opened_paths.append(str(link.readlink()))
         maps = Path(f"/proc/{process.pid}/maps").read_text()
-        if any(name in target for target in opened) or name in maps:
+        if any(name in target for target in opened_paths) or name in maps:
             results.append(process.name())
     return results

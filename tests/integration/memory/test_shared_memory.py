@@ -58,9 +58,9 @@ def through(
 def test_register_status_unregister(http: Http, region: SharedObject) -> None:
     reply = http.register("r", region.key, 2 * SIZE)
     assert (reply.status, reply.body) == (200, b"")
-    listed = [{"name": "r", "key": region.key, "offset": 0, "byte_size": 2 * SIZE}]
-    assert http.regions().ok().json() == listed
-    assert http.regions("r").ok().json() == listed
+    expected_regions = [{"name": "r", "key": region.key, "offset": 0, "byte_size": 2 * SIZE}]
+    assert http.regions().ok().json() == expected_regions
+    assert http.regions("r").ok().json() == expected_regions
     reply = http.unregister("r")
     assert (reply.status, reply.body) == (200, b"")
     assert http.regions().ok().json() == []

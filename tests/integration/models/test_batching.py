@@ -132,10 +132,10 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
     held_calls = queue("short")
     held_calls.add(1)
     held_calls.add(2)
-    refused = held_calls.pool.number("short", 3).result()
-    assert refused.status == 503
-    assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
-    assert int(refused.headers["Retry-After"]) >= 1
+    refused_reply = held_calls.pool.number("short", 3).result()
+    assert refused_reply.status == 503
+    assert refused_reply.error == "[request id: <id_unknown>] Exceeds maximum queue size"
+    assert int(refused_reply.headers["Retry-After"]) >= 1
     assert held_calls.batches(1) == [[1, 2]]
     assert held_calls.first.result().status == 200
 
@@ -144,8 +144,8 @@ def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Q
     held_calls = queue("timed")
     start_s = time.monotonic()
     late_request = held_calls.pool.number("timed", 1)
-    sooner = held_calls.pool.number("timed", 2, deadline_us=50_000)
-    assert (sooner.result().status, sooner.result().error) == (503, EXPIRED)
+    expired_request = held_calls.pool.number("timed", 2, deadline_us=50_000)
+    assert (expired_request.result().status, expired_request.result().error) == (503, EXPIRED)
     assert not late_request.done(), "the one before it has the queue's timeout"
     assert (late_request.result().status, late_request.result().error) == (503, EXPIRED)
     assert 1.5 <= time.monotonic() - start_s < 5
@@ -171,14 +171,14 @@ def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..
 
 def test_responses_keep_the_order_of_requests(server: Server, pool: RequestPool) -> None:
     first_request = pool.number("ordered", 1)
-    slow = server.gate.next()
+    slow_visit = server.gate.next()
     second_request = pool.number("ordered", 2)
     fast = server.gate.next()
-    assert (slow.batch, fast.batch) == ([1], [2])
+    assert (slow_visit.batch, fast.batch) == ([1], [2])
     fast.release()
     with pytest.raises(TimeoutError):
         second_request.result(timeout=0.3)
-    slow.release()
+    slow_visit.release()
     assert values(first_request.result()) == [1]
     assert values(second_request.result()) == [2]
 

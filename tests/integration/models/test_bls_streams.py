@@ -244,13 +244,13 @@ def test_errors_before_the_first_response(http: Http, call: str, error: str) -> 
     assert ran(http, "async_caller", code, "a") == [error]
 
 
-@pytest.mark.parametrize("how", ["iterator.cancel()", "del iterator\ngc.collect()"])
-def test_dropping_the_iterator_cancels_the_call(http: Http, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("statement", ["iterator.cancel()", "del iterator\ngc.collect()"])
+def test_dropping_the_iterator_cancels_the_call(http: Http, tmp_path: Path, statement: str) -> None:
     path = tmp_path / "left"
     code = f"""
 iterator = call().exec(decoupled=True)
 seen.append(shown(next(iterator)))
-{how}
+{statement}
 """
     assert ran(http, "caller", code, "a", f"left {path}") == ["a"]
     until("the model sees it", path.exists)
@@ -312,10 +312,10 @@ def test_a_finished_call_cannot_be_cancelled(http: Http, model: str) -> None:
     assert ran(http, model, ITERATOR[model] + CANCELS["after"], "a", "b") == ["a", "b", "empty"]
 
 
-@pytest.mark.parametrize("called", ["generator", "asynchronous", "ensemble"])
-def test_the_caller_receives_the_cancellation(http: Http, called: str) -> None:
+@pytest.mark.parametrize("called_model", ["generator", "asynchronous", "ensemble"])
+def test_the_caller_receives_the_cancellation(http: Http, called_model: str) -> None:
     code = f"""
-iterator = call({called!r}, outputs=()).exec(decoupled=True)
+iterator = call({called_model!r}, outputs=()).exec(decoupled=True)
 seen.append(shown(next(iterator)))
 iterator.cancel()
 for last in iterator:

@@ -159,7 +159,7 @@ def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
 ) -> None:
     with ThreadPoolExecutor(1) as executor, server_of_cycles.http() as occupant:
         with holding(server_of_cycles.gate) as wait_held:
-            occupied = executor.submit(infer, occupant, "leaf")
+            occupying_request = executor.submit(infer, occupant, "leaf")
             wait_held()
             with server_of_cycles.http(timeout_s=0.5) as http, pytest.raises(TimeoutError):
                 infer(http, model)
@@ -168,8 +168,8 @@ def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
             with server_of_cycles.http(timeout_s=5) as http:
                 assert infer(http, "exec_leaf" if nested else model, 20).status == 200
             until("the calls are gone", lambda: not pending(server_of_cycles, "leaf"))
-            assert not occupied.done()
-        assert occupied.result().status == 200
+            assert not occupying_request.done()
+        assert occupying_request.result().status == 200
 
 
 def pending(server: Server, model: str) -> float:
@@ -201,11 +201,11 @@ def test_one_of_two_requests_that_wait_for_each_other_fails(
     repository: Path, serve: Callable[..., Server], limits: str, target: str, chains: set[str]
 ) -> None:
     """Each request occupies the only instance, or the resource, that the other one needs."""
-    waits = WAITING + ENDS.replace(
+    waiting_code = WAITING + ENDS.replace(
         "            return resp", "            wait()\n            return resp"
     )
-    add(repository, "left", waits, limits, "right")
-    add(repository, "right", waits, "", target)
+    add(repository, "left", waiting_code, limits, "right")
+    add(repository, "right", waiting_code, "", target)
     add(repository, "third", LEAF.replace("        wait()\n", ""), LIMITED)
     server = serve(repository, "--rate-limit=execution_count")
     body = {"inputs": [json_input("X", np.ones(1, np.int32))]}
@@ -219,10 +219,12 @@ def test_one_of_two_requests_that_wait_for_each_other_fails(
             replies = [people.submit(reply, name) for name in ("left", "right")]
             for name in ("left", "right"):
                 until(name, partial(is_busy, server, name))
-        failed, succeeded = sorted((answer.result() for answer in replies), key=lambda r: -r.status)
-    assert (failed.status, succeeded.status) == (500, 200)
-    assert "requests that wait for its callers" in failed.error
-    assert any(chain in failed.error for chain in chains)
+        failed_reply, succeeded_reply = sorted(
+            (answer.result() for answer in replies), key=lambda r: -r.status
+        )
+    assert (failed_reply.status, succeeded_reply.status) == (500, 200)
+    assert "requests that wait for its callers" in failed_reply.error
+    assert any(chain in failed_reply.error for chain in chains)
     assert reply("right").status == 200
 
 

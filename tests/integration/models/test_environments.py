@@ -118,11 +118,11 @@ def test_a_missing_environment_is_reported_with_the_remedy(
     (tmp_path / "void").mkdir()
     add(repository, "empty", tmp_path / "void")
     add(repository, "nowhere", "nowhere/env.tar.gz")
-    old = tmp_path / "old" / "bin" / "python3"
-    old.parent.mkdir(parents=True)
-    old.write_text("#!/bin/sh\necho '[[3, 8, 18], \"1.24.4\"]'\n")
-    old.chmod(0o755)
-    add(repository, "old", old.parent.parent)
+    old_python = tmp_path / "old" / "bin" / "python3"
+    old_python.parent.mkdir(parents=True)
+    old_python.write_text("#!/bin/sh\necho '[[3, 8, 18], \"1.24.4\"]'\n")
+    old_python.chmod(0o755)
+    add(repository, "old", old_python.parent.parent)
     result = run_command("check", str(repository))
     output = result.stdout + result.stderr
     assert result.returncode == 2, output

@@ -69,9 +69,9 @@ def test_a_model_at_every_socket(server: Server) -> None:
         assert constant(http) == 1
         # The processes have kept their sockets, and connect once the descriptor limit permits it.
         for title in ("worker constant.0", "scheduler constant"):
-            old = server.find_one(title)
-            old.kill()
-            until("another takes over", lambda: _is_new(server, title, old.pid))  # noqa: B023
+            old_process = server.find_one(title)
+            old_process.kill()
+            until("another takes over", lambda: _is_new(server, title, old_process.pid))  # noqa: B023
             assert constant(http) == 1
             intrude(server, http)
             assert constant(http) == 1

@@ -72,9 +72,9 @@ def set_count(folder: Path, count: int) -> None:
     """Write this number of instances into config.pbtxt."""
     path = folder / "config.pbtxt"
     other_lines = [line for line in path.read_text().splitlines() if "instance_group" not in line]
-    fresh = path.with_suffix(".new")
-    fresh.write_text("\n".join([*other_lines, instances(count), ""]))
-    fresh.rename(path)
+    new_path = path.with_suffix(".new")
+    new_path.write_text("\n".join([*other_lines, instances(count), ""]))
+    new_path.rename(path)
 
 
 def add_simple(repository: Path) -> Path:
@@ -101,10 +101,10 @@ class TritonPythonModel:
 """
     folder = repositories.write(repository, "counted", 'backend: "python"', code)
     with server.http() as http:
-        for count, ended in ((4, 0), (1, 3), (2, 3), (1, 4)):
+        for count, finalize_count in ((4, 0), (1, 3), (2, 3), (1, 4)):
             set_count(folder, count)
             http.load("counted").ok()
-            assert len(finalized.read_text() if ended else "") == ended
+            assert len(finalized.read_text() if finalize_count else "") == finalize_count
         set_count(folder, 3)
         http.load("counted").ok()
         http.unload("counted").ok()
@@ -125,7 +125,7 @@ def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
         scheduler = server.find_one("scheduler simple").pid
         (first_worker,) = workers(server, "simple")
         with Load(server, simple=4, memory=0) as stream:
-            counted = 0
+            success_count = 0
             for count in (3, 1, 2):
                 set_count(folder, count)
                 http.load("simple").ok()
@@ -133,8 +133,8 @@ def test_none_of_a_stream_of_requests_notices(empty_server: Explicit) -> None:
                 assert count_of(http, "simple") == count
                 wait_workers(server, "simple", count)
                 assert first_worker in workers(server, "simple")
-                counted_before, counted = counted, successes(http, "simple")
-                assert counted >= counted_before
+                counted_before, success_count = success_count, successes(http, "simple")
+                assert success_count >= counted_before
             config = http.get("/v2/models/simple/config").ok().json()
             (group,) = config["instance_group"]
             two_groups = [group | {"name": "a"}, group | {"name": "b", "count": 1}]
@@ -176,13 +176,13 @@ def test_a_load_without_changed_instances_restarts_nothing(repository: Path, lim
     Another count adds or removes just the difference.
     """
     folder = add_simple(repository)
-    needs = "rate_limiter { resources { name: 'R' count: 1 } }"
+    rate_limiter = "rate_limiter { resources { name: 'R' count: 1 } }"
     config = folder / "config.pbtxt"
-    written = [line for line in config.read_text().splitlines() if "instance_group" not in line]
+    other_lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
 
     def group(text: str) -> None:
-        instance_group = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
-        config.write_text("\n".join([*written, instance_group, ""]))
+        instance_group = f"instance_group [ {{ kind: KIND_CPU {rate_limiter} {text} }} ]"
+        config.write_text("\n".join([*other_lines, instance_group, ""]))
 
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
@@ -220,9 +220,9 @@ def test_an_instance_that_does_not_load_refuses_the_reload(empty_server: Explici
         gate.touch()
         set_count(folder, 3)
         with Load(server, simple=2, memory=0) as stream:
-            refused = http.load("simple")
-            assert refused.status == 400
-            assert "broken on purpose" in refused.error
+            refused_reply = http.load("simple")
+            assert refused_reply.status == 400
+            assert "broken on purpose" in refused_reply.error
             assert http.get("/v2/models/simple/ready").status == 200
             assert count_of(http, "simple") == 1
             until("none was added", lambda: workers(server, "simple") == workers_before)
@@ -274,24 +274,24 @@ def step(
 def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strategy: str) -> None:
     """Its sequences continue there with their state. New sequences begin at other instances."""
     with sums(empty_server, strategy, 2) as (server, http, folder):
-        runs = {
+        worker_by_sequence = {
             sequence: step(http, sequence, sequence, start=True)[1] for sequence in (1, 2, 3, 4)
         }
         both_workers = workers(server, "sums")
-        assert set(runs.values()) == both_workers
+        assert set(worker_by_sequence.values()) == both_workers
         set_count(folder, 1)
         http.load("sums").ok()
         assert count_of(http, "sums") == 1
         assert workers(server, "sums") == both_workers
-        for sequence, process in runs.items():
+        for sequence, process in worker_by_sequence.items():
             assert step(http, sequence, 10) == [sequence + 10, process]
-        (stays,) = both_workers - {server.find_one("worker sums.1").pid}
-        for sequence, process in runs.items():
+        (remaining_worker,) = both_workers - {server.find_one("worker sums.1").pid}
+        for sequence, process in worker_by_sequence.items():
             assert step(http, sequence, 10, end=True) == [sequence + 20, process]
-        until("one has ended", lambda: workers(server, "sums") == {stays})
+        until("one has ended", lambda: workers(server, "sums") == {remaining_worker})
         assert [step(http, 9, 1, start=True), step(http, 9, 1, end=True)] == [
-            [1, stays],
-            [2, stays],
+            [1, remaining_worker],
+            [2, remaining_worker],
         ]
 
 

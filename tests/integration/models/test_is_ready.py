@@ -108,24 +108,24 @@ def test_concurrent_queries_share_a_long_check(
 ) -> None:
     """The first query times out as "not ready", and the next query waits for the same call."""
     server, repository = empty_server
-    called, goes_on = tmp_path / "called", tmp_path / "goes_on"
-    slow = f"""
+    called_path, goes_on = tmp_path / "called", tmp_path / "goes_on"
+    slow_method = f"""
     def is_ready(self):
         import os, time
-        with open({str(called)!r}, "a") as file:
+        with open({str(called_path)!r}, "a") as file:
             file.write("once ")
         while not os.path.exists({str(goes_on)!r}):
             time.sleep(0.01)
         return True
 """
     config = repositories.identity_config("slow", "INT32", [1])
-    repositories.write(repository, "slow", config, MODEL + slow)
+    repositories.write(repository, "slow", config, MODEL + slow_method)
     ready = "/v2/models/slow/ready"
     with server.http() as http, raw_connection(server.http_port) as other_connection:
         http.load("slow").ok()
         with ThreadPoolExecutor() as pool:
             first_reply = pool.submit(http.get, ready)
-            until("it is asked", called.exists)
+            until("it is asked", called_path.exists)
             body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
             start_s = time.monotonic()
             with server.http() as third:
@@ -137,4 +137,4 @@ def test_concurrent_queries_share_a_long_check(
                 http.post("/v2/repository/index", {}).ok()
             goes_on.touch()
             assert other_connection.recv(65536).startswith(b"HTTP/1.1 200 ")
-    assert called.read_text() == "once "
+    assert called_path.read_text() == "once "

@@ -51,8 +51,8 @@ class TritonPythonModel:
 
 def states(http: Http, **body: bool) -> dict[str, str]:
     """Return the state of each model in the repository index."""
-    listed = http.post("/v2/repository/index", body or None).ok().json()
-    return {item["name"]: item.get("state", "") for item in listed}
+    index_entries = http.post("/v2/repository/index", body or None).ok().json()
+    return {item["name"]: item.get("state", "") for item in index_entries}
 
 
 def answer(http: Http, name: str) -> int:
@@ -69,8 +69,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (calls / "1" / "model.py").write_text(CALLS)
     for kind in ("", "_native"):
         repositories.add_slow(folder, f"slow{kind}")
-        broken = repositories.add_as(folder, f"broken{kind}", "constant")
-        (broken / "1" / "model.py").write_text("raise RuntimeError('broken on purpose')\n")
+        broken_folder = repositories.add_as(folder, f"broken{kind}", "constant")
+        (broken_folder / "1" / "model.py").write_text("raise RuntimeError('broken on purpose')\n")
     return folder
 
 
@@ -205,9 +205,9 @@ def test_requests_during_a_load_wait_for_it(server: Server) -> None:
             with triton_grpc.InferenceServerClient(server.grpc_url) as client:
                 infer_input = triton_grpc.InferInput("INPUT0", [1, 1], "INT32")
                 infer_input.set_data_from_numpy(np.zeros((1, 1), np.int32))
-                with pytest.raises(InferenceServerException) as raised:
+                with pytest.raises(InferenceServerException) as error_info:
                     client.infer("slow", [infer_input], parameters={"deadline_us": 200_000})
-                return str(raised.value.message())
+                return str(error_info.value.message())
 
         assert threads.submit(ask_late).result() == reply.error
         waiting = [threads.submit(send_request, number) for number in range(3)]
@@ -229,8 +229,8 @@ def test_a_load_that_fails_is_the_answer_and_is_tried_again(
     assert loads(server, "broken") == 2
     assert states(http)["broken"] == "UNAVAILABLE"
     assert http.get("/v2/health/ready").status == 200
-    good = (repository / "http" / "1" / "model.py").read_text()
-    (repository / "broken" / "1" / "model.py").write_text(good)
+    good_code = (repository / "http" / "1" / "model.py").read_text()
+    (repository / "broken" / "1" / "model.py").write_text(good_code)
     assert answer(http, "broken") == 1
 
 
@@ -249,8 +249,8 @@ def test_idle_models_are_unloaded_and_loaded_again(tmp_path: Path) -> None:
 
     Explicitly loaded models remain.
     """
-    stays = 'parameters { key: "idle_unload_secs" value { string_value: "0" } }'
-    for name, config in (("goes", ""), ("stays", stays), ("kept", ""), ("first", "")):
+    never_idle = 'parameters { key: "idle_unload_secs" value { string_value: "0" } }'
+    for name, config in (("goes", ""), ("stays", never_idle), ("kept", ""), ("first", "")):
         repositories.add_as(tmp_path, name, "constant", config)
     flags = ("--load-on-demand", "--idle-unload-secs=1", "--model-control-mode=explicit")
     with running(tmp_path, *flags, "--load-model=first") as server, server.http() as http:
@@ -283,8 +283,8 @@ def test_an_ensemble_is_loaded_with_its_steps_and_unloaded_before_them(tmp_path:
             assert http.infer("both", body).tensors()["OUT"] == [3]
             assert states(http) == dict.fromkeys(asleep, "READY")
             until("all have left", lambda: states(http) == asleep)
-        alone = {"inputs": [json_input("X", np.array([1], np.float32))]}
-        assert http.infer("add", alone).tensors()["Y"] == [2]
+        step_body = {"inputs": [json_input("X", np.array([1], np.float32))]}
+        assert http.infer("add", step_body).tensors()["Y"] == [2]
         assert states(http) == {**asleep, "add": "READY"}
 
 
@@ -295,13 +295,13 @@ def test_openai_routes_load_models_on_demand(tmp_path: Path) -> None:
     prompt = {"max_tokens": 2, "prompt": "a"}
     chat = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
     with running(tmp_path, "--load-on-demand") as server, server.http() as http:
-        listed = [card["id"] for card in http.get("/v1/models").json()["data"]]
-        assert listed == ["chats", "completes", "shown"]
+        model_names = [card["id"] for card in http.get("/v1/models").json()["data"]]
+        assert model_names == ["chats", "completes", "shown"]
         http.post("/v1/completions", {"model": "completes", **prompt}).ok()
         http.post("/v1/chat/completions", {"model": "chats", **chat}).ok()
         assert http.get("/v1/models/shown").ok().json()["id"] == "shown"
-        listed = [card["id"] for card in http.get("/v1/models").json()["data"]]
-        assert listed == ["chats", "completes", "shown"]
+        model_names = [card["id"] for card in http.get("/v1/models").json()["data"]]
+        assert model_names == ["chats", "completes", "shown"]
 
 
 HEAVY = """\

@@ -55,8 +55,10 @@ def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None
     END."""
     with ending(tmp_path, _LONG_S) as server:
         assert not server.answers("/v2/health/ready")
-        refused = send_step(server, 2, start=True)
-        assert refused.status == 503 and "stopped accepting new inference" in refused.error
+        refused_reply = send_step(server, 2, start=True)
+        assert (
+            refused_reply.status == 503 and "stopped accepting new inference" in refused_reply.error
+        )
         assert [total(send_step(server, 1)) for _ in range(3)] == [2, 3, 4]
         assert server.wait_exit(0.2) is None
         assert total(send_step(server, 1, end=True)) == 5
@@ -136,11 +138,11 @@ def always_ready(server: Server) -> Iterator[None]:
                 while not stop.wait(0.01):
                     outcomes[http.get("/v2/health/ready").status] += 1
 
-    asking = threading.Thread(target=ask_again)
-    asking.start()
+    asking_thread = threading.Thread(target=ask_again)
+    asking_thread.start()
     try:
         yield
     finally:
         stop.set()
-        asking.join()
+        asking_thread.join()
     assert list(outcomes) == [200]

@@ -108,9 +108,9 @@ def test_a_levels_queue_is_full_and_the_others_are_not(server: Server, pool: Req
     queue = Queue(server, pool, "levels")
     for value in range(1, 5):
         queue.add(value, priority=1)
-    refused = pool.number("levels", 9, priority=1).result()
-    assert refused.status == 503 and int(refused.headers["Retry-After"]) >= 1
-    assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
+    refused_reply = pool.number("levels", 9, priority=1).result()
+    assert refused_reply.status == 503 and int(refused_reply.headers["Retry-After"]) >= 1
+    assert refused_reply.error == "[request id: <id_unknown>] Exceeds maximum queue size"
     queue.add(5, priority=2)
     assert queue.batches(5) == [[1], [2], [3], [4], [5]]
 

@@ -321,20 +321,20 @@ def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> 
     server, repository = empty_server
     config = repositories.identity_config("partial", "INT32", [-1])
     repositories.write(repository, "partial", config, PARTIAL)
-    sevens, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)
+    sevens, zeros_input = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"
     with server.http() as http, SharedObject(24) as region:
         http.load("partial").ok()
         register = {"key": region.key, "byte_size": 24}
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
         memory_range = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
-        for value, listed in ((sevens, 1), (absent, 0)):
+        for value, output_count in ((sevens, 1), (zeros_input, 0)):
             fields = {
                 "inputs": [json_input("INPUT0", value)],
                 "outputs": [{"name": "OUTPUT0", "parameters": memory_range}],
             }
             answer = http.infer("partial", fields).ok().json()
-            assert len(answer["outputs"]) == listed
+            assert len(answer["outputs"]) == output_count
             assert (np.frombuffer(region.path.read_bytes(), np.int32) == value).all()
         http.post("/v2/systemsharedmemory/region/partial/unregister").ok()
     with shmserve.client.connect(server.run_dir) as client:
@@ -342,8 +342,8 @@ def test_an_output_that_is_not_made_is_no_old_answer(empty_server: Explicit) -> 
         with client.allocate(sizes) as region:
             region["INPUT0"][:] = sevens
             assert (client.infer("partial", region)["OUTPUT0"] == sevens).all()
-            region["INPUT0"][:] = absent
-            for inputs in (region, {"INPUT0": absent}):
+            region["INPUT0"][:] = zeros_input
+            for inputs in (region, {"INPUT0": zeros_input}):
                 with pytest.raises(Internal, match=lacks):
                     client.infer("partial", inputs)
             assert not region["OUTPUT0"].any()

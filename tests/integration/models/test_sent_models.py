@@ -33,8 +33,8 @@ CONFIG = json.dumps({"backend": "python", "input": [ROW], "output": [{**ROW, "na
 
 
 def sent(config: str) -> dict[str, str]:
-    changed = CODE.replace(b"ANSWER = 1", b"ANSWER = 2")
-    return {"config": config, "file:1/model.py": base64.b64encode(changed).decode()}
+    changed_code = CODE.replace(b"ANSWER = 1", b"ANSWER = 2")
+    return {"config": config, "file:1/model.py": base64.b64encode(changed_code).decode()}
 
 
 def over_grpc(config: str) -> pb.RepositoryModelLoadRequest:
@@ -63,23 +63,23 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
         stub(server) as call,
     ):
         config = json.dumps({"backend": "python", "input": [], "output": []})
-        admin_headers, wrong = (
+        admin_headers, other_headers = (
             {"Authorization": f"Bearer {token}"} for token in (TOKEN, INFERENCE_TOKEN)
         )
         path, load = "/v2/repository/models/constant/load", call.RepositoryModelLoad
-        for headers in (wrong, {}):
+        for headers in (other_headers, {}):
             metadata = tuple((key.lower(), value) for key, value in headers.items())
             for parameters in (sent(config), {"config": config}):
-                refused = http.post(path, {"parameters": parameters}, headers)
-                assert refused.status == (403 if headers or not guarded else 401)
-                assert guarded or refused.error == TEXT
-            with pytest.raises(grpc.RpcError) as failed:
+                refused_reply = http.post(path, {"parameters": parameters}, headers)
+                assert refused_reply.status == (403 if headers or not guarded else 401)
+                assert guarded or refused_reply.error == TEXT
+            with pytest.raises(grpc.RpcError) as error_info:
                 load(over_grpc(config), metadata=metadata, timeout=20)
-            assert failed.value.code() in (
+            assert error_info.value.code() in (
                 grpc.StatusCode.PERMISSION_DENIED,
                 grpc.StatusCode.UNAUTHENTICATED,
             )
-            assert guarded or failed.value.details() == TEXT
+            assert guarded or error_info.value.details() == TEXT
         if not guarded:
             # With --insecure, any client may load the models of the repository.
             http.post(path).ok()

@@ -96,7 +96,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
             "CORRID": [0, sequence],
         }
     # Sequence 4 ends, and 5 takes its slot.
-    ended = send_step(4, end=True)
+    end_reply = send_step(4, end=True)
     server.wait_pending("pair", 3)
     fourth.release()
     end = gate.next()
@@ -118,7 +118,7 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
     sixth.release()
     third.release()
     assert sums(*first_replies) == [1] * 6
-    assert sums(ended, ended_too) == [2, 2]
+    assert sums(end_reply, ended_too) == [2, 2]
     assert gate.is_idle()
 
 

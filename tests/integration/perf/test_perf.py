@@ -285,14 +285,14 @@ def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixtu
     flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
     with running(repository, "--grpc-use-ssl=true", *flags, grpc=True) as server:
         where = f"--url=grpcs://localhost:{server.grpc_port}"
-        large = ("--shape=INPUT0:100000", "--concurrency=4", f"--root-cert={keys}/ca.pem")
-        assert main(["perf", "identity", where, *large, *SHORT]) == 0
-        assert main(["perf", "identity", where, *large[:-1], *SHORT]) == 1
+        large_flags = ("--shape=INPUT0:100000", "--concurrency=4", f"--root-cert={keys}/ca.pem")
+        assert main(["perf", "identity", where, *large_flags, *SHORT]) == 0
+        assert main(["perf", "identity", where, *large_flags[:-1], *SHORT]) == 1
         capsys.readouterr()
         # The server stops during the load.
         stopping = threading.Timer(1.0, server.stop)
         stopping.start()
-        command = ["perf", "identity", f"--url={server.url}", *large[:-1]]
+        command = ["perf", "identity", f"--url={server.url}", *large_flags[:-1]]
         assert main([*command, "--window=60", "--patience=5"]) == 1
         stopping.join()
         # The error depends on the moment of the stop.

@@ -65,9 +65,9 @@ def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     # simulation.
     assert main(["tune", "slow", "--p99=60s", where, *SHORT, *files]) == 0
     assert in_force(server) == config_before
-    written = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
-    assert 1 <= written.max_batch_size <= 8
-    assert 1 <= written.instance_group[0].count <= 2
+    recommended = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
+    assert 1 <= recommended.max_batch_size <= 8
+    assert 1 <= recommended.instance_group[0].count <= 2
     assert ET.parse(tmp_path / "tried.svg").getroot().tag.endswith("svg")
 
 
@@ -105,10 +105,10 @@ def test_tune_writes_its_recommendation_to_the_given_file(
     assert "no tested configuration has a p99 within 0.001 ms" in capsys.readouterr().err
     assert in_force(server)["max_batch_size"] == 4  # not as its folder has it
     assert main(["tune", "slow", "--p99=60s", url, *SHORT, "--apply"]) == 0
-    written = parse_pbtxt(capsys.readouterr().out)
+    recommended = parse_pbtxt(capsys.readouterr().out)
     settings = in_force(server)
-    assert settings["max_batch_size"] == written.max_batch_size
-    assert settings["instance_group"][0]["count"] == written.instance_group[0].count
+    assert settings["max_batch_size"] == recommended.max_batch_size
+    assert settings["instance_group"][0]["count"] == recommended.instance_group[0].count
 
 
 @pytest.mark.parametrize(

@@ -22,30 +22,30 @@ from tests.support.wire.raw_http import Http, json_input
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("flags", "flag_name"),
     [
         (("--no-such-flag=1",), "--no-such-flag"),
         (("--http-port=x",), "--http-port"),
         (("--load-model=x",), "--load-model"),
     ],
 )
-def test_bad_flags(repository: Path, flags: tuple[str, ...], named: str) -> None:
+def test_bad_flags(repository: Path, flags: tuple[str, ...], flag_name: str) -> None:
     """One flag for each kind of error; tests/unit/config/test_options.py covers all flags."""
-    refused = run_command("serve", f"--model-repository={repository}", *flags)
-    assert refused.returncode == 2
-    assert named in refused.stderr
-    assert len(refused.stderr.strip().splitlines()) == 1
-    assert refused.stdout == ""
+    completed = run_command("serve", f"--model-repository={repository}", *flags)
+    assert completed.returncode == 2
+    assert flag_name in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1
+    assert completed.stdout == ""
 
 
 def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
-    refused = run_command("serve")
-    assert refused.returncode == 2
-    assert "--model-repository" in refused.stderr
-    refused = run_command("serve", f"--model-repository={tmp_path / 'nowhere'}")
-    assert refused.returncode not in (0, None)
-    assert "nowhere" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    completed = run_command("serve")
+    assert completed.returncode == 2
+    assert "--model-repository" in completed.stderr
+    completed = run_command("serve", f"--model-repository={tmp_path / 'nowhere'}")
+    assert completed.returncode not in (0, None)
+    assert "nowhere" in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_an_existing_triton_command_line_starts(
@@ -122,33 +122,37 @@ def test_a_link_named_tritonserver_takes_its_command_lines(
 
 
 def test_the_first_word_of_a_container_and_a_repository_in_an_object_store() -> None:
-    refused = run_command("/opt/tritonserver/bin/tritonserver", "--model-store=s3://b/models")
-    assert refused.returncode == 2
-    assert "aws s3 sync s3://b/models FOLDER" in refused.stderr
-    assert len(refused.stderr.strip().splitlines()) == 1
+    completed = run_command("/opt/tritonserver/bin/tritonserver", "--model-store=s3://b/models")
+    assert completed.returncode == 2
+    assert "aws s3 sync s3://b/models FOLDER" in completed.stderr
+    assert len(completed.stderr.strip().splitlines()) == 1
 
 
 def test_check(repository: Path) -> None:
     repositories.add(repository, "constant", "simple", "repeat")
-    fine = run_command("check", str(repository))
-    assert fine.returncode == 0, fine.stderr
-    assert "constant" in fine.stdout
-    assert "simple" in fine.stdout
-    assert [line for line in fine.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]]
+    completed = run_command("check", str(repository))
+    assert completed.returncode == 0, completed.stderr
+    assert "constant" in completed.stdout
+    assert "simple" in completed.stdout
+    assert [
+        line for line in completed.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]
+    ]
     config = repository / "simple" / "config.pbtxt"
     config.write_text(config.read_text() + "nonsense: 1\n")
     (repository / "constant" / "1" / "model.py").write_text(
         "raise RuntimeError('broken on purpose\\nand twice')\n"
     )
     (repository / "config.pbtxt").touch()
-    bad = run_command("check", str(repository))
-    assert bad.returncode == 2
-    assert f"'{repository}' is a model folder" in bad.stderr
-    output = bad.stdout + bad.stderr
+    completed = run_command("check", str(repository))
+    assert completed.returncode == 2
+    assert f"'{repository}' is a model folder" in completed.stderr
+    output = completed.stdout + completed.stderr
     assert "nonsense" in output
     assert "broken on purpose" in output
     assert "config.pbtxt" in output
-    assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
+    assert [
+        line for line in completed.stdout.splitlines() if line.strip() == "and twice (model.py:1)"
+    ]
 
 
 def test_check_reports_an_ensemble_without_a_version_folder(repository: Path) -> None:
@@ -244,13 +248,13 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         ("shape", "(1, 2)/(1, 3)", sample),
         ("type", "int32/float32", sample),
     ):
-        old, _, new = replacement.partition("/")
-        entry = "PICTURE" if new == 'PICTURE"' else "IMAGE"
+        old_text, _, new_text = replacement.partition("/")
+        entry = "PICTURE" if new_text == 'PICTURE"' else "IMAGE"
         config = (
             f'backend: "python" max_batch_size: 2 input {{ name: "{entry}" data_type: TYPE_STRING '
             f'dims: 1 }} output {{ name: "SIZE" data_type: TYPE_INT32 dims: 2 }} {settings}'
         )
-        source = DECODER.replace(old, new) if old else DECODER
+        source = DECODER.replace(old_text, new_text) if old_text else DECODER
         folder = repositories.write(repository, name, config, source)
         (folder / "warmup").mkdir()
         (folder / "warmup" / "image").write_bytes(b"\4\0\0\0\x89PNG")
@@ -301,8 +305,8 @@ def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> N
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])
     completed = run_command("check", str(repository))
     assert completed.returncode == 0
-    huge, simple, summary = completed.stdout.splitlines()
-    assert huge.split(maxsplit=1) == [
+    huge_line, simple, summary = completed.stdout.splitlines()
+    assert huge_line.split(maxsplit=1) == [
         "huge:1",
         "refused not tested: a batch of zeros is too large for a message",
     ]
@@ -382,7 +386,7 @@ def run_client(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
 def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     """The verbs act and print the same over every protocol, with flags before or after the
     command."""
-    printed = []
+    printed_outputs = []
     for connection in connection_flags.values():
         assert run_client(capsys, connection, "unload", "halves") == (0, [], "")
         status, _, text = run_client(capsys, "ready", "halves", connection)
@@ -393,10 +397,10 @@ def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFi
         _, output, _ = run_client(capsys, "models", connection)
         assert [row["name"] for row in output] == ["completed", "halves", "text"]
         _, (config,), _ = run_client(capsys, "config", "halves", connection)
-        _, every, _ = run_client(capsys, connection, "stats")
+        _, all_statistics, _ = run_client(capsys, connection, "stats")
         _, (stats,), _ = run_client(capsys, connection, "stats", "halves", "--model-version=1")
-        assert [row["name"] for row in every] == ["completed", "halves", "text"]
-        assert stats["inference_count"] == 0 and every[1].keys() == stats.keys()
+        assert [row["name"] for row in all_statistics] == ["completed", "halves", "text"]
+        assert stats["inference_count"] == 0 and all_statistics[1].keys() == stats.keys()
         with SharedObject(4096) as shared_object:
             url = connection_flags["http"].removeprefix("--url=http://127.0.0.1:")
             with contextlib.closing(Http(int(url))) as http:
@@ -406,9 +410,9 @@ def test_client_verbs(connection_flags: dict[str, str], capsys: pytest.CaptureFi
         (region,) = [row for row in regions if row["name"] == "r"]
         assert region.pop("key").startswith("/")
         assert region == {"name": "r", "offset": 0, "byte_size": 4096}
-        printed.append((output, config, stats))
-    for line in printed[1:]:
-        assert line == printed[0]
+        printed_outputs.append((output, config, stats))
+    for line in printed_outputs[1:]:
+        assert line == printed_outputs[0]
 
 
 def test_client_without_a_server(

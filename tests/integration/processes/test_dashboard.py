@@ -37,9 +37,9 @@ def server(models: Path, start: Start) -> Server:
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
     """Yield a browser page, and check that it has logged no error."""
-    with browser(tmp_path) as opened:
-        opened.size(1280, 900)
-        yield opened
+    with browser(tmp_path) as opened_page:
+        opened_page.size(1280, 900)
+        yield opened_page
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,13 @@ def guarded_server(models: Path, start: Start) -> Server:
 def test_the_dashboard_requires_the_metrics_token(guarded_server: Server) -> None:
     with contextlib.closing(Http(guarded_server.metrics_port)) as http:
         for path in ("/", "/live", "/metrics"):
-            refused = http.get(path)
-            assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
-            wrong = http.get(path, {"Authorization": f"Bearer {INFERENCE_TOKEN}"})
-            assert (wrong.status, wrong.error) == (
+            refused_reply = http.get(path)
+            assert (
+                refused_reply.status == 401
+                and refused_reply.headers["WWW-Authenticate"] == "Bearer"
+            )
+            wrong_reply = http.get(path, {"Authorization": f"Bearer {INFERENCE_TOKEN}"})
+            assert (wrong_reply.status, wrong_reply.error) == (
                 403,
                 "this token has no access to the metrics API",
             )
@@ -101,8 +104,8 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     assert report["server"]["pss_bytes"] == pytest.approx(used, rel=0.3)
     assert report["server"]["pss_bytes"] < 0.8 * sum(size for _, size in resident)
     assert server.metric("shmserve_model_failed", model="broken") == 1
-    failed = server.samples("shmserve_model_failed")
-    assert server.metric("shmserve_models", state="failed") == len(failed)
+    failed_models = server.samples("shmserve_model_failed")
+    assert server.metric("shmserve_models", state="failed") == len(failed_models)
     assert server.metric("shmserve_load_failures") >= 1
 
 
@@ -118,8 +121,8 @@ def test_the_dashboard_reports_a_dead_worker(server: Server) -> None:
         new_events: list[dict[str, Any]] = []
         while not any(event["event"] == "ProcessEnded" for event in new_events):
             new_events += feed.next()["events"]
-    (ended,) = [event for event in new_events if event["event"] == "ProcessEnded"]
-    assert ended["pid"] == worker.pid and ended["reason"] == "signal 9"
+    (ended_event,) = [event for event in new_events if event["event"] == "ProcessEnded"]
+    assert ended_event["pid"] == worker.pid and ended_event["reason"] == "signal 9"
     until("it is back", lambda: server.find("worker half"))
 
 
@@ -282,8 +285,8 @@ def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(
     page.navigate(url)
     page.wait("it asks", "!document.getElementById('ask').hidden")
     page.run("$('token').value = 'a-token-that-is-wrong'; $('ask').requestSubmit()")
-    refused = "$('refused').textContent.includes('requires a known token')"
-    page.wait("it says what is wrong", refused)
+    refused_text = "$('refused').textContent.includes('requires a known token')"
+    page.wait("it says what is wrong", refused_text)
     page.run(f"$('token').value = '{TOKEN}'; $('ask').requestSubmit()")
     page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
     page.navigate(f"{url}?again#token={TOKEN}")
@@ -316,8 +319,8 @@ def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: 
     # The request body can be edited, and the command line contains the edited body.
     script = "(() => { const area = document.querySelector('#models textarea'); area.value = "
     page.run(script + "'{\"x\": 1}'; area.oninput(); })()")
-    edited = page.run("document.querySelector('#models pre').textContent")
-    assert edited.endswith("-d '{\"x\": 1}'")
+    edited_text = page.run("document.querySelector('#models pre').textContent")
+    assert edited_text.endswith("-d '{\"x\": 1}'")
     assert TOKEN not in guarded_server.log() and INFERENCE_TOKEN not in guarded_server.log()
 
 
@@ -362,9 +365,9 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             result = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
             assert b'"error"' not in result.stdout and name.encode() in result.stdout, result.stdout
         with server.http() as http:
-            offered = http.get("/docs/models").ok().json()
+            example_requests = http.get("/docs/models").ok().json()
         paths: dict[str, list[str]] = {name: [] for name in names}
-        for example in offered:
+        for example in example_requests:
             paths[example["model"]].append(example["path"])
         assert paths["tiny"] == ["/v1/completions", "/v1/chat/completions"]
         assert paths["embedder"] == ["/v2/models/embedder/infer", "/v1/embeddings"]
@@ -420,7 +423,7 @@ def test_200_models(server: Server, page: Page) -> None:
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it watches", "$('status').className === 'live'")
     page.run("abort.abort(); watch = () => {}; connect = () => new Promise(() => {})")
-    many = """(() => {
+    figures_code = """(() => {
       const row = models.get("simple/1");
       const news = {whole: true, models: {}, server: {cpu: 0}, events: []};
       for (let n = 0; n < 200; n++) news.models[`model_${n}/1`] = {...row, hurts: n};
@@ -432,7 +435,7 @@ def test_200_models(server: Server, page: Page) -> None:
       take({...news, whole: false});
       return performance.now() - began;
     })()"""
-    took_ms = page.run(many)
+    took_ms = page.run(figures_code)
     assert page.run("document.querySelectorAll('#rows tr').length") == 200
     assert took_ms < 1000, "a look takes longer than the time until the next"
     page.run("$('filter').value = 'MODEL_19'; $('filter').oninput()")

@@ -95,7 +95,7 @@ def over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("body", "changed"),
+    ("body", "changed_settings"),
     [
         ("{}", {}),
         *((text, {}) for text in ("null", "[]", "1", '"x"')),
@@ -108,9 +108,9 @@ def over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
         ('{"log_file": null, "log_info": null, "log_verbose_level": null, "log_format": null}', {}),
     ],
 )
-def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> None:
+def test_changes_over_http(http: Http, body: str, changed_settings: dict[str, Any]) -> None:
     answer = http.post(PATH, body).ok()
-    assert answer.json() == {**DEFAULTS, **changed} == settings(http)
+    assert answer.json() == {**DEFAULTS, **changed_settings} == settings(http)
     assert list(answer.json()) == list(DEFAULTS)
 
 
@@ -145,22 +145,22 @@ def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> No
     ],
 )
 def test_refusals_over_http(http: Http, body: str | None, status: int, text: str) -> None:
-    refused = http.post(PATH, body)
-    assert (refused.status, refused.error[: len(text)]) == (status, text)
+    refused_reply = http.post(PATH, body)
+    assert (refused_reply.status, refused_reply.error[: len(text)]) == (status, text)
     assert settings(http) == DEFAULTS
 
 
 def test_other_methods_and_paths(http: Http) -> None:
     for method in ("PUT", "DELETE", "PATCH"):
-        refused = http.call(method, PATH)
-        assert (refused.status, refused.error) == (405, "Method Not Allowed")
-    refused = http.get(PATH + "/")
-    assert (refused.status, refused.error) == (404, "Not Found")
+        refused_reply = http.call(method, PATH)
+        assert (refused_reply.status, refused_reply.error) == (405, "Method Not Allowed")
+    refused_reply = http.get(PATH + "/")
+    assert (refused_reply.status, refused_reply.error) == (404, "Not Found")
     assert http.call("GET", PATH + "?x=1", {"log_info": False}).ok().json() == DEFAULTS
 
 
 @pytest.mark.parametrize(
-    ("new_settings", "changed"),
+    ("new_settings", "changed_settings"),
     [
         ({}, {}),
         ({"unknown": 1}, {}),
@@ -173,10 +173,10 @@ def test_other_methods_and_paths(http: Http) -> None:
     ],
 )
 def test_changes_over_grpc(
-    server: Server, http: Http, new_settings: dict[str, Any], changed: dict[str, Any]
+    server: Server, http: Http, new_settings: dict[str, Any], changed_settings: dict[str, Any]
 ) -> None:
     with stub(server) as call:
-        assert over_grpc(call, **new_settings) == {**DEFAULTS, **changed} == settings(http)
+        assert over_grpc(call, **new_settings) == {**DEFAULTS, **changed_settings} == settings(http)
 
 
 INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
@@ -206,9 +206,9 @@ INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
 def test_refusals_over_grpc(
     server: Server, http: Http, new_settings: dict[str, Any], status: Any, text: str
 ) -> None:
-    with stub(server) as call, pytest.raises(grpc.RpcError) as refused:
+    with stub(server) as call, pytest.raises(grpc.RpcError) as error_info:
         over_grpc(call, **new_settings)
-    assert (refused.value.code(), refused.value.details()) == (status, text)
+    assert (error_info.value.code(), error_info.value.details()) == (status, text)
     assert settings(http) == DEFAULTS
 
 
@@ -324,11 +324,13 @@ def test_a_process_that_starts_again_logs_as_the_others(
     server: Server, http: Http, title: str
 ) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
-    dead = server.find_one(title)
-    dead.kill()
+    dead_process = server.find_one(title)
+    dead_process.kill()
 
     def successor() -> psutil.Process | None:
-        return next((process for process in server.find(title) if process.pid != dead.pid), None)
+        return next(
+            (process for process in server.find(title) if process.pid != dead_process.pid), None
+        )
 
     until("another takes its place", successor)
     process = successor()

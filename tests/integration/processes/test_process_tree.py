@@ -63,10 +63,10 @@ def test_every_process_has_a_descriptive_title(server: Server) -> None:
     # Each model costs the processes that the README states.
     of_models = [t.split()[1].partition(".")[0] for t in titles.elements() if " " in t]
     assert [of_models.count(name) for name in ("simple", "identity")] == [2, 2], titles
-    listed = subprocess.run(
+    completed = subprocess.run(
         ["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True, text=True, check=True
     )
-    assert listed.stdout.startswith("shmserve")
+    assert completed.stdout.startswith("shmserve")
     for process in server.tree():
         assert " ".join(process.cmdline()).startswith("shmserve"), process.cmdline()
         assert process.pid == server.pid or process.ppid() == server.pid
@@ -85,7 +85,7 @@ def test_two_gateways_share_the_port(server: Server) -> None:
     """
     gateways = server.find("gateway http")
     assert len(gateways) == 2
-    with contextlib.ExitStack() as connections, Load(server, simple=6, memory=3) as asking:
+    with contextlib.ExitStack() as connections, Load(server, simple=6, memory=3) as load:
 
         def both_have_some() -> bool:
             connections.enter_context(socket.create_connection(("127.0.0.1", server.http_port)))
@@ -98,7 +98,7 @@ def test_two_gateways_share_the_port(server: Server) -> None:
             )
 
         until("both have connections", both_have_some)
-    assert asking.troubles() == []
+    assert load.troubles() == []
 
 
 def test_models_see_no_sockets_of_clients(server: Server, http: Http) -> None:
@@ -153,10 +153,10 @@ def test_sigterm_under_load(repository: Path) -> None:
     try:
         server.wait_ready()
         members = server.tree()
-        with Load(server) as asking:
+        with Load(server) as load:
             server.process.terminate()
             assert server.wait_exit(15) == 0
-        for trouble in asking.troubles():
+        for trouble in load.troubles():
             # After the listener is closed, connections fail; every accepted request was answered.
             assert trouble.is_disconnected, trouble
         server.assert_exited(members)
@@ -175,7 +175,7 @@ def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
-            stuck = pool.number("gated", 1)
+            stuck_request = pool.number("gated", 1)
             server.gate.next()
             server.process.terminate()
             server.wait_log("stopping")  # two pending signals of the same number would be merged
@@ -185,7 +185,7 @@ def test_a_second_signal_is_fast(repository: Path, second_signal: signal.Signals
             start_s = time.monotonic()
             assert server.wait_exit(5) is not None
             assert time.monotonic() - start_s < 2
-            assert stuck.result().status == 503
+            assert stuck_request.result().status == 503
         server.assert_exited(members)
         assert not errors(server)
     finally:
@@ -199,14 +199,14 @@ def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
         server.wait_ready()
         members = server.tree()
         with request_pool(server) as pool:
-            stuck = pool.number("gated", 1)
+            stuck_request = pool.number("gated", 1)
             server.gate.next()
             start_s = time.monotonic()
             server.process.terminate()
             # The model never ends by itself. Without the flag, the server would wait for 30 s.
             assert server.wait_exit(15) == 0
             assert time.monotonic() - start_s > 1.8
-            assert stuck.result().status == 503
+            assert stuck_request.result().status == 503
         server.assert_exited(members)
         assert not errors(server)
     finally:

@@ -231,8 +231,8 @@ def _batches_are_made(port: int) -> None:
 
 def _what_only_a_node_can_answer_is_refused(port: int) -> None:
     with contextlib.closing(Http(port)) as connection:
-        refused = connection.register("region", "/region", 64)
-        assert (refused.status, refused.error) == (
+        refused_reply = connection.register("region", "/region", 64)
+        assert (refused_reply.status, refused_reply.error) == (
             501,
             "memory is shared with the server of the client's own node; send this request to the "
             "server of a node, not to Ray's proxy",
@@ -283,7 +283,7 @@ def test_a_server_is_started_and_ended(own_folder: Path) -> None:
 def test_a_server_that_is_there_is_found(
     own_folder: Path, serve: Callable[..., Server], repository: Path
 ) -> None:
-    there = serve(
+    running_server = serve(
         repository, "--exit-on-error=false", f"--http-unix-socket={own_folder / 'http.sock'}"
     )
 
@@ -291,7 +291,7 @@ def test_a_server_that_is_there_is_found(
         async with started({"server": str(own_folder / "http.sock")}) as server:
             await server.wait_ready()
             await server.check()
-        assert there.answers("/v2/health/ready")
+        assert running_server.answers("/v2/health/ready")
         async with started({"server": str(own_folder / "other.sock")}) as server:
             with pytest.raises(RuntimeError, match=r"no server responds at .*other.sock"):
                 await server.check()

@@ -43,17 +43,17 @@ def test_responses_are_counted_by_their_index(repeating_server: Server) -> None:
     counts = {
         index: {name: entry["count"] for name, entry in row.items()} for index, row in rows.items()
     }
-    nothing = dict.fromkeys(
+    zero_counts = dict.fromkeys(
         ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"), 0
     )
-    good = {"compute_infer": 1, "compute_output": 1, "success": 1}
-    empty = {"compute_infer": 1, "empty_response": 1}
+    good_counts = {"compute_infer": 1, "compute_output": 1, "success": 1}
+    empty_counts = {"compute_infer": 1, "empty_response": 1}
     assert counts == {
-        "0": {**nothing, "compute_infer": 2, "compute_output": 2, "success": 2},
-        "1": {**nothing, "compute_infer": 2, "compute_output": 1, "success": 1}
+        "0": {**zero_counts, "compute_infer": 2, "compute_output": 2, "success": 2},
+        "1": {**zero_counts, "compute_infer": 2, "compute_output": 1, "success": 1}
         | {"empty_response": 1},
-        "2": {**nothing, **good},
-        "3": {**nothing, **empty},
+        "2": {**zero_counts, **good_counts},
+        "3": {**zero_counts, **empty_counts},
     }
     for row in rows.values():
         parts = row["compute_infer"]["ns"] + row["compute_output"]["ns"]

@@ -109,13 +109,13 @@ def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals)
 
         server = begin()
         ports = (str(sock.getsockname()[1]) for sock in (http, grpc))
-        killed = number == signal.SIGKILL
-        load = Load([*PROGRAM, *ports, folder / "local", "registering", *["killed"] * killed])
+        is_killed = number == signal.SIGKILL
+        load = Load([*PROGRAM, *ports, folder / "local", "registering", *["killed"] * is_killed])
         try:
             load.wait_answered()
             for _ in range(RESTARTS):
                 server.send_signal(number)
-                assert server.wait(40) == (-signal.SIGKILL if killed else 0)
+                assert server.wait(40) == (-signal.SIGKILL if is_killed else 0)
                 manager.receive_all()
                 server = begin()
                 load.wait_answered()
@@ -139,9 +139,9 @@ def test_restarts_by_takeover(folder: Path) -> None:
         load = Load([*PROGRAM, *ports, run_dir, "registering"])
         load.wait_answered()
         for _ in range(RESTARTS):
-            predecessor, same = server, (first_server.http_port, first_server.metrics_port)
+            predecessor, same_ports = server, (first_server.http_port, first_server.metrics_port)
             server = Server(
-                [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same, grpc=True
+                [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same_ports, grpc=True
             )
             assert predecessor.wait_exit(60) == 0, predecessor.log() + server.log()
             server.wait_log("the previous server has exited")
@@ -169,8 +169,10 @@ StandardError=append:/var/lib/log
 
 
 def test_by_a_real_systemd(systemd: Systemd) -> None:
-    hidden = ("/home", "/root", "/tmp")
-    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
+    hidden_folders = ("/home", "/root", "/tmp")
+    if any(
+        Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden_folders
+    ):
         pytest.skip("this Python is in a folder that a service does not see")
     systemd.run(sys.executable, "-m", "shmserve", "systemd", "install")
     units = systemd.path("/etc/systemd/system")
@@ -186,12 +188,12 @@ def test_by_a_real_systemd(systemd: Systemd) -> None:
     path = f"PYTHONPATH={ROOT}"
     inside = ("nsenter", f"--target={systemd.pid}", "--all", *user, "env", path)
     doors = ("8000", "8001", "/run/shmserve/local.sock", "registering")
-    for how in (("restart",), ("kill", "--signal=KILL", "--kill-whom=main")):
-        load = Load([*inside, *PROGRAM, *doors, *["killed"] * (how[0] == "kill")])
+    for restart_verb in (("restart",), ("kill", "--signal=KILL", "--kill-whom=main")):
+        load = Load([*inside, *PROGRAM, *doors, *["killed"] * (restart_verb[0] == "kill")])
         try:
             load.wait_answered()
             for _ in range(RESTARTS):
-                assert "status" not in systemd.run("systemctl", *how, "shmserve.service")
+                assert "status" not in systemd.run("systemctl", *restart_verb, "shmserve.service")
                 load.wait_answered()
         finally:
             outcomes = load.end()

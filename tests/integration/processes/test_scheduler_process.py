@@ -228,8 +228,11 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
     stage.process.send_signal(signal.SIGCONT)
     until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late_requests))
     stage.submit()
-    refused = stage.next(stage.client)
-    assert (refused.code, "Server is stopping" in refused.message) == ("UNAVAILABLE", True)
+    refused_message = stage.next(stage.client)
+    assert (refused_message.code, "Server is stopping" in refused_message.message) == (
+        "UNAVAILABLE",
+        True,
+    )
 
 
 def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
@@ -247,9 +250,9 @@ def test_a_deadline_holds_while_the_worker_is_silent(stage: Stage) -> None:
     number = stage.submit(timeout_ns=1_000_000_000)  # long enough for the request to be dispatched
     batch = stage.next(stage.worker)
     answer = stage.next(stage.client)
-    took = time.monotonic() - start_s
+    duration_s = time.monotonic() - start_s
     assert answer == m.Failed(number, "UNAVAILABLE", EXPIRED, 0, True)
-    assert 1 <= took < 3
+    assert 1 <= duration_s < 3
     assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0].key)
     stage.finish(batch)
     assert stage.next(stage.client) == m.Settled(number)
@@ -268,9 +271,11 @@ def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
         stage.worker.send(m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
         stage.next(stage.client)
     histogram = stage.statistics()["shmserve"]["queue_seconds"]
-    upto = dict(zip(histogram["buckets"], itertools.accumulate(histogram["counts"]), strict=False))
-    assert upto[0.0001] <= 3, "batches left before their delay was over"
-    assert upto[0.001] >= 1, f"a delay of 100 us takes milliseconds: {upto}"
+    counts_up_to = dict(
+        zip(histogram["buckets"], itertools.accumulate(histogram["counts"]), strict=False)
+    )
+    assert counts_up_to[0.0001] <= 3, "batches left before their delay was over"
+    assert counts_up_to[0.001] >= 1, f"a delay of 100 us takes milliseconds: {counts_up_to}"
 
 
 def test_an_idle_scheduler_uses_no_processor(stage: Stage) -> None:
@@ -291,7 +296,7 @@ def _frames_of(tag: str, *values: Any) -> list[bytes]:
 
 
 def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
-    strangers = [
+    stranger_sockets = [
         stage.join(endpoints.scheduler(stage.run_dir, NUMBER), f"{os.getpid()}.x"),
         stage.join(endpoints.instances(stage.run_dir, NUMBER), f"1.{os.getpid()}"),
     ]
@@ -308,9 +313,9 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
     ]
     for frame in garbage:
         send_raw(stage.control, stage.address, framed(frame))
-        for stranger in strangers:
-            send_raw(stranger, b"", framed(frame))
-            send_raw(stranger, b"", b"\1\4some\0\4more")
+        for stranger_socket in stranger_sockets:
+            send_raw(stranger_socket, b"", framed(frame))
+            send_raw(stranger_socket, b"", b"\1\4some\0\4more")
     number = stage.submit()
     stage.finish(stage.next(stage.worker))
     assert stage.next(stage.client) == m.Finished(number, *NO_OUTPUTS)

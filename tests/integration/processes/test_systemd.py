@@ -57,8 +57,10 @@ with shmserve.client.connect("/run/shmserve/server") as server:
 @pytest.fixture
 def installed_systemd(systemd: Systemd) -> Systemd:
     """Install the units, a journal, and a model in the default repository."""
-    hidden = ("/home", "/root", "/tmp")
-    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
+    hidden_folders = ("/home", "/root", "/tmp")
+    if any(
+        Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden_folders
+    ):
         pytest.skip("this Python is in a folder that a service does not see")
     output = systemd.run(*COMMAND, "install")
     assert "run        systemctl daemon-reload" in output and "status" not in output

@@ -84,8 +84,8 @@ def assert_untouched(server: Server) -> None:
 
 
 def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> None:
-    nobody = "no server runs in 'RUN_DIR': start this one without --take-over"
-    assert nobody in refusal(run_dir, repository)
+    expected_text = "no server runs in 'RUN_DIR': start this one without --take-over"
+    assert expected_text in refusal(run_dir, repository)
     assert not run_dir.exists()
     with first(repository, run_dir) as server:
         (run_dir / "handover").rename(run_dir / "hidden")

@@ -227,9 +227,9 @@ def test_errors_name_the_trace(server: Server) -> None:
     wrong_body = {"inputs": [json_input("NOPE", ROW)]}
     with server.http() as http:
         for model, body in (("boom", X), ("one", wrong_body), ("nope", X)):
-            refused = http.infer(model, body, headers)
-            assert refused.status >= 400
-            assert refused.headers["traceparent"].startswith(f"00-{TRACE}-")
+            refused_reply = http.infer(model, body, headers)
+            assert refused_reply.status >= 400
+            assert refused_reply.headers["traceparent"].startswith(f"00-{TRACE}-")
             assert "traceparent" not in http.infer(model, wrong_body, {"traceparent": "x"}).headers
         untraced = http.infer("boom", X)  # all requests are timed for the log of slow requests
         trace_id = untraced.headers["traceparent"].split("-")[1]
@@ -240,17 +240,17 @@ def test_errors_name_the_trace(server: Server) -> None:
                 model_name=model, raw_input_contents=[ROW.tobytes()]
             )
             model_infer_request.inputs.add(name=name, datatype="FP32", shape=[1])
-            with pytest.raises(grpc.RpcError) as failed:
+            with pytest.raises(grpc.RpcError) as error_info:
                 call.ModelInfer(model_infer_request, metadata=list(headers.items()), timeout=20)
-            metadata = dict(failed.value.trailing_metadata())
+            metadata = dict(error_info.value.trailing_metadata())
             assert metadata["traceparent"].startswith(f"00-{TRACE}-")
     with shmserve.client.connect(server.run_dir) as native:
-        with pytest.raises(shmserve.client.ShmserveError) as died:
+        with pytest.raises(shmserve.client.ShmserveError) as error_info:
             native.infer("boom", X=ROW[0], traceparent=TRACEPARENT)
-        assert died.value.traceparent.startswith(f"00-{TRACE}-")
-        with pytest.raises(shmserve.client.ShmserveError) as died:
+        assert error_info.value.traceparent.startswith(f"00-{TRACE}-")
+        with pytest.raises(shmserve.client.ShmserveError) as error_info:
             native.infer("boom", X=ROW[0])
-        assert died.value.traceparent == ""
+        assert error_info.value.traceparent == ""
 
 
 def stream_by_http(server: Server) -> Any:
@@ -259,10 +259,10 @@ def stream_by_http(server: Server) -> Any:
     with server.http() as http:
         reply = http.infer("many", body, accept).ok()
     assert re.fullmatch("00-.*", reply.headers["traceparent"])
-    *some, final_event = [
+    *earlier_events, final_event = [
         json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line
     ]
-    assert len(some) == 2 and "parameters" not in some[-1]
+    assert len(earlier_events) == 2 and "parameters" not in earlier_events[-1]
     return final_event["parameters"]["explanation"]
 
 
@@ -281,8 +281,13 @@ def stream_by_grpc(server: Server) -> Any:
 
 def stream_by_native(server: Server) -> Any:
     with shmserve.client.connect(server.run_dir) as client:
-        *some, final_response = client.stream("many", X=ROW[0], parameters={"explain": True})
-    assert [response["Y"].item() for response in some] == [1, 1] and not some[-1].parameters
+        *earlier_responses, final_response = client.stream(
+            "many", X=ROW[0], parameters={"explain": True}
+        )
+    assert [response["Y"].item() for response in earlier_responses] == [
+        1,
+        1,
+    ] and not earlier_responses[-1].parameters
     return final_response.parameters["explanation"]
 
 
@@ -341,22 +346,26 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     """Return the requests of a trace file: their fields, and their timestamps."""
     entries = json.loads(path.read_text())
     stamps = {entry["id"]: entry["timestamps"] for entry in entries if "timestamps" in entry}
-    about = [entry for entry in entries if "model_name" in entry]
+    request_entries = [entry for entry in entries if "model_name" in entry]
     return [
-        (entry, {stamp["name"]: stamp["ns"] for stamp in stamps[entry["id"]]}) for entry in about
+        (entry, {stamp["name"]: stamp["ns"] for stamp in stamps[entry["id"]]})
+        for entry in request_entries
     ]
 
 
 def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: Path) -> None:
-    off = {**OFF, "trace_file": str(tmp_path / "traces")}
+    disabled_settings = {**OFF, "trace_file": str(tmp_path / "traces")}
     with httpclient.InferenceServerClient(tracing_server.url) as client:
-        assert client.get_trace_settings() == off
+        assert client.get_trace_settings() == disabled_settings
         changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "log_frequency": "3"}
-        assert client.update_trace_settings("one", changes) == {**off, **changes}
+        assert client.update_trace_settings("one", changes) == {**disabled_settings, **changes}
         assert client.update_trace_settings(None, {"trace_count": 7})["trace_count"] == "7"
-        assert client.get_trace_settings("two") == {**off, "trace_count": "7"}
+        assert client.get_trace_settings("two") == {**disabled_settings, "trace_count": "7"}
         defaults = {"trace_level": None, "trace_rate": None, "log_frequency": None}
-        assert client.update_trace_settings("one", defaults) == {**off, "trace_count": "7"}
+        assert client.update_trace_settings("one", defaults) == {
+            **disabled_settings,
+            "trace_count": "7",
+        }
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
         settings = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)[
             "settings"
@@ -431,9 +440,9 @@ def is_longer(path: Path, entries: int) -> bool:
 def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
     """The text of a tensor is several megabytes; no trace may be cut, also not of an ensemble."""
     models, path = tmp_path / "models", tmp_path / "traces.json"
-    same = 'return self.response(Y=self.input(request, "X"))'
-    add_model(models, "numbers", same)
-    add_model(models, "words", same, [tensor("X", "BYTES")], [tensor("Y", "BYTES")])
+    identity_body = 'return self.response(Y=self.input(request, "X"))'
+    add_model(models, "numbers", identity_body)
+    add_model(models, "words", identity_body, [tensor("X", "BYTES")], [tensor("Y", "BYTES")])
     add_ensemble(models, "twice", [xy("numbers", "IN", "A"), xy("numbers", "A", "OUT")])
     numbers = np.random.default_rng(1).random(400_000, np.float32)
     text = 'A "word", \\ and ü.' * 200_000
@@ -527,8 +536,8 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     ]
     assert at["QUEUE_START"] <= second_step[1]["COMPUTE_START"] <= at["INFER_RESPONSE_COMPLETE"]
     assert "GRPC_SEND_END" in traces["one", False][1]
-    about, at = traces["two", False]
-    assert about["request_id"] == "native"
+    request_entry, at = traces["two", False]
+    assert request_entry["request_id"] == "native"
     assert list(at)[:2] == ["REQUEST_START", "QUEUE_START"] and list(at)[-1] == "REQUEST_END"
     assert list(at.values()) == sorted(at.values())
     assert "COMPUTE_START" in traces["boom", False][1]
@@ -631,9 +640,9 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
         assert spans["one"].parent_span_id == spans["calls"].span_id
         assert not spans["InferRequest"].parent_span_id
         assert http.infer("boom", X).status == 500
-        failed = spans_of(collected_spans, 8)["InferRequest"]
-        assert failed.status.code == 2
-        assert "boom" in failed.status.message
+        failed_span = spans_of(collected_spans, 8)["InferRequest"]
+        assert failed_span.status.code == 2
+        assert "boom" in failed_span.status.message
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()

@@ -219,8 +219,8 @@ def test_from_start_to_stop(worker: Worker) -> None:
 def test_a_failing_request_does_not_affect_its_batch_or_worker(worker: Worker) -> None:
     worker.start()
     worker.load()
-    for bad, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
-        worker.execute(bad, 2)
+    for bad_value, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
+        worker.execute(bad_value, 2)
         first_reply, second_reply = worker.finished()
         prefix = "Failed to process the request(s) for model 'm_0_0', message: "
         assert (first_reply.code, first_reply.message) == ("INTERNAL", prefix + text)
@@ -338,7 +338,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "expected_text"),
+    ("bad_code", "code", "expected_text"),
     [
         ("raise KeyError('gone')", "INTERNAL", "KeyError: 'gone' (model.py:1)"),
         ("import sys; sys.exit(4)", "INTERNAL", "SystemExit: 4 (model.py:1)"),
@@ -351,17 +351,21 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
     ],
 )
 def test_a_model_that_does_not_load(
-    worker: Worker, spoil: str, code: str, expected_text: str
+    worker: Worker, bad_code: str, code: str, expected_text: str
 ) -> None:
-    (worker.version_dir / "model.py").write_text(spoil)
+    (worker.version_dir / "model.py").write_text(bad_code)
     worker.start()
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
-    failed = worker.expect(m.LoadFailed)
-    assert (failed.code, failed.message) == (code, expected_text)
+    load_failed = worker.expect(m.LoadFailed)
+    assert (load_failed.code, load_failed.message) == (code, expected_text)
     assert worker.wait() == 0
-    assert (spoil in failed.frames) == (code == "INTERNAL"), "the supervisor logs the frames"
-    assert f'File "{worker.version_dir}/model.py", line 1' in failed.frames or code != "INTERNAL"
-    assert "importlib" not in failed.frames and worker.log.read_text() == ""
+    assert (bad_code in load_failed.frames) == (code == "INTERNAL"), (
+        "the supervisor logs the frames"
+    )
+    assert (
+        f'File "{worker.version_dir}/model.py", line 1' in load_failed.frames or code != "INTERNAL"
+    )
+    assert "importlib" not in load_failed.frames and worker.log.read_text() == ""
 
 
 def test_a_model_that_fails_in_load(worker: Worker) -> None:
@@ -374,18 +378,18 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     config = worker.expect(m.ConfigCompleted).config
     worker.send(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
     text = "RuntimeError: boom (model.py:11)"
-    failed = worker.expect(m.LoadFailed)
-    assert (failed.code, failed.message) == ("INTERNAL", text)
-    assert failed.frames.splitlines()[1].endswith('/model.py", line 11, in load')
+    load_failed = worker.expect(m.LoadFailed)
+    assert (load_failed.code, load_failed.message) == ("INTERNAL", text)
+    assert load_failed.frames.splitlines()[1].endswith('/model.py", line 11, in load')
     assert worker.wait() == 0
 
 
 def test_a_device_that_is_not_there(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
-    failed = worker.expect(m.LoadFailed)
-    assert failed.code == "UNAVAILABLE"
-    assert "torch_npu" in failed.message
+    load_failed = worker.expect(m.LoadFailed)
+    assert load_failed.code == "UNAVAILABLE"
+    assert "torch_npu" in load_failed.message
 
 
 def test_stop_before_anything_is_loaded(worker: Worker) -> None:

@@ -86,11 +86,11 @@ def test_models_that_need_the_same_take_turns(
         model = ("one", "two")[number % 2]
         waiting.append(pool.submit(send_request, server, model, number))
     first_visit = gate.next()
-    free = pool.submit(send_request, server, "small", 9)
+    unlimited_request = pool.submit(send_request, server, "small", 9)
     second_visit = gate.next()
     assert second_visit.batch == [9]
     second_visit.release()
-    assert free.result() == 200
+    assert unlimited_request.result() == 200
     first_batch = first_visit.batch
     for _ in range(3):
         assert server.metric("shmserve_executing_requests") == 1

@@ -131,12 +131,12 @@ def test_a_region_passes_the_cache_by(http: Http) -> None:
         placed = {"inputs": [shm_input("X", "FP32", [4], "cached", 16)]}
         results = [http.infer("regions", placed).ok().tensors()["Y"] for _ in range(2)]
         assert (results[0] != results[1]).all()
-        into = {
+        region_request = {
             "inputs": [json_input("X", array)],
             "outputs": [{"name": "Y", "parameters": in_region("cached", 16, 32)}],
         }
         for _ in range(2):
-            http.infer("regions", into).ok()
+            http.infer("regions", region_request).ok()
         http.unregister("cached").ok()
     statistics = stats(http, "regions")
     assert statistics["execution_count"] == 4
@@ -148,12 +148,12 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
     cached.
     """
     with shmserve.client.connect(server.run_dir) as client:
-        small = np.full(4, 5, np.float32)
-        first_output, second_output = (client.infer("native", X=small)["Y"] for _ in range(2))
+        small_array = np.full(4, 5, np.float32)
+        first_output, second_output = (client.infer("native", X=small_array)["Y"] for _ in range(2))
         assert (np.asarray(first_output) == np.asarray(second_output)).all()
-        large = np.full(LARGE, 5, np.float32)
+        large_array = np.full(LARGE, 5, np.float32)
         first_output, second_output = (
-            np.asarray(client.infer("native", X=large)["Y"]).copy() for _ in range(2)
+            np.asarray(client.infer("native", X=large_array)["Y"]).copy() for _ in range(2)
         )
         assert (first_output != second_output).all()
     assert stats(http, "native")["inference_stats"]["cache_hit"]["count"] == 1

@@ -62,29 +62,31 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
     Received SETTINGS and PINGs are acknowledged, as by a correct client. If the server closes the
     connection, the next one is opened.
     """
-    finished = threading.Event()
+    has_finished = threading.Event()
 
     def go_on() -> None:
-        while not finished.is_set():
+        while not has_finished.is_set():
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection(("127.0.0.1", port)) as connection,
             ):
                 connection.setblocking(False)
-                _flood(connection, make, finished)
+                _flood(connection, make, has_finished)
 
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
         yield
     finally:
-        finished.set()
+        has_finished.set()
         thread.join()
 
 
-def _flood(sock: socket.socket, make: Callable[[int], bytes], finished: threading.Event) -> None:
+def _flood(
+    sock: socket.socket, make: Callable[[int], bytes], has_finished: threading.Event
+) -> None:
     ahead, behind, stream = bytearray(OPENED), b"", 1
-    while not finished.is_set():
+    while not has_finished.is_set():
         while len(ahead) < _AHEAD:
             ahead += make(stream)
             stream += 2
@@ -98,7 +100,7 @@ def _flood(sock: socket.socket, make: Callable[[int], bytes], finished: threadin
             del ahead[: sock.send(ahead)]
 
 
-def _acknowledge(data: bytes, to: bytearray) -> bytes:
+def _acknowledge(data: bytes, replies: bytearray) -> bytes:
     """Acknowledge the frames in `data` that require it; return the incomplete frame at its end."""
     at = 0
     while len(data) >= at + 9:
@@ -107,6 +109,6 @@ def _acknowledge(data: bytes, to: bytearray) -> bytes:
             break
         kind, flags = data[at + 3], data[at + 4]
         if kind in (SETTINGS, PING) and not flags & ACK:
-            to += frame(kind, ACK, 0, data[at + 9 : end] if kind == PING else b"")
+            replies += frame(kind, ACK, 0, data[at + 9 : end] if kind == PING else b"")
         at = end
     return data[at:]

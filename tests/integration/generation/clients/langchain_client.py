@@ -34,6 +34,6 @@ for responses in (False, True):
     direct = ChatOpenAI(
         model="direct", base_url=sys.argv[1], api_key="none", use_responses_api=responses
     )
-    forced = direct.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
-    assert forced.tool_calls[0]["name"] == "get_weather", forced
+    forced_call = direct.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
+    assert forced_call.tool_calls[0]["name"] == "get_weather", forced_call
 print("all is right")
