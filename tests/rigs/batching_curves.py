@@ -224,13 +224,13 @@ def main() -> None:
         if not result.holds:
             print(result)
     for kind in (0, 1):
-        selected = [result for result in results if bool(result.load.clients) == bool(kind)]
+        picked = [result for result in results if bool(result.load.clients) == bool(kind)]
         print(
             f"{'clients' if kind else 'Poisson'}: "
-            f"{sum(result.holds for result in selected)} of {len(selected)}; "
-            f"p99 within the target {sum(e.adaptive.p99_ms <= e.target_ms for e in selected)}; "
-            f"worst p99 {max(e.adaptive.p99_ms / e.target_ms for e in selected):.2f} of the target, "
-            f"worst rate {min(e.adaptive.per_second / e.best.per_second for e in selected):.2f}"
+            f"{sum(result.holds for result in picked)} of {len(picked)}; "
+            f"p99 within the target {sum(e.adaptive.p99_ms <= e.target_ms for e in picked)}; "
+            f"worst p99 {max(e.adaptive.p99_ms / e.target_ms for e in picked):.2f} of the target, "
+            f"worst rate {min(e.adaptive.per_second / e.best.per_second for e in picked):.2f}"
         )
 
 

@@ -83,7 +83,7 @@ class Generator(Worker):
 
     def _handle(self, message: Any) -> None:
         match message:
-            case g.Prepare(requests=[work], resumed_samples=resumed_samples):
+            case g.Prepare(requests=[work], resumed=resumed_samples):
                 self._open[work.key] = work
                 self._put(self._prepare, work, resumed_samples)
             case g.Step():
