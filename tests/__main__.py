@@ -109,7 +109,7 @@ class Suite:
                 retries.append((files, "the process of these files did not come to its end"))
         if len(retries) > MAX_RETRIED:
             print(f"== {len(retries)} failures are no accident: nothing is tried again")
-            return *_counted([outcome for _, outcome in self._ended]), {}
+            return *_count_outcomes([outcome for _, outcome in self._ended]), {}
         failed_count, late_texts = 0, {}
         for tests, text in retries:
             second_outcome = self._run_one(tests)
@@ -118,7 +118,7 @@ class Suite:
                 failed_count += len(second_outcome.failed) or 1
             else:
                 late_texts[" ".join(map(self._shown, tests))] = text
-        passed, _, skipped = _counted(outcomes)
+        passed, _, skipped = _count_outcomes(outcomes)
         return passed, failed_count, skipped, late_texts
 
     def _run_one(self, tests: list[str]) -> Outcomes:
@@ -147,7 +147,7 @@ class Suite:
         return test.removeprefix(f"{self._folder}/")
 
 
-def _counted(outcomes: list[Outcomes]) -> tuple[int, int, int]:
+def _count_outcomes(outcomes: list[Outcomes]) -> tuple[int, int, int]:
     """How many passed, failed and were skipped; an incomplete process is one failure more."""
     return (
         sum(len(outcome.passed) for outcome in outcomes),

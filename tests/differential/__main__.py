@@ -13,7 +13,7 @@ from tests.differential.scripts import GROUPS
 from tests.differential.servers import Missing, products, run_group
 
 
-def chosen(names: list[str]) -> list[Group]:
+def select_scripts(names: list[str]) -> list[Group]:
     """Return the groups with only the scripts that are named directly or by their group."""
     groups = []
     for group in GROUPS:
@@ -33,7 +33,7 @@ def main(names: list[str]) -> int:
         print(f"skipped: {missing}")
         return 0
     mismatch_count = total = 0
-    for group in chosen(names):
+    for group in select_scripts(names):
         records = [run_group(product, group) for product in (shmserve, triton)]
         for script in group.scripts:
             total += 1

@@ -20,11 +20,13 @@ class Difference:
     theirs: Any
 
     def __str__(self) -> str:
-        own_text, triton_text = (_shown(self.where, side) for side in (self.ours, self.theirs))
+        own_text, triton_text = (
+            _format_value(self.where, side) for side in (self.ours, self.theirs)
+        )
         return f"{self.where}:\n    shmserve {own_text}\n    Triton   {triton_text}"
 
 
-def _shown(where: str, value: Any) -> str:
+def _format_value(where: str, value: Any) -> str:
     """Return a value for the report. Batches of other sizes are shown as the ids of their
     requests.
     """
@@ -35,7 +37,7 @@ def _shown(where: str, value: Any) -> str:
 
 def differences(own_record: Record, triton_record: Record) -> list[Difference]:
     """Return all differences, each at the deepest path that differs."""
-    return list(_walk("", asdict(own_record), asdict(triton_record)))
+    return list(_compare_values("", asdict(own_record), asdict(triton_record)))
 
 
 def judge(found_differences: Sequence[Difference], known_differences: Sequence[Known]) -> list[str]:
@@ -52,11 +54,11 @@ def judge(found_differences: Sequence[Difference], known_differences: Sequence[K
     ]
 
 
-def _walk(where: str, own_value: Any, triton_value: Any) -> Iterator[Difference]:
+def _compare_values(where: str, own_value: Any, triton_value: Any) -> Iterator[Difference]:
     if isinstance(own_value, dict) and isinstance(triton_value, dict):
         for key in sorted(own_value.keys() | triton_value.keys()):
             child_path = f"{where}.{key}".lstrip(".")
-            yield from _walk(
+            yield from _compare_values(
                 child_path, own_value.get(key, _NOTHING), triton_value.get(key, _NOTHING)
             )
     elif (
@@ -65,6 +67,6 @@ def _walk(where: str, own_value: Any, triton_value: Any) -> Iterator[Difference]
         and len(own_value) == len(triton_value)
     ):
         for index, pair in enumerate(zip(own_value, triton_value, strict=True)):
-            yield from _walk(f"{where}.{index}", *pair)
+            yield from _compare_values(f"{where}.{index}", *pair)
     elif own_value != triton_value:
         yield Difference(where, own_value, triton_value)

@@ -118,7 +118,7 @@ class Player:
         except TimeoutError:
             return
         self._held.append(visit)
-        self._record.batches.append(_comparable(visit))
+        self._record.batches.append(_report_without_random_inputs(visit))
 
     def _settle(self, step: str) -> None:
         """Wait until each request waits, executes or is done, and that lasts."""
@@ -145,7 +145,7 @@ class Player:
         return sum(int(float(count)) for name, count in ports if name in self._queues)
 
 
-def _comparable(visit: Visit) -> dict[str, Any]:
+def _report_without_random_inputs(visit: Visit) -> dict[str, Any]:
     """Return an execution's report without the random inputs of null rows."""
     message = {key: value for key, value in visit.message.items() if key not in ("pid", "rows")}
     for row in message["batch"]:

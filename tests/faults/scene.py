@@ -16,7 +16,7 @@ import psutil
 from tests.support.leaks import resident_bytes, server_descriptors, unix_sockets
 from tests.support.load import Load
 from tests.support.request_pool import RequestPool, request_pool
-from tests.support.servers import Server, lasting
+from tests.support.servers import Server, without_short_lived
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, json_input
 
@@ -78,7 +78,7 @@ class State:
 
     def differences(self, now: State, more_memory: int) -> list[str]:
         observations = []
-        if now.titles != lasting(self.titles):
+        if now.titles != without_short_lived(self.titles):
             observations.append(f"processes: {dict(self.titles)} became {dict(now.titles)}")
         for title, count in now.descriptors.items():
             previous = self.descriptors.get(title, 0)
@@ -149,12 +149,12 @@ def assert_is_as_it_was(server: Server, state_before: State, more_memory: int) -
     """Check that the server soon has its former resources, except for `more_memory` bytes."""
     differences: list[str] = []
 
-    def as_before() -> bool:
+    def is_as_before() -> bool:
         differences[:] = state_before.differences(State.of(server), more_memory)
         return not differences
 
     try:
-        until("the server is what it was", as_before, _SETTLE_S)
+        until("the server is what it was", is_as_before, _SETTLE_S)
     except AssertionError:
         raise AssertionError("; ".join(differences)) from None
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.faults.scene import RECOVERY_S, State, assert_is_as_it_was, wait_replaced
-from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy
+from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy_step
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, binary_request
@@ -54,10 +54,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
     add_model(repository, "second", ADD_ONE, *fixed)
     add_model(repository, "third", ADD_ONE)
-    steps = [xy("first", "IN", "a"), xy("second", "a", "b"), xy("third", "b", "OUT")]
+    steps = [xy_step("first", "IN", "a"), xy_step("second", "a", "b"), xy_step("third", "b", "OUT")]
     add_ensemble(repository, "pipe", steps)
     add_model(repository, "grows", ADD_ONE)
-    add_ensemble(repository, "last", [xy("grows", "IN", "OUT")])
+    add_ensemble(repository, "last", [xy_step("grows", "IN", "OUT")])
     return repository
 
 

@@ -29,7 +29,7 @@ from tests.faults.scene import (
     start_processes,
 )
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, runs, wait_exited
+from tests.support.servers import Server, is_running, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, in_region, raw_connection, shm_input
 
@@ -91,7 +91,7 @@ def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
         victim = stage.process(child)
         victim.kill()
         stage.replaced(victim, child)
-        assert not runs(old_process)
+        assert not is_running(old_process)
 
     return commit
 
@@ -172,10 +172,10 @@ def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
     samples_before = [stage.server.samples(name) for name in counters]
     kill("scheduler gated")(stage)
 
-    def here_again() -> bool:
+    def has_counters() -> bool:
         return bool(stage.server.metric(counters[0], model="gated"))
 
-    until("it is heard of again", here_again, RECOVERY_S)
+    until("it is heard of again", has_counters, RECOVERY_S)
     for name, samples in zip(counters, samples_before, strict=True):
         now = stage.server.samples(name)
         assert [s for s in now if s[0]["model"] == "gated"] == [
@@ -339,7 +339,7 @@ def hang_up_instead_of_reading(stage: Scene) -> None:
 # --- regions that changed after registration ---
 
 
-def through(name: str, count: int = len(NUMBERS)) -> dict:
+def region_request(name: str, count: int = len(NUMBERS)) -> dict:
     """Return a request from the first half of a region into its second half."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [count], name, 4 * count)],
@@ -354,10 +354,10 @@ def truncate(new_size: int) -> Callable[[Scene], None]:
         with SharedObject(2 * NUMBERS.nbytes) as shared_object:
             shared_object.write(NUMBERS)
             stage.http.register("cut", shared_object.key, 2 * NUMBERS.nbytes).ok()
-            assert stage.http.infer("identity", through("cut")).status == 200
+            assert stage.http.infer("identity", region_request("cut")).status == 200
             shared_object.truncate(new_size)
             for _ in range(3):
-                reply = stage.http.infer("identity", through("cut"))
+                reply = stage.http.infer("identity", region_request("cut"))
                 assert reply.status in (400, 500, 503)
                 assert_text_is_for_clients(reply.error, stage.server)
             stage.http.unregister("cut").ok()
@@ -391,7 +391,7 @@ def give_pages_back(stage: Scene) -> None:
         shared_object.write(NUMBERS)
         stage.http.register("holes", shared_object.key, 2 * NUMBERS.nbytes).ok()
         for _ in range(20):
-            pending = stage.pool.infer("identity", through("holes"))
+            pending = stage.pool.infer("identity", region_request("holes"))
             shared_object.punch()
             assert pending.result().status == 200
         stage.http.unregister("holes").ok()
@@ -405,7 +405,7 @@ def unlink_while_used(stage: Scene) -> None:
         shared_object.path.unlink()
         for increment in range(2):
             shared_object.write(NUMBERS + increment)
-            stage.http.infer("identity", through("gone")).ok()
+            stage.http.infer("identity", region_request("gone")).ok()
             assert (
                 shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + increment
             ).all()
@@ -428,7 +428,7 @@ def unregister_while_used(stage: Scene) -> None:
         pending = stage.pool.infer("gated", request)
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
-        stage.http.infer("identity", through("r", 1024)).ok()
+        stage.http.infer("identity", region_request("r", 1024)).ok()
         stage.http.register("r", other_object.key, 2 * 4096).ok()
         visit.release()
         assert pending.result().status == 200
@@ -444,10 +444,10 @@ def leave_processes_behind(stage: Scene) -> None:
     _, alive = psutil.wait_procs(started, timeout=RECOVERY_S)
     assert not alive
 
-    def here_again() -> bool:
+    def is_ready_again() -> bool:
         return stage.server.answers("/v2/models/crimes/ready")
 
-    until("it is here again", here_again, LONGEST_PAUSE_S + RECOVERY_S)
+    until("it is here again", is_ready_again, LONGEST_PAUSE_S + RECOVERY_S)
 
 
 CRIMES: dict[str, Crime] = {

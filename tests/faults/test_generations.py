@@ -60,7 +60,7 @@ def state(server: Server, name: str, version: str = "1") -> str:
     return str(row["state"])
 
 
-def attached(server: Server) -> int:
+def count_attached(server: Server) -> int:
     """Return the number of connections between workers and schedulers."""
     with open("/proc/net/unix") as table:
         rows = [line.split() for line in table]
@@ -116,9 +116,11 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
     """The instance restarts, and the load succeeds with both instances."""
     pending = change(pool, "twin")
     first_visit, second_visit = server.gate.next(), server.gate.next()
-    attached_before = attached(server)
+    attached_before = count_attached(server)
     first_visit.release()
-    until("the first offers itself to its scheduler", lambda: attached(server) > attached_before)
+    until(
+        "the first offers itself to its scheduler", lambda: count_attached(server) > attached_before
+    )
     state(server, "twin")  # the supervisor has received the worker's registration, too
     os.kill(first_visit.pid, signal.SIGKILL)
     server.gate.next().release()

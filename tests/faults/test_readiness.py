@@ -118,12 +118,12 @@ def test_a_model_that_crashes_on_every_request_becomes_unavailable(
         with server.http() as http:
             statuses: list[int] = []
 
-            def given_up() -> bool:
+            def is_given_up() -> bool:
                 statuses.append(http.infer("bad", request).status)
                 assert http.infer("simple", request).status == 200
                 return statuses[-1] == 503
 
-            until("it is given up", given_up)
+            until("it is given up", is_given_up)
             assert statuses == [500] * 5 + [503]  # each request is retried once
             rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
             assert rows["bad"]["state"] == "UNAVAILABLE"

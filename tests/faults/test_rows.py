@@ -63,9 +63,9 @@ class Stage:
             self.http.register(name, shared_object.key, size, offset).ok()
             yield shared_object
 
-    def through(self, name: str, **where: int) -> int:
+    def infer_in_region(self, name: str, **where: int) -> int:
         """Return the status of a request from a region into the same region."""
-        return self.http.infer("identity", through(name, **where)).status
+        return self.http.infer("identity", region_request(name, **where)).status
 
     def replaced(self, title: str) -> None:
         """Kill a worker and wait for its replacement."""
@@ -78,7 +78,7 @@ class Stage:
         self.server.wait_ready()
 
 
-def through(
+def region_request(
     name: str, size: int = SIZE, input_offset: int = 0, output_offset: int = SIZE
 ) -> dict[str, Any]:
     """Return a request from a region into the same region."""
@@ -88,7 +88,7 @@ def through(
     }
 
 
-def gated(value: int, region: str, offset: int = 0) -> dict[str, Any]:
+def gated_request(value: int, region: str, offset: int = 0) -> dict[str, Any]:
     """Return a request that writes 64 bytes of `value` into a region once the gate is released."""
     outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
     inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
@@ -111,16 +111,16 @@ def unregister_in_flight(stage: Stage) -> None:
     The call returns at once; the region stays listed and usable until its last request ends.
     """
     with stage.region("r") as own_region:
-        pending = stage.pool.infer("gated", gated(5, "r"))
+        pending = stage.pool.infer("gated", gated_request(5, "r"))
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
         assert [region["name"] for region in stage.http.regions().json()] == ["r"]
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         visit.release()
         assert pending.result().status == 200
         assert (own_region.read(np.int32, 16) == 5).all()
         until("it is not listed", lambda: stage.http.regions().json() == [])
-        assert stage.through("r") == 404
+        assert stage.infer_in_region("r") == 404
 
 
 def unregister_under_load(stage: Stage) -> None:
@@ -209,7 +209,7 @@ def numbers_that_overflow(stage: Stage) -> None:
 def offset_of_the_last_page(stage: Stage) -> None:
     """Check that the registered offset is added only once."""
     with stage.region("r", PAGE, 1023 * PAGE) as region:
-        assert stage.through("r", size=64, output_offset=PAGE - 64) == 200
+        assert stage.infer_in_region("r", size=64, output_offset=PAGE - 64) == 200
         assert (region.read(np.float32, 16, 1024 * PAGE - 64) == VALUES[:16]).all()
 
 
@@ -217,24 +217,24 @@ def offsets_that_no_page_begins_at(stage: Stage) -> None:
     """Register an object at offsets that are not aligned to pages."""
     for offset in (1, 8, 4095):
         with stage.region("r", 2 * SIZE, offset) as region:
-            assert stage.through("r") == 200
+            assert stage.infer_in_region("r") == 200
             assert (region.read(np.uint8, SIZE, offset + SIZE).view(np.float32) == VALUES).all()
             stage.http.unregister("r").ok()
 
 
-def truncated(stage: Stage) -> None:
+def truncate_while_used(stage: Stage) -> None:
     """Truncate an object before it is read, and before the output is written; only its client
     fails.
     """
     with stage.region("r") as region:
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         worker = stage.server.find_one("worker identity.0")
         region.truncate(SIZE)
-        assert stage.through("r") == 400
+        assert stage.infer_in_region("r") == 400
         region.truncate(2 * SIZE)
         assert stage.server.find_one("worker identity.0") == worker
     with stage.region("s") as region:
-        pending = stage.pool.infer("gated", gated(5, "s", SIZE))
+        pending = stage.pool.infer("gated", gated_request(5, "s", SIZE))
         visit = stage.server.gate.next()
         region.truncate(0)
         visit.release()
@@ -281,7 +281,7 @@ def somebody_attaches_and_unlinks(stage: Stage) -> None:
         subprocess.run([sys.executable, "-W", "ignore", "-c", ATTACH, region.name], check=True)
         with contextlib.suppress(FileNotFoundError):
             region.path.unlink()
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         assert (region.read(np.float32, 1024, SIZE) == VALUES).all()
 
 
@@ -289,10 +289,10 @@ def unlinked_while_registered(stage: Stage) -> None:
     """Unlink a registered object; it remains usable, also for new workers."""
     with stage.region("r") as region:
         region.path.unlink()
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         stage.replaced("worker identity.0")
         region.write(VALUES + 1)
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
 
 
@@ -303,7 +303,7 @@ def another_object_of_the_same_name(stage: Stage) -> None:
         try:
             region.unlink()
             region.create()
-            assert stage.through("r") == 200
+            assert stage.infer_in_region("r") == 200
             assert not region.read(np.uint8, 2 * SIZE).any()
             assert (np.frombuffer(os.pread(keeper, SIZE, SIZE), np.float32) == VALUES).all()
         finally:
@@ -357,7 +357,7 @@ def objects_of_others(stage: Stage) -> None:
     for key in ("/sem.x", "/nccl-x", "/triton_python_backend_shm_region_1"):
         assert "reserved prefix" in stage.http.register("r", key, 64).error
     with stage.region("r"):
-        pending = stage.pool.infer("gated", gated(1, "r"))
+        pending = stage.pool.infer("gated", gated_request(1, "r"))
         visit = stage.server.gate.next()
         names = set()
         for process in stage.server.tree():
@@ -412,9 +412,9 @@ def another_mount(stage: Stage) -> None:
 def outputs_in_one_place(stage: Stage) -> None:
     """Write the outputs of two concurrent requests to the same bytes; the second request fails."""
     with stage.region("r") as region:
-        pending = stage.pool.infer("gated", gated(5, "r"))
+        pending = stage.pool.infer("gated", gated_request(5, "r"))
         visit = stage.server.gate.next()
-        refused_reply = stage.http.infer("gated", gated(6, "r", 60))
+        refused_reply = stage.http.infer("gated", gated_request(6, "r", 60))
         assert refused_reply.status == 400
         assert "overlaps one of a request in flight" in refused_reply.error
         visit.release()
@@ -427,7 +427,7 @@ def before_it_is_registered(stage: Stage) -> None:
     names.
     """
     with stage.region("secret-name"):
-        refused_reply = stage.http.infer("identity", through("r"))
+        refused_reply = stage.http.infer("identity", region_request("r"))
         assert refused_reply.status == 404
         assert "(1 are registered; register it before the request" in refused_reply.error
         assert "secret-name" not in refused_reply.error
@@ -446,10 +446,10 @@ def output_larger_than_its_place(stage: Stage) -> None:
         }
         assert "should be at least 64 bytes" in stage.http.infer("simple", request).error
         assert stage.server.metric("nv_inference_exec_count", model="simple") == executed
-        small_output = through("r")
+        small_output = region_request("r")
         small_output["outputs"][0]["parameters"]["shared_memory_byte_size"] = SIZE - 4
         assert stage.http.infer("identity", small_output).status == 500
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
 
 
 def pinned_memory(stage: Stage) -> None:
@@ -470,7 +470,7 @@ def pinned_memory(stage: Stage) -> None:
         pinned = stage.http.post(path, {**body, "pin": True})
         assert (pinned.status, "the server has none" in pinned.error) == (400, True)
         stage.http.post(path, {**body, "pin": False}).ok()
-        assert stage.through("r") == 200
+        assert stage.infer_in_region("r") == 200
         assert (shared_object.read(np.float32, len(VALUES), SIZE) == VALUES).all()
     with shmserve.client.connect(stage.server.run_dir) as client:
         forms = {"INPUT0": ((64,), "FP32"), "OUTPUT0": ((64,), "FP32")}
@@ -518,7 +518,7 @@ ROWS: dict[int, Callable[[Stage], None]] = {
     5: numbers_that_overflow,
     6: offset_of_the_last_page,
     7: offsets_that_no_page_begins_at,
-    8: truncated,
+    8: truncate_while_used,
     9: shared_memory_is_full,
     10: killed_servers_leave_nothing,
     11: somebody_attaches_and_unlinks,

@@ -80,7 +80,7 @@ _SIGNATURES = [
 
 
 @contextlib.contextmanager
-def _refused(request_bytes: bytes) -> Iterator[None]:
+def _check_error_text(request_bytes: bytes) -> Iterator[None]:
     """Check an error's text: it may quote the client's bytes, but no internal names."""
     message = ""
     try:
@@ -109,7 +109,7 @@ def http(data: bytes) -> None:
     """Parse a request: its target, headers and body."""
     drawn_bytes = _Bytes(data)
     kind = drawn_bytes.number(1) % 5
-    with _refused(data):
+    with _check_error_text(data):
         if kind == 0:
             _inference(drawn_bytes)
         elif kind == 1:
@@ -225,7 +225,7 @@ def _compressed(drawn_bytes: _Bytes) -> None:
 def register(data: bytes) -> None:
     """Parse a registration: the region's name in the target, key and extent in the body."""
     name, _, body = data.partition(b"\n")
-    with _refused(data):
+    with _check_error_text(data):
         route = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
         if route is not None and route[1][0]:
             check_region_name(route[1][0])
@@ -270,7 +270,7 @@ def ranges(data: bytes) -> None:
     memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
     where = list(pack_range(Range(memory, start, extent)))
     region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
-    with _refused(b""):
+    with _check_error_text(b""):
         memory_range = region.memory_range(RegionRange("r", max(offset, 0), max(size, 0)))
         assert start <= memory_range.offset
         assert memory_range.offset + memory_range.byte_size <= start + extent
@@ -303,20 +303,20 @@ def wire(data: bytes) -> None:
     kind, content = data[:1], data[1:]
     try:
         if kind == b"i":
-            inference = unpack_inference(*_packed(content))
+            inference = unpack_inference(*_unpack_message(content))
             for tensor in inference.inputs:
                 _check_place(tensor.data)
             repacked = pack_inference(inference)
             assert pack_inference(unpack_inference(*repacked)) == repacked
         elif kind == b"a":
-            answer = unpack_inferred(*_packed(content))
+            answer = unpack_inferred(*_unpack_message(content))
             for tensor in answer.outputs:
                 _check_place(tensor.data)
             repacked = pack_inferred(answer)
             assert pack_inferred(unpack_inferred(*repacked)) == repacked
         elif kind == b"b":
             count = int.from_bytes(content[:1], "little")
-            with _refused(data):
+            with _check_error_text(data):
                 assert decode_bytes(content[1:], (count,), "n", "m").size == count
         else:
             frame = frames.pack(frames.unpack(content))
@@ -325,7 +325,7 @@ def wire(data: bytes) -> None:
         pass
 
 
-def _packed(raw: bytes) -> Packed:
+def _unpack_message(raw: bytes) -> Packed:
     """Return the schema and data of a message. Raises MalformedMessage for anything else."""
     try:
         schema, data = msgpack.unpackb(raw)
@@ -353,13 +353,13 @@ def native(data: bytes) -> None:
     """Read the bytes of a local client's connection: its messages and its identity."""
     kind, content = data[:1], data[1:]
     if kind == b"z":
-        _decoded(_Bytes(content))
+        _check_decoding(_Bytes(content))
     elif kind == b"i":
         number = _SEALS.local_client(content)
         assert not number or content.startswith(f"{number}.{_SEALS.token(number)}".encode())
     elif kind == b"w":
         with contextlib.suppress(MalformedMessage):
-            _check_local_request(Submit(1, *_packed(content), 0, 0, 0, 0))
+            _check_local_request(Submit(1, *_unpack_message(content), 0, 0, 0, 0))
     else:
         with contextlib.suppress(MalformedMessage):
             for message in frames.unpack(content):
@@ -367,7 +367,7 @@ def native(data: bytes) -> None:
                     _check_local_request(message)
 
 
-def _decoded(drawn_bytes: _Bytes) -> None:
+def _check_decoding(drawn_bytes: _Bytes) -> None:
     """Check that any split of a stream is decoded to the same messages and to no more bytes."""
     step = drawn_bytes.number(1) + 1
     stream = _HANDSHAKE * (drawn_bytes.number(1) % 2) + drawn_bytes.rest
@@ -395,7 +395,7 @@ def _check_local_request(submit: Submit) -> None:
         rules = LocalClientRules(_SEALS, signature)
         counted = []
         for _ in range(2):
-            with _refused(submit.schema), contextlib.suppress(MalformedMessage):
+            with _check_error_text(submit.schema), contextlib.suppress(MalformedMessage):
                 counted.append(rules.validate(_GUEST, submit, 0))
         assert len(counted) in (0, 2)
         for checked in counted:

@@ -30,7 +30,9 @@ _FEWEST = 10  # texts with fewer occurrences in both samples are counted togethe
 _OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
-def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
+def sample_here(
+    path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int
+) -> list[Any]:
     engine = {"kv_cache_blocks": 4 * _SAMPLES}
     p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
@@ -47,7 +49,9 @@ def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int)
     return p_values[:texts]
 
 
-def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
+def sample_with_transformers(
+    path: Path, settings: dict[str, Any], texts: int, seed: int
+) -> list[Any]:
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -71,8 +75,8 @@ def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[
 
 def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int = 0) -> float:
     """Return the p-value of two samples under the hypothesis of one distribution."""
-    own_counts = Counter(ours(path, rig, settings, texts, seed))
-    reference_counts = Counter(theirs(path, settings, texts, seed))
+    own_counts = Counter(sample_here(path, rig, settings, texts, seed))
+    reference_counts = Counter(sample_with_transformers(path, settings, texts, seed))
     total_counts = own_counts + reference_counts
     likely = [text for text, count in total_counts.items() if count >= _FEWEST]
     table = [[counts[text] for text in likely] for counts in (own_counts, reference_counts)]

@@ -17,10 +17,10 @@ _WORDS = ("red", "green", "naïve", 'a "b"', "東京", "")
 _NGRAM = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
 
 
-def drawn(draw: random.Random, depth: int) -> dict[str, Any]:
+def draw_schema(draw: random.Random, depth: int) -> dict[str, Any]:
     """Draw a schema whose values have at most this depth and are short."""
-    kinds = [_string, _integer, _chosen, _plain]
-    return draw.choice([_object, _object, _array, _either] if depth else kinds)(draw, depth)
+    kinds = [_string, _integer, _enum_schema, _plain]
+    return draw.choice([_object, _object, _array, _any_of_schema] if depth else kinds)(draw, depth)
 
 
 def _object(draw: random.Random, depth: int) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def _array(draw: random.Random, depth: int) -> dict[str, Any]:
     return {"type": "array", "items": _inner(draw, depth), **sizes}
 
 
-def _either(draw: random.Random, depth: int) -> dict[str, Any]:
+def _any_of_schema(draw: random.Random, depth: int) -> dict[str, Any]:
     return {"anyOf": [_inner(draw, depth) for _ in range(2)]}
 
 
 def _inner(draw: random.Random, depth: int) -> dict[str, Any]:
-    return drawn(draw, draw.randint(0, depth - 1))
+    return draw_schema(draw, draw.randint(0, depth - 1))
 
 
 def _string(draw: random.Random, _: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _integer(draw: random.Random, _: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": least, "maximum": least + draw.randint(0, 1000)}
 
 
-def _chosen(draw: random.Random, _: int) -> dict[str, Any]:
+def _enum_schema(draw: random.Random, _: int) -> dict[str, Any]:
     values = [*draw.sample(_WORDS, 2), 7, None, True]
     return {"enum": draw.sample(values, draw.randint(1, 4))}
 
@@ -150,7 +150,7 @@ def answers(
 def run(size: int, first_seed: int = 0) -> str:
     """Check this number of schemas. Raises AssertionError for an invalid answer."""
     draw = random.Random(first_seed)
-    expected = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
+    expected = [draw_schema(draw, number % (_DEEPEST + 1)) for number in range(size)]
     tokens = 0
     with tempfile.TemporaryDirectory(prefix="shmserve-schemas-") as folder:
         path = write_folder(Path(folder) / "model")

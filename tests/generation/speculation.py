@@ -53,7 +53,7 @@ def rows(
     ]
 
 
-def spoken(
+def speculate_texts(
     target: torch.Tensor, draft: torch.Tensor, parameters: GenerationParameters, seeds: range
 ) -> list[tuple[int, ...]]:
     """Return texts of LENGTH + 1 tokens, for which the draft proposed LENGTH tokens."""
@@ -88,7 +88,7 @@ def chance(settings: dict[str, Any], texts: int, first_seed: int = 0) -> float:
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(first_seed, first_seed + texts, _TOGETHER):
         seeds = range(seed, min(seed + _TOGETHER, first_seed + texts))
-        counts.update(spoken(target, draft, parameters, seeds))
+        counts.update(speculate_texts(target, draft, parameters, seeds))
     step = distribution(target, [SampledRow(parameters, 0, [0], 1, ())] * SYMBOLS).double().tolist()
     joint = {
         text: math.prod(step[previous][token] for previous, token in itertools.pairwise((0, *text)))

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.dynamic import Batcher
 from shmserve.scheduler.settings import Batching
-from tests.rigs.batching_simulation import MS, Arriving, Run, Simulation, fixed_run, scattered
+from tests.rigs.batching_simulation import (
+    MS,
+    Arriving,
+    Run,
+    Simulation,
+    exponential_pauses,
+    fixed_run,
+)
 
 LARGEST = 32
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -57,7 +64,7 @@ class Curve:
         return max(size / ms for size, ms in enumerate(self.ms, 1)) * 1000 / factor
 
 
-def by(ms: Callable[[int], float]) -> tuple[float, ...]:
+def scale_curve(ms: Callable[[int], float]) -> tuple[float, ...]:
     """Return a curve whose execution times of all sizes are scaled."""
     return tuple(ms(size) for size in range(1, LARGEST + 1))
 
@@ -66,28 +73,30 @@ def step(at: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[
     """Return a curve with `low_ms` up to the size `at`, `high_ms` above it, and `each_ms` per
     row.
     """
-    return by(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
+    return scale_curve(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
 
 
 NAMED = (
     Curve("step at 4", step(4, 15, 60), 0.1),
     Curve("step at 8", step(8, 20, 100)),
     Curve("step at 12", step(12, 25, 90), 0.1),
-    Curve("two steps", by(lambda size: 10 if size <= 4 else 25 if size <= 16 else 90), 0.1),
-    Curve("plateau", by(lambda size: 5 + 3 * min(size, 8)), 0.1),
-    Curve("falling", by(lambda size: 45 - size), 0.1),
+    Curve(
+        "two steps", scale_curve(lambda size: 10 if size <= 4 else 25 if size <= 16 else 90), 0.1
+    ),
+    Curve("plateau", scale_curve(lambda size: 5 + 3 * min(size, 8)), 0.1),
+    Curve("falling", scale_curve(lambda size: 45 - size), 0.1),
     Curve("fallen", step(7, 40, 15), 0.1),
-    Curve("tiles of 8", by(lambda size: 4 + 12 * ((size + 7) // 8)), 0.1),
-    Curve("line", by(lambda size: 10 + 0.5 * size), 0.3),
-    Curve("growing faster", by(lambda size: 6 + 0.12 * size**2), 0.1),
+    Curve("tiles of 8", scale_curve(lambda size: 4 + 12 * ((size + 7) // 8)), 0.1),
+    Curve("line", scale_curve(lambda size: 10 + 0.5 * size), 0.3),
+    Curve("growing faster", scale_curve(lambda size: 6 + 0.12 * size**2), 0.1),
     Curve("slower", step(8, 15, 70), 0.1, drift=2.0),
-    Curve("faster", by(lambda size: 30 + size), 0.1, drift=0.5),
-    Curve("bimodal", by(lambda size: 8 + size / 2), 0.1, 0.1, 3.0),
+    Curve("faster", scale_curve(lambda size: 30 + size), 0.1, drift=0.5),
+    Curve("bimodal", scale_curve(lambda size: 8 + size / 2), 0.1, 0.1, 3.0),
     Curve("bimodal step", step(8, 15, 90), 0.0, 0.05, 2.0),
 )
 
 
-def drawn(seed: int) -> Curve:
+def draw_curve(seed: int) -> Curve:
     chance = random.Random(seed)
     base, at = chance.uniform(4, 30), chance.randint(2, 20)
     factor, slope = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
@@ -105,7 +114,7 @@ def drawn(seed: int) -> Curve:
         "growing": lambda size: base + base / 50 * size ** (1 + factor / 5),
     }
     kind = chance.choice(sorted(kinds))
-    curve = Curve(f"{kind} {seed}", by(kinds[kind]), chance.choice([0.0, 0.1, 0.3]))
+    curve = Curve(f"{kind} {seed}", scale_curve(kinds[kind]), chance.choice([0.0, 0.1, 0.3]))
     match chance.randrange(6):
         case 0:
             return replace(curve, drift=chance.uniform(0.5, 2.0))
@@ -127,13 +136,13 @@ class Load:
     def run(self, batcher: Batcher, curve: Curve, seed: int) -> Run:
         simulation = Simulation(batcher, curve.timer(seed, self.length_s))
         if self.clients:
-            pause = scattered(self.pause_ms, seed)
+            pause = exponential_pauses(self.pause_ms, seed)
             return simulation.closed_loop(self.clients, self.requests, pause)
         return simulation.open_loop(self.per_second, self.requests, seed)
 
     def run_fixed(self, size: int, delay_ms: int, curve: Curve, seed: int) -> Run:
         if self.clients:
-            pause = scattered(self.pause_ms, seed)
+            pause = exponential_pauses(self.pause_ms, seed)
             arriving = Arriving.closed_loop(self.clients, self.requests, pause)
         else:
             arriving = Arriving.open_loop(self.per_second, self.requests, seed)
@@ -214,7 +223,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 36))
     parser.add_argument("--requests", type=int, default=12_000)
     args = parser.parse_args()
-    curves = [*enumerate(NAMED), *((seed, drawn(seed)) for seed in range(*args.seeds))]
+    curves = [*enumerate(NAMED), *((seed, draw_curve(seed)) for seed in range(*args.seeds))]
     results = [
         compare(curve, load, 3 * seed + number)
         for seed, curve in curves

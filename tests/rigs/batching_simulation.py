@@ -222,13 +222,13 @@ def linear(
     return lambda size, _: (setup_ms + each_ms * size) * MS * (1 + noise * chance.random() ** 2)
 
 
-def about(ms: float, seed: int = 2) -> Callable[[], float]:
+def uniform_pauses(ms: float, seed: int = 2) -> Callable[[], float]:
     """Return a distribution of pauses between half and one and a half of `ms`."""
     chance = random.Random(seed)
     return lambda: ms * MS * (0.5 + chance.random())
 
 
-def scattered(ms: float, seed: int = 3) -> Callable[[], float]:
+def exponential_pauses(ms: float, seed: int = 3) -> Callable[[], float]:
     """Return a distribution of pauses with this mean, many short ones and some long ones."""
     chance = random.Random(seed)
     return lambda: chance.expovariate(1 / ms) * MS

@@ -68,7 +68,7 @@ from shmserve.scheduler.hosting.host import Host
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.workers.backends.python import PythonBackend
 from tests.rigs import gateway_rig, worker_rig
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 from tests.support.wire import http2
 from tests.support.wire.http2 import OPENED
 
@@ -188,7 +188,7 @@ def inline() -> Case:
     return Case(config, BATCH, work, http, gateway_rig.add_sub)
 
 
-def placed(region: worker_rig.Region) -> Case:
+def region_case(region: worker_rig.Region) -> Case:
     """Return a case with an input and an output in a region, alone in its execution."""
     shape = (_PLACE // 4,)
 
@@ -291,19 +291,19 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     host = Host(HostStart("counted", run_dir))
     spec = ModelSpec.of(case.config)
     start = SchedulerStart("scheduler", 1, "1", spec, run_dir, bytes(KEY_SIZE))
-    ((peer, _),) = arrived(control)
+    ((peer, _),) = receive_arrived(control)
     control.post(peer, supervision.OpenScheduler(encode_start(start)))
     control.flush()
-    _turn(host)
+    _run_turn(host)
     pid = os.getpid()
     worker = Dealer(endpoints.instances(run_dir, 1), f"0.{pid}")
     client = Dealer(endpoints.scheduler(run_dir, 1), f"{pid}.ab")
-    ((peer, _),) = arrived(control)
+    ((peer, _),) = receive_arrived(control)
     control.post(peer, supervision.InstanceExpected(0, pid))
     control.flush()
     worker.send(m.InstanceReady(0, pid))
     while host._schedulers[0].core.gauges()["instances"]["idle"] == 0:
-        _turn(host)
+        _run_turn(host)
     body = case.respond(case.works(0, 0))
     numbers = itertools.count(1)
     for step in range(_WARM_UPS + 1):
@@ -312,19 +312,19 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
             client.post(m.Submit(next(numbers), *case.works(step, at), 1, 0, 0, 0))
         client.flush()
         with counting:
-            _turn(host)
+            _run_turn(host)
         batches: list[m.Execute] = []
         responses: list[m.Finished] = []
         while len(responses) < BATCH:
-            batches += [] if batches else arrived(worker)
+            batches += [] if batches else receive_arrived(worker)
             batch = batches.pop(0)
             replies = [m.Reply(work.key, "", "", *body) for work in batch.requests]
             now_ns = time.monotonic_ns()
             times_ns = (now_ns, now_ns, now_ns, now_ns)
             worker.send(m.BatchFinished(batch.batch, *times_ns, replies))
             with counting:
-                _turn(host)
-            responses += arrived(client)
+                _run_turn(host)
+            responses += receive_arrived(client)
         assert {type(response) for response in responses} == {m.Finished}
     for scheduler in host._schedulers:
         scheduler.close()
@@ -333,7 +333,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
     return calls
 
 
-def _turn(host: Host) -> None:
+def _run_turn(host: Host) -> None:
     live = max([scheduler.live_requests for scheduler in host._schedulers], default=0)
     for fd, _ in host._waiter.wait(NEVER, live):
         host._waiter.handlers[fd]()
@@ -449,7 +449,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
                 await _loop_turn()
         submits = list(schedulers.receive())
         while len(submits) < BATCH:
-            submits += arrived(schedulers)
+            submits += receive_arrived(schedulers)
         for peer, submit in submits:
             schedulers.post(
                 peer, m.Finished(submit.id, *case.respond((submit.schema, submit.data)), 1, 2, 3)

@@ -44,7 +44,7 @@ def work(key: int, outputs: Sequence[str] = ALL, **fields: Any) -> Work:
     return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), requested_outputs)))
 
 
-def opened(message: ExecutionResponded) -> dict[str, list[Any]]:
+def decode_outputs(message: ExecutionResponded) -> dict[str, list[Any]]:
     """Return the outputs of a response: texts, decoded JSON values, and numbers."""
     outputs: dict[str, list[Any]] = {}
     for output in inferred_of(message).outputs:
@@ -131,7 +131,7 @@ class Scheduler:
         if message.code:
             self.errors[message.key] = (message.code, message.message)
         elif message.schema:
-            self.responses.setdefault(message.key, []).append(opened(message))
+            self.responses.setdefault(message.key, []).append(decode_outputs(message))
             if self.reads and not message.final:
                 self.rig.instance.link._dispatch(CreditExecution(message.key, 1))
         if message.final:

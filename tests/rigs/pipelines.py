@@ -79,7 +79,7 @@ def step(
     return f'{{ model_name: "{model}" model_version: {version} {maps} }}'
 
 
-def xy(model: str, source: str, target: str) -> str:
+def xy_step(model: str, source: str, target: str) -> str:
     """Return a step that reads tensor `source` as X and writes its output Y to `target`."""
     return step(model, {"X": source}, {"Y": target})
 

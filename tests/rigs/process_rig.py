@@ -193,7 +193,7 @@ class Processes:
         await asyncio.sleep(0)
 
 
-async def turns(count: int = 20) -> None:
+async def run_loop_turns(count: int = 20) -> None:
     """Run the event loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)

@@ -61,7 +61,7 @@ def retry(send: Callable[[], T]) -> T:
     return send()
 
 
-def over_http(port: int, shared: bool) -> Iterator[SendRequest]:
+def send_over_http(port: int, shared: bool) -> Iterator[SendRequest]:
     """Send requests on one connection.
 
     Like every HTTP client, it repeats a request on a new connection if the used connection was
@@ -99,7 +99,7 @@ def registering(port: int) -> Iterator[SendRequest]:
     yield send_request
 
 
-def over_grpc(port: int, is_killed: bool) -> Iterator[SendRequest]:
+def send_over_grpc(port: int, is_killed: bool) -> Iterator[SendRequest]:
     options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
     if is_killed:
         options.append(("grpc.service_config", json.dumps(_RETRY)))
@@ -154,9 +154,9 @@ def main(
         "http": lambda number: (
             registering(http_port)
             if often and number == 0
-            else over_http(http_port, number % 2 == 1)
+            else send_over_http(http_port, number % 2 == 1)
         ),
-        "grpc": lambda _: over_grpc(grpc_port, is_killed),
+        "grpc": lambda _: send_over_grpc(grpc_port, is_killed),
         "native": lambda _: native(local),
     }
     counts.update((protocol, Counter()) for protocol in senders_by_protocol)

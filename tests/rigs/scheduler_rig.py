@@ -199,7 +199,7 @@ class Rig:
 
     def finish(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
         """Return a batch from its worker, with success unless `replies` are given."""
-        answers = list(replies) or [ok(request.key) for request in batch.requests]
+        answers = list(replies) or [ok_reply(request.key) for request in batch.requests]
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(
             peer,
@@ -214,7 +214,7 @@ class Rig:
         """Send a worker's response to a request; the last one if `final`."""
         defaults = {"code": "", "message": "", "final": False, "computed_ns": self.now}
         defaults |= {"written_ns": self.now}
-        schema, data = packed(response)
+        schema, data = pack_response(response)
         defaults |= {"schema": schema, "data": data}
         self.worker(peer, m.ExecutionResponded(key=key, **{**defaults, **fields}))
 
@@ -266,7 +266,7 @@ def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
     return fit
 
 
-def packed(response: bytes | Packed) -> Packed:
+def pack_response(response: bytes | Packed) -> Packed:
     """Return the schema and data of a response; an opaque response, which no test reads, is
     both.
     """
@@ -275,9 +275,9 @@ def packed(response: bytes | Packed) -> Packed:
     return response, [response] if response else []
 
 
-def ok(key: int, response: bytes | Packed = b"done") -> m.Reply:
+def ok_reply(key: int, response: bytes | Packed = b"done") -> m.Reply:
     """Return a successful reply."""
-    return m.Reply(key, "", "", *packed(response))
+    return m.Reply(key, "", "", *pack_response(response))
 
 
 def response_in_arena(pid: int, *offsets: int) -> Packed:

@@ -74,7 +74,7 @@ class Manager:
 
 
 @contextlib.contextmanager
-def managed() -> Iterator[Manager]:
+def run_manager() -> Iterator[Manager]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         address = tempfile.mktemp(prefix="notify-")
         sock.bind(address)

@@ -51,12 +51,12 @@ class Streams:
         """
         events: list[Any] = []
 
-        def done() -> bool:
+        def has_expected_events() -> bool:
             self.messages += self.rig.sent(0.05)
             events[:] = [event for message in self.messages for event in self._show(message, key)]
             return "end" in events or (count > 0 and len(events) >= count)
 
-        until("all has come", done)
+        until("all has come", has_expected_events)
         return events
 
     def _show(self, message: Any, key: int) -> Iterator[Any]:

@@ -40,7 +40,7 @@ from shmserve.workers.links.scheduler import InstanceLink, Timer
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
-from tests.rigs.arrivals import arrived
+from tests.rigs.arrivals import receive_arrived
 from tests.support.messages import inferred_of
 
 MIB = 1024 * 1024
@@ -180,7 +180,7 @@ class Rig:
         self.scheduler = Router(endpoint)
         self._schedulers.append(self.scheduler)
         self.instance.attach(endpoint)
-        ((self._peer, _),) = arrived(self.scheduler)
+        ((self._peer, _),) = receive_arrived(self.scheduler)
         self._dealer = self.instance.link._dealer
         assert self._dealer is not None
         # Kept: a socket that is collected unclosed is a warning, at any later moment.
@@ -219,7 +219,7 @@ class Rig:
 
     def sent(self, timeout_s: float = 5.0) -> list[Any]:
         """Return the messages to the scheduler; wait for a first one."""
-        return [message for _, message in arrived(self.scheduler, timeout_s)]
+        return [message for _, message in receive_arrived(self.scheduler, timeout_s)]
 
     def cancel(self, key: int) -> None:
         """Send the scheduler's cancellation, and wait until the worker has received it."""

@@ -90,7 +90,7 @@ class Scheduler:
         world = process.world
         spec = ModelSpec.of(model.config)
         settings = Settings.read(spec, version, model.limits)
-        cache, lent = None, _lent(model, process, memory)
+        cache, lent = None, _simulate_lent_memory(model, process, memory)
         if settings.cached and model.cache_byte_size:
             start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)
             cache = ResponseCache(model.name, version, start, lent, lambda: world.now_ns)
@@ -130,13 +130,13 @@ def _check_stopped(dispatch: Any) -> None:
     """Raise Violation if a text ended with "stop" but lacks the token that ends it."""
     record = dispatch._on_sequence_end
 
-    def checked(sequence: Sequence[Any], reason: str) -> None:
+    def check_sequence_end(sequence: Sequence[Any], reason: str) -> None:
         tokens = sequence.tokens[len(sequence.generation.prompt) :]
         if reason == "stop" and not {STOP, END} & {*tokens}:
             raise Violation(f"a text ends with {reason!r} after the tokens {list(tokens)}")
         record(sequence, reason)
 
-    dispatch._on_sequence_end = checked
+    dispatch._on_sequence_end = check_sequence_end
 
 
 class _HeldArena:
@@ -163,7 +163,7 @@ class _EnsembleMemory(EnsembleMemory):
         held_arena.users += 1
 
 
-def _lent(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:
+def _simulate_lent_memory(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:
     """Return the lent memory of a process, based on a simulated arena."""
     lent = LentMemory(model.arena_byte_size)
     lent._arena = memory.arena(process, model.arena_byte_size)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from shmserve.ipc.engine_settings import (
     EngineSettings,
 )
 from shmserve.ipc.messages.supervision import SchedulingLimits
-from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
+from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, join_inputs
 
 
 def draw_models(random: Random) -> list[Model]:
@@ -43,7 +43,7 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
                     sizes[maps["input_map"][tensor["name"]]] for tensor in step.config["input"]
                 ]
                 input_bytes = (
-                    bytes(in_sizes[0]) if len(in_sizes) == 1 else joined(*map(bytes, in_sizes))
+                    bytes(in_sizes[0]) if len(in_sizes) == 1 else join_inputs(*map(bytes, in_sizes))
                 )
                 out_size = sizes[maps["output_map"]["OUT"]] = len(
                     step.outputs_of(input_bytes, "000")[0]
@@ -108,7 +108,7 @@ def _dynamic(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **_behaviour(random))
 
 
-def _padded(random: Random, name: str) -> Model:
+def _padded_model(random: Random, name: str) -> Model:
     model = _dynamic(random, name)
     padding = {"buckets": random.choice(([], [[20], [40], [80]])), "max_waste": random.random()}
     model.config["parameters"]["padding"] = {"string_value": json.dumps({"IN": padding})}
@@ -133,7 +133,7 @@ def _queue(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **_behaviour(random))
 
 
-def _ordered(random: Random, name: str) -> Model:
+def _ordered_model(random: Random, name: str) -> Model:
     dynamic = {"preserve_ordering": True, "max_queue_delay_microseconds": random.choice((0, 300))}
     config = _config(name, 4, dynamic_batching=dynamic)
     return Model(name, config, _limits(random), **_behaviour(random))
@@ -177,7 +177,7 @@ def _decoupled(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **_behaviour(random), most_responses=max_responses)
 
 
-def _cached(random: Random, name: str) -> Model:
+def _cached_model(random: Random, name: str) -> Model:
     model = random.choice((_plain, _dynamic))(random, name)
     byte_size = random.choice((4_000, 100_000))
     model.config["response_cache"] = {"enable": True, "byte_size": byte_size}
@@ -226,7 +226,7 @@ def generative(random: Random, name: str) -> Model:
 
 
 def _step(random: Random, name: str) -> Model:
-    return random.choice((_plain, _dynamic, _cached))(random, name)
+    return random.choice((_plain, _dynamic, _cached_model))(random, name)
 
 
 def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
@@ -290,12 +290,12 @@ def _set_condition(random: Random, ensemble: Model, number: int) -> None:
 _DRAWN = {
     "plain": _plain,
     "dynamic": _dynamic,
-    "padded": _padded,
+    "padded": _padded_model,
     "queue": _queue,
-    "ordered": _ordered,
+    "ordered": _ordered_model,
     "sequences": _sequences,
     "iterative": _iterative,
     "decoupled": _decoupled,
-    "cached": _cached,
+    "cached": _cached_model,
     "limited": _limited,
 }

@@ -34,9 +34,9 @@ from tests.support.generative_worker import (
     END,
     VOCABULARY,
     GenerativeWorker,
-    alone,
     candidates,
     extend,
+    generate_alone,
 )
 
 MS = 1_000_000
@@ -243,14 +243,14 @@ class EngineRig:
     def verify(self, generation: Generation[None], samples: Iterable[int]) -> None:
         """Check that each ended sample has the tokens that it has when it runs alone."""
         if generation.beams is not None:
-            assert self.found[generation.key] == searched(generation)
+            assert self.found[generation.key] == reference_beam_search(generation)
             return
         for sample in samples:
-            expected = alone(generation.prompt, sample, generation.max_tokens)
+            expected = generate_alone(generation.prompt, sample, generation.max_tokens)
             assert self.ended[generation.key, sample] == expected, (generation.key, sample)
 
 
-def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
+def reference_beam_search(generation: Generation[None]) -> list[tuple[list[int], str]]:
     """Return the result of a beam search by the rules of transformers, without blocks."""
     search, prompt, max_tokens = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
@@ -403,7 +403,7 @@ class Schedule:
         for key, sample in self._stopped & self.rig.ended.keys():
             generation = self.rig.generations[key]
             tokens, why = self.rig.ended[key, sample]
-            expected, reason = alone(generation.prompt, sample, generation.max_tokens)
+            expected, reason = generate_alone(generation.prompt, sample, generation.max_tokens)
             assert tokens == expected[: len(tokens)]
             assert why == "stop" or (tokens, why) == (expected, reason)
 

@@ -186,7 +186,7 @@ class Model:
 _ALONE = {"input_map": {"IN": "IN", "IN2": "IN2"}, "output_map": {"OUT": "OUT", "WHO": "WHO"}}
 
 
-def joined(first_row: bytes, second_row: bytes) -> bytes:
+def join_inputs(first_row: bytes, second_row: bytes) -> bytes:
     """Return two inputs as one; the second may be missing."""
     return b"[%s&%s]" % (first_row, second_row)
 

@@ -362,16 +362,18 @@ class SchedulerTrace:
         lengths = [int.from_bytes(fit.shape_key[-8:], "little") for fit in fits]
         rows = [fit.batch_size for fit in fits]
 
-        def padded(length: int) -> int | None:
+        def padded_length(length: int) -> int | None:
             fit = [size for (size,) in pad.buckets if size >= length]
             return min(fit, default=None) if pad.buckets else length
 
-        longest = padded(max(lengths))
+        longest = padded_length(max(lengths))
         if len(batch) > 1 and (longest is None or len(shapes) > 1):
             self._fail(f"a batch begins with the lengths {lengths} and the shapes {shapes}")
         total = sum(rows) * (longest or max(lengths))
         true = sum(map(mul, rows, lengths))
-        single_elements = sum(map(mul, rows, (padded(length) or length for length in lengths)))
+        single_elements = sum(
+            map(mul, rows, (padded_length(length) or length for length in lengths))
+        )
         if total > single_elements and total - true > pad.max_waste * total:
             self._fail(f"a batch begins with the lengths {lengths}, of {pad.max_waste} padding")
         self.counted["elements"] += total

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shmserve.ipc.messages.generation import BeamSearch
 from shmserve.scheduler.generative.sequences import Generation
-from tests.simulation.generative import searched
-from tests.support.generative_worker import END, VOCABULARY, alone
+from tests.simulation.generative import reference_beam_search
+from tests.support.generative_worker import END, VOCABULARY, generate_alone
 
 STOP = 7  # the token that ends a text like a stop string
 _TOO_MANY = 5_000  # number of tokens that exceeds every pool
@@ -87,10 +87,10 @@ def texts(content: bytes) -> list[tuple[list[int], str]]:
         generation: Generation[None] = Generation(
             None, 0, 0, request.prompt, request.most, beams=request.search
         )
-        return searched(generation)
+        return reference_beam_search(generation)
     samples: list[tuple[list[int], str]] = []
     for sample in range(request.samples):
-        tokens, reason = alone(request.prompt, sample, request.most)
+        tokens, reason = generate_alone(request.prompt, sample, request.most)
         if STOP in tokens:
             tokens, reason = tokens[: tokens.index(STOP) + 1], "stop"
         samples.append((tokens, reason))

@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
 )
 from tests.simulation.memory import SimulatedMemory
-from tests.simulation.models import Model, joined
+from tests.simulation.models import Model, join_inputs
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
 from tests.support.messages import inference_of
@@ -197,7 +197,7 @@ class Worker(Process):
         data = self._read(work, tensors["IN"])
         if not self.model.joins:
             return data
-        return joined(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
+        return join_inputs(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
 
     def _read(self, work: m.Work, tensor: TensorRef) -> bytes:
         """Return a tensor's bytes. While the scheduler is alive, the memory must be allocated."""

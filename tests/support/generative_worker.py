@@ -30,30 +30,30 @@ def _digest(previous_digest: bytes, token: int) -> bytes:
 def extend(slots: list[Slot], tokens: Iterable[int]) -> list[Slot]:
     """Return `slots` with slots for these tokens appended."""
     for token in tokens:
-        slots.append((token, len(slots), _after(slots)))
+        slots.append((token, len(slots), _hash_slots(slots)))
     return slots
 
 
-def _after(slots: list[Slot]) -> bytes:
+def _hash_slots(slots: list[Slot]) -> bytes:
     """Return a hash of these slots."""
     return _digest(slots[-1][2], slots[-1][0]) if slots else b""
 
 
 def next_token(slots: list[Slot], sample: int) -> int:
     """Return the token that follows; it differs between samples."""
-    return int.from_bytes(_digest(_after(slots), VOCABULARY + sample), "little") % VOCABULARY
+    return int.from_bytes(_digest(_hash_slots(slots), VOCABULARY + sample), "little") % VOCABULARY
 
 
 def candidates(slots: list[Slot], count: int) -> list[tuple[int, float]]:
     """Return the best next tokens of a beam search with their scores, best first."""
-    candidates, previous_digest = [], _after(slots)
+    candidates, previous_digest = [], _hash_slots(slots)
     for token in range(VOCABULARY):
         digest = _digest(previous_digest, token)
         candidates.append((token, -int.from_bytes(digest[:4], "little") / 2**30))
     return sorted(candidates, key=lambda candidate: -candidate[1])[:count]
 
 
-def alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], str]:
+def generate_alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], str]:
     slots = extend([], prompt)
     finish_reason = "length"
     for _ in range(max_tokens):

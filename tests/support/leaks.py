@@ -56,24 +56,24 @@ class Snapshot:
     def assert_restored(self) -> None:
         leaks: list[str] = []
 
-        def nothing_left() -> bool:
+        def nothing_leaks() -> bool:
             leaks[:] = self._leaks(Snapshot.take())
             return not leaks
 
         try:
-            until("nothing is left behind", nothing_left)
+            until("nothing is left behind", nothing_leaks)
         except AssertionError:
             raise AssertionError("left behind: " + "; ".join(leaks)) from None
 
     def _leaks(self, now: Snapshot) -> list[str]:
-        leaks = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _in_foreign_use(name)]
+        leaks = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _is_used_elsewhere(name)]
         new_children = now.children - self.children
         leaks += [
             f"process {process.pid} ({servers.title_of(process.pid)})" for process in new_children
         ]
         for pid, titles in now.titles.items():
             titles_before = self.titles.get(pid)
-            if titles_before is not None and servers.lasting(titles_before) != titles:
+            if titles_before is not None and servers.without_short_lived(titles_before) != titles:
                 leaks.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
         if now.descriptors - self.descriptors:
             gc.collect()
@@ -110,7 +110,7 @@ def created_since(names_before: set[str]) -> set[str]:
     return {name for name in set(os.listdir(_SHM)) - names_before if not name.startswith("test-")}
 
 
-def _in_foreign_use(name: str) -> bool:
+def _is_used_elsewhere(name: str) -> bool:
     """Return whether a process of another run of the tests, or of another program, maps an object.
 
     Mappings are compared by device and inode: the C library creates a semaphore under a temporary

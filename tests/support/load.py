@@ -163,7 +163,7 @@ class Load:
         waiting = set(range(len(self._kinds)))
         answer_count = 0
 
-        def all_answered() -> bool:
+        def have_all_answered() -> bool:
             nonlocal answer_count
             for answer in self.answers[answer_count:]:
                 if answer.began >= start_time and not answer.trouble:
@@ -172,7 +172,7 @@ class Load:
             return not waiting
 
         with self._answer_added:
-            all_have_answered = self._answer_added.wait_for(all_answered, within_s)
+            all_have_answered = self._answer_added.wait_for(have_all_answered, within_s)
         assert all_have_answered, (
             f"clients {waiting} were not answered within {within_s} s; last: {self.answers[-3:]}"
         )

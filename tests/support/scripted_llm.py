@@ -42,7 +42,7 @@ def _alphabet() -> dict[int, str]:
     }
 
 
-def _spelled(piece: str) -> str:
+def _byte_level_name(piece: str) -> str:
     """Return the name of a token in a byte-level vocabulary."""
     chars = _alphabet()
     return "".join(chars[byte] for byte in piece.encode())
@@ -64,7 +64,7 @@ def write_scripted(
     added = [END, *scripts, *special]
     for piece in (piece for script in scripts.values() for piece in script):
         if piece not in added:
-            vocabulary[_spelled(piece)] = len(vocabulary)
+            vocabulary[_byte_level_name(piece)] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,7 +73,7 @@ def write_scripted(
     for begin, script in scripts.items():
         names = [begin, *script, END]
         vocab = tokenizer.get_vocab()
-        ids = [vocab[name if name in added else _spelled(name)] for name in names]
+        ids = [vocab[name if name in added else _byte_level_name(name)] for name in names]
         successor |= dict(itertools.pairwise(ids))
     first_token = successor[tokenizer.get_vocab()[next(iter(scripts))]]
     end = tokenizer.get_vocab()[END]

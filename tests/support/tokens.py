@@ -23,7 +23,7 @@ def _server_frames() -> list[FrameType]:
     return frame_types
 
 
-def _collected(token: lent.Token) -> None:
+def _on_collected(token: lent.Token) -> None:
     if not token.unsettled:
         return
     # The collector also finds objects of earlier tests, so a collected token has no frames.
@@ -43,4 +43,4 @@ def _on_collection(phase: str, info: dict[str, int]) -> None:
 def watch() -> None:
     """Record lost tokens from now on."""
     gc.callbacks.append(_on_collection)
-    lent.Token.__del__ = _collected  # type: ignore[attr-defined]
+    lent.Token.__del__ = _on_collected  # type: ignore[attr-defined]

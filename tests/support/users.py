@@ -32,14 +32,14 @@ def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> 
     items: list[T] = []
     errors: list[BaseException] = []
 
-    def be() -> None:
+    def run_as_user() -> None:
         try:
-            _become(uid, groups)
+            _set_user(uid, groups)
             items.append(action())
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=be)
+    thread = threading.Thread(target=run_as_user)
     thread.start()
     thread.join()
     if errors:
@@ -47,7 +47,7 @@ def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> 
     return items[0]
 
 
-def _become(uid: int, groups: tuple[int, ...]) -> None:
+def _set_user(uid: int, groups: tuple[int, ...]) -> None:
     assert _CALLS is not None
     libc = ctypes.CDLL(None, use_errno=True)
     group_ids = (ctypes.c_uint * len(groups))(*groups)

@@ -16,7 +16,7 @@ from tests.differential.script import (
     Step,
     recorder,
 )
-from tests.differential.scripts.ensembles import ADD, COUNT, MANY, ensemble, through
+from tests.differential.scripts.ensembles import ADD, COUNT, MANY, ensemble, step_through
 
 BATCHER = "dynamic_batching { default_queue_policy { max_queue_size: 100 } }"
 FAILED = Known("statistics.*", "who has given up has had no response: it counts in fail")
@@ -32,7 +32,7 @@ def waiting(name: str, scheduler: str, known_differences: Sequence[Known] = ()) 
     )
 
 
-def executing(name: str, scheduler: str = BATCHER) -> Script:
+def cancel_executing(name: str, scheduler: str = BATCHER) -> Script:
     """An executing request is cancelled: it completes without a response, and the next one runs."""
     steps: list[Step] = [Send("a", name, 1), Cancel("a"), Send("b", name, 2), Release("a")]
     return Script(name, [recorder(name, scheduler)], [*steps, Drain()], [FAILED])
@@ -68,7 +68,7 @@ def between_steps(name: str, first_scheduler: str, known_differences: Sequence[K
         recorder(f"{name}_1", first_scheduler, method_body=ADD),
         recorder(f"{name}_2", first_scheduler, method_body=ADD),
     ]
-    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     arrivals: list[Step] = [Send("a", name, 1), Cancel("a"), Release("a"), Send("b", name, 5)]
     return Script(name, [*models, ensemble(name, *steps)], [*arrivals, Drain()], known_differences)
 
@@ -77,7 +77,7 @@ def step_that_waits() -> Script:
     """An ensemble's request is cancelled while its first step waits in the queue of its model."""
     name = "step_that_waits"
     models = [recorder(f"{name}_{n}", BATCHER, method_body=ADD, max_batch_size=1) for n in (1, 2)]
-    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     ensemble_model = ensemble(name, *steps, size=1)
     arrivals: list[Step] = [Send("first", f"{name}_1", 1), Send("a", name, 2), Cancel("a")]
     arrivals += [Release("first"), Send("b", name, 5), Drain()]
@@ -87,8 +87,8 @@ def step_that_waits() -> Script:
 SCRIPTS = [
     waiting("waits_for_the_batcher", BATCHER),
     waiting("waits_for_the_default", "", [FAILED, NOT_RUN]),
-    executing("executes_in_a_batcher"),
-    executing("executes_by_default", ""),
+    cancel_executing("executes_in_a_batcher"),
+    cancel_executing("executes_by_default", ""),
     one_of_a_batch(),
     streamed_and_waiting(),
     streamed_and_executing(),

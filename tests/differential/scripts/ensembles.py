@@ -47,7 +47,7 @@ def ensemble(
     return Model(name, config)
 
 
-def through(model: str, source: str, target: str, second_source: str = "") -> str:
+def step_through(model: str, source: str, target: str, second_source: str = "") -> str:
     """Return a step from one tensor to another one."""
     inputs = {"INPUT0": source} | ({"MORE": second_source} if second_source else {})
     return step(model, inputs, {"OUTPUT0": target})
@@ -57,7 +57,7 @@ def one_by_one(*requests: Send) -> list[Send | Drain]:
     return [step for request in requests for step in (request, Drain())]
 
 
-def two(
+def two_step_ensemble(
     name: str,
     first_body: str,
     second_body: str,
@@ -69,7 +69,7 @@ def two(
         recorder(f"{name}_1", method_body=first_body),
         recorder(f"{name}_2", method_body=second_body),
     ]
-    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), known_differences)
 
 
@@ -77,7 +77,7 @@ def both_outputs() -> Script:
     """Only the branches of requested outputs run."""
     name = "pruned"
     models = [recorder(f"{name}_{n}", method_body=ADD) for n in (1, 2)]
-    steps = through(f"{name}_1", "INPUT0", "OUT"), through(f"{name}_2", "INPUT0", "ALSO")
+    steps = step_through(f"{name}_1", "INPUT0", "OUT"), step_through(f"{name}_2", "INPUT0", "ALSO")
     requests = Send("one", name, 1, outputs=["OUT"]), Send("other", name, 1, outputs=["ALSO"])
     ensemble_model = ensemble(name, *steps, outputs=[OUT, tensor("ALSO")])
     steps_of_script = one_by_one(*requests, Send("both", name, 1))
@@ -89,8 +89,8 @@ def diamond() -> Script:
     name = "diamond"
     models = [recorder(f"{name}_{n}", method_body=ADD) for n in (1, 2)]
     models.append(recorder(f"{name}_sum", method_body=SUM, inputs=[IN, EXTRA]))
-    steps = [through(f"{name}_1", "INPUT0", "A"), through(f"{name}_2", "INPUT0", "B")]
-    steps.append(through(f"{name}_sum", "A", "OUT", "B"))
+    steps = [step_through(f"{name}_1", "INPUT0", "A"), step_through(f"{name}_2", "INPUT0", "B")]
+    steps.append(step_through(f"{name}_sum", "A", "OUT", "B"))
     requests = one_by_one(Send("a", name, 1), Send("rows", name, 2, rows=2))
     return Script(name, [*models, ensemble(name, *steps)], requests, unordered=True)
 
@@ -103,7 +103,7 @@ def unbatched_step() -> Script:
     )
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
     unbatched_model = recorder(f"{name}_2", method_body=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
-    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
     ensemble_model = ensemble(name, *steps, size=0, **ends)
     return Script(
@@ -116,7 +116,7 @@ def optional() -> Script:
     name = "optional_step"
     recording_model = recorder(f"{name}_1", method_body=ADD_OPTIONAL, inputs=[IN, OPTIONAL])
     ensemble_model = ensemble(
-        name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
+        name, step_through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
     )
     optional_input = {"MORE": ("INT32", [1, 1], [5])}
     requests = Send("with", name, 1, inputs=optional_input), Send("without", name, 1)
@@ -130,7 +130,7 @@ def decoupled() -> Script:
         recorder(f"{name}_1", MANY, method_body=COUNT),
         recorder(f"{name}_2", method_body=ADD),
     ]
-    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     requests = [Send(f"r{count}", name, count, stream=True) for count in (1, 0)]
     return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), [*END, *LATER])
 
@@ -138,8 +138,8 @@ def decoupled() -> Script:
 def nested() -> Script:
     name = "nested"
     models = [recorder(f"{name}_1", method_body=ADD), recorder(f"{name}_2", method_body=FAIL)]
-    inner = ensemble(f"{name}_inner", through(f"{name}_1", "INPUT0", "OUT"))
-    wrong_ensemble = ensemble(f"{name}_wrong", through(f"{name}_2", "INPUT0", "OUT"))
+    inner = ensemble(f"{name}_inner", step_through(f"{name}_1", "INPUT0", "OUT"))
+    wrong_ensemble = ensemble(f"{name}_wrong", step_through(f"{name}_2", "INPUT0", "OUT"))
     tensor_maps = {"INPUT0": "INPUT0"}, {"OUT": "OUT"}
     outer = ensemble(f"{name}_outer", step(f"{name}_inner", *tensor_maps))
     bad_ensemble = ensemble(f"{name}_bad", step(f"{name}_wrong", *tensor_maps))
@@ -150,19 +150,29 @@ def nested() -> Script:
 
 
 SCRIPTS = [
-    two("two_steps", ADD, ADD, Send("a", "two_steps", 1), Send("b", "two_steps", 5, rows=3)),
-    two("first_fails", FAIL, ADD, Send("c", "first_fails", 1), known_differences=FAILURES),
-    two("second_fails", ADD, FAIL, Send("d", "second_fails", 1), known_differences=FAILURES),
-    two("no_tensor_made", NOTHING, ADD, Send("e", "no_tensor_made", 1), known_differences=FAILURES),
-    two("no_output_made", ADD, NOTHING, Send("e", "no_output_made", 1), known_differences=FLAGS),
-    two(
+    two_step_ensemble(
+        "two_steps", ADD, ADD, Send("a", "two_steps", 1), Send("b", "two_steps", 5, rows=3)
+    ),
+    two_step_ensemble(
+        "first_fails", FAIL, ADD, Send("c", "first_fails", 1), known_differences=FAILURES
+    ),
+    two_step_ensemble(
+        "second_fails", ADD, FAIL, Send("d", "second_fails", 1), known_differences=FAILURES
+    ),
+    two_step_ensemble(
+        "no_tensor_made", NOTHING, ADD, Send("e", "no_tensor_made", 1), known_differences=FAILURES
+    ),
+    two_step_ensemble(
+        "no_output_made", ADD, NOTHING, Send("e", "no_output_made", 1), known_differences=FLAGS
+    ),
+    two_step_ensemble(
         "flags_are_forwarded",
         ADD,
         ADD,
         Send("s", "flags_are_forwarded", 1, sequence=7, start=True),
         Send("t", "flags_are_forwarded", 1, sequence=7, end=True),
     ),
-    two(
+    two_step_ensemble(
         "refused_by_an_ensemble",
         ADD,
         ADD,

@@ -31,7 +31,7 @@ def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -
     return Model(name, "\n".join([*kept_lines, group]), recording_model.one)
 
 
-def taking_turns(name: str, resource: str) -> Script:
+def models_take_turns(name: str, resource: str) -> Script:
     """Two models of which only one can execute at a time."""
     models = [needing(f"{name}_{n}", resource) for n in (1, 2)]
     steps: list[Step] = [Send("a", f"{name}_1", 1), Send("b", f"{name}_2", 2), Release("a")]
@@ -87,8 +87,8 @@ def unlimited() -> Script:
 
 
 SCRIPTS = [
-    taking_turns("one_of_a_device", "of_device:1"),
-    taking_turns("one_of_all", "of_all:1:global"),
+    models_take_turns("one_of_a_device", "of_device:1"),
+    models_take_turns("one_of_all", "of_all:1:global"),
     own_instances(),
     priorities(),
     much_and_little(),

@@ -43,7 +43,7 @@ COUNTED = [Known("statistics.*", "responses are counted by their index, as later
 TEXT = [Known("responses.*.error.1", "the text is without file and line")]
 
 
-def streamed(
+def streaming_script(
     name: str, method_body: str, *values: int, known_differences: list[Known] | None = None
 ) -> Script:
     """A decoupled model receives one request at a time."""
@@ -67,10 +67,10 @@ def iterative(name: str, strategy: str) -> Script:
 
 
 SCRIPTS = [
-    streamed("counts", COUNT, 3, 1, 0),
-    streamed("wrong_in_the_middle", WRONG, 1),
-    streamed("last_with_its_response", FINAL_RESPONSE, 1),
-    streamed("raises", 'raise ValueError("early")', 1, known_differences=[*TEXT, *COUNTED]),
+    streaming_script("counts", COUNT, 3, 1, 0),
+    streaming_script("wrong_in_the_middle", WRONG, 1),
+    streaming_script("last_with_its_response", FINAL_RESPONSE, 1),
+    streaming_script("raises", 'raise ValueError("early")', 1, known_differences=[*TEXT, *COUNTED]),
     iterative("iterative_oldest", "oldest { max_candidate_sequences: 4 }"),
     iterative("iterative_direct", "direct { }"),
     Script(

@@ -84,7 +84,7 @@ def test_many_silent_connections(server: Server, name: str) -> None:
             until("it is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
         assert_recovers(stage, time.monotonic())
     with crowded(server, name):
-        until("all have come", lambda: settled(server))
+        until("all have come", lambda: are_idle(server))
         cpu_before = cpu_seconds(server)
         time.sleep(1.0)
         cpu_used = {title: now - cpu_before[title] for title, now in cpu_seconds(server).items()}
@@ -100,7 +100,7 @@ def test_grpc_connections_leave_some(server: Server) -> None:
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
         with crowded(server, "grpc"):
-            until("all have come", lambda: settled(server))
+            until("all have come", lambda: are_idle(server))
             gateway = server.find_one("gateway grpc")
             assert gateway.num_fds() < _LIMIT - 50
             victim = server.find_one("scheduler simple")
@@ -137,7 +137,7 @@ def test_registrations_leave_some(server: Server) -> None:
     assert [answer for answer in stage.load.troubles() if not answer.is_disconnected] == []
 
 
-def settled(server: Server) -> bool:
+def are_idle(server: Server) -> bool:
     """Return whether all processes are idle again."""
     cpu_before = cpu_seconds(server)
     time.sleep(0.05)

@@ -38,13 +38,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def small(folder: Path, inodes: int) -> list[str]:
+def small_mount_command(folder: Path, inodes: int) -> list[str]:
     return ["unshare", "-m", "sh", "-c", _MOUNT, str(inodes), str(folder)]
 
 
 @pytest.mark.parametrize("inodes", [4, 5])
 def test_a_full_run_directory_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
-    server = Server([repository], run_dir=folder / "run", prefix=small(folder, inodes))
+    server = Server(
+        [repository], run_dir=folder / "run", prefix=small_mount_command(folder, inodes)
+    )
     try:
         assert server.wait_exit(30) == 1
         assert server.log() == (
@@ -60,7 +62,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
     The affected model is not ready until there is space again, and its requests do not wait for
     that.
     """
-    server = Server([repository], run_dir=folder / "run", prefix=small(folder, 60))
+    server = Server([repository], run_dir=folder / "run", prefix=small_mount_command(folder, 60))
     try:
         server.wait_ready()
         inside = Path(f"/proc/{server.pid}/root{folder}")

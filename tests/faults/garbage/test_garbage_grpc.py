@@ -44,7 +44,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         yield started
 
 
-def fine(stage: Scene) -> None:
+def check_other_clients(stage: Scene) -> None:
     """Check that other clients are served over both listeners."""
     with stub(stage.server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=_PATIENCE_S))
@@ -92,7 +92,7 @@ def test_streams(server: Server, name: str) -> None:
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(65536):
                     pass
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_incomplete_messages(server: Server) -> None:
@@ -112,7 +112,7 @@ def test_incomplete_messages(server: Server) -> None:
         for _ in range(5):
             for sock in slow_sockets:
                 sock.sendall(frame(0, 0, 1, b"x"))
-            fine(stage)
+            check_other_clients(stage)
 
 
 _REQUEST = frame(0, 1, 0, message(simple_request().SerializeToString()))
@@ -159,7 +159,7 @@ def test_floods(server: Server, name: str) -> None:
                             answer = call.ModelInfer(simple_request(), timeout=_PATIENCE_S)
                             assert is_right(answer)
             assert stage.load.troubles() == []
-        fine(stage)
+        check_other_clients(stage)
 
 
 def requests() -> Iterator[bytes]:
@@ -209,7 +209,7 @@ def test_requests(server: Server) -> None:
         for call in other_methods:
             with pytest.raises(grpc.RpcError):
                 call(_RANDOM.randbytes(1000), timeout=_PATIENCE_S)
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_metadata(server: Server) -> None:
@@ -225,7 +225,7 @@ def test_metadata(server: Server) -> None:
         for metadata in odd_metadata:
             with contextlib.suppress(grpc.RpcError, ValueError):
                 call.ModelInfer(simple_request(), timeout=_PATIENCE_S, metadata=metadata)
-        fine(stage)
+        check_other_clients(stage)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_bombs(server: Server) -> None:
         for _ in range(3):
             with pytest.raises(grpc.RpcError):
                 call.ModelInfer(request, timeout=_PATIENCE_S, compression=grpc.Compression.Gzip)
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_streams_that_are_not_read(tmp_path: Path) -> None:
@@ -279,11 +279,11 @@ def test_streams_that_are_not_read(tmp_path: Path) -> None:
                 request_serializer=pb.ModelInferRequest.SerializeToString,
             )(large_messages(), timeout=60)
             while stream.is_active():
-                fine(stage)
+                check_other_clients(stage)
                 assert received_count < 5000
             # Only this stream ends. Its status arrives after the unread messages.
             assert stream.code() is grpc.StatusCode.CANCELLED
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_cancelled_calls(server: Server) -> None:
@@ -293,7 +293,7 @@ def test_cancelled_calls(server: Server) -> None:
             pending = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
             pending.cancel()
             call.ModelStreamInfer(iter([simple_request()]), timeout=_PATIENCE_S).cancel()
-        fine(stage)
+        check_other_clients(stage)
 
 
 def test_no_resources_remain_after_all_grpc_garbage(server: Server, state_before: State) -> None:

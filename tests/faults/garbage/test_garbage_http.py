@@ -150,7 +150,7 @@ def test_bytes(server: Server, name: str) -> None:
                 except OSError:
                     pass
                 assert_refused(connection)
-        fine(stage)
+        check_clients(stage)
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -160,7 +160,7 @@ def test_bodies(server: Server, name: str) -> None:
             reply = stage.http.infer("simple", BODIES[name])
             assert reply.status in (400, 500, 501), reply
             assert len(reply.error) < 3_000_000
-        fine(stage)
+        check_clients(stage)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -168,7 +168,7 @@ def test_other_requests(server: Server, name: str) -> None:
     path, body = REQUESTS[name]
     with scene(server) as stage:
         assert stage.http.post(path, body).status in (400, 404, 500, 503)
-        fine(stage)
+        check_clients(stage)
 
 
 def test_every_truncation_of_a_request(server: Server) -> None:
@@ -176,7 +176,7 @@ def test_every_truncation_of_a_request(server: Server) -> None:
     with scene(server) as stage:
         for length in range(0, len(REQUEST), 3):
             assert stage.http.infer("simple", REQUEST[:length]).status in (400, 500)
-        fine(stage)
+        check_clients(stage)
 
 
 def test_every_split_of_a_binary_request(server: Server) -> None:
@@ -185,7 +185,7 @@ def test_every_split_of_a_binary_request(server: Server) -> None:
         for size in range(1, len(REQUEST), 3):
             headers = {"Inference-Header-Content-Length": str(size)}
             assert stage.http.infer("simple", REQUEST, headers).status in (400, 500)
-        fine(stage)
+        check_clients(stage)
 
 
 def test_many_silent_connections(server: Server) -> None:
@@ -197,7 +197,7 @@ def test_many_silent_connections(server: Server) -> None:
         try:
             for connection in silent_connections[::2]:
                 connection.sendall(b"P")
-            fine(stage)
+            check_clients(stage)
         finally:
             for connection in silent_connections:
                 connection.close()
@@ -229,7 +229,7 @@ def test_a_client_that_reads_no_responses_is_not_read_from(
             while sent_bytes < 64 << 20:
                 sent_bytes += connection.send(flood)
         assert sent_bytes < 64 << 20
-        fine(stage)
+        check_clients(stage)
 
 
 def test_a_slow_sender_delays_no_other_client(server: Server) -> None:
@@ -237,7 +237,7 @@ def test_a_slow_sender_delays_no_other_client(server: Server) -> None:
         connection.sendall(head(f"Content-Length: {len(REQUEST)}"))
         for start in range(0, len(REQUEST), 40):
             connection.sendall(REQUEST[start : start + 40])
-            fine(stage)
+            check_clients(stage)
         assert read_reply(connection).status == 200
 
 
@@ -261,7 +261,7 @@ def test_a_large_json_body_delays_no_other_client(serve: Callable[..., Server]) 
             assert pending.result().status == 200
             longest.append(max(waits_s) / sum(waits_s))
         assert min(longest) < 1 / 3  # in one round at least, no wait took most of the time
-        fine(stage)
+        check_clients(stage)
 
 
 def test_metrics_port(server: Server) -> None:
@@ -280,7 +280,7 @@ def test_metrics_port(server: Server) -> None:
     assert "nv_inference_count" in server.metrics()
 
 
-def fine(stage: Scene) -> None:
+def check_clients(stage: Scene) -> None:
     """Check that existing and new clients are served."""
     assert_recovers(stage, time.monotonic())
     with stage.server.http() as other_client:

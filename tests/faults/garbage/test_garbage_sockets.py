@@ -98,11 +98,11 @@ def test_at_the_handover(server: Server, garbage: bytes) -> None:
     """A client that is no server takes over nothing, and does not prevent a take-over."""
     with scene(server) as stage:
         for _ in range(2):
-            until("it is as if nobody had come", lambda: said_to(server, garbage))
+            until("it is as if nobody had come", lambda: send_as_successor(server, garbage))
         assert_recovers(stage, time.monotonic(), 3.0)
 
 
-def said_to(server: Server, garbage: bytes) -> bool:
+def send_as_successor(server: Server, garbage: bytes) -> bool:
     """Send bytes in the place of a successor server; return whether a successor could have
     taken over.
     """
@@ -197,7 +197,7 @@ def test_the_identity_of_another(server: Server) -> None:
         assert stage.load.troubles() == []
 
 
-def ended(link: Dealer) -> bool:
+def has_ended(link: Dealer) -> bool:
     link.receive()
     return not link.connected
 
@@ -219,7 +219,7 @@ def test_model_code_cannot_impersonate_a_server_process(server: Server) -> None:
                 intruder.send(InstanceReady(0, pid))
                 intruder.send(Release(pid, list(range(0, 1 << 20, 4096))))
                 intruder.send(Stop())
-                until("it is ended", partial(ended, intruder))
+                until("it is ended", partial(has_ended, intruder))
                 intruder.close()
         assert "kept" in [region["name"] for region in stage.http.regions().json()]
         stage.http.unregister("kept").ok()

@@ -24,10 +24,10 @@ from shmserve.ipc.tensors.descriptors import Range, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames, zmtp
 from tests.faults.conftest import make_repository
-from tests.faults.garbage.test_garbage_sockets import ended, garbage
+from tests.faults.garbage.test_garbage_sockets import garbage, has_ended
 from tests.faults.scene import Scene, State, assert_is_as_it_was, assert_recovers, scene
-from tests.rigs.arrivals import arrived, framed, send_raw
-from tests.rigs.local_clients import Guest, answer, memfd, small, submit
+from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
+from tests.rigs.local_clients import Guest, answer, memfd, small_tensor, submit
 from tests.support.leaks import cpu_seconds
 from tests.support.load import Load
 from tests.support.regions import punch
@@ -46,11 +46,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def honest(stage: Scene) -> None:
+def check_honest_client(stage: Scene) -> None:
     """Check that another local client can connect and is served."""
     with contextlib.closing(Guest(stage.server).hello()) as local_client:
         link = local_client.link("identity")
-        link.send(submit((small(),)))
+        link.send(submit((small_tensor(),)))
         assert isinstance(answer(link), m.Finished)
 
 
@@ -64,20 +64,22 @@ def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
         link = local_client.link(
             "identity", f"{local_client.number}.{local_client.token}.g{len(frames)}"
         )
-        send_raw(link, b"", b"".join(framed(frames.pop()) for _ in range(min(8, len(frames)))))
-        link.send(submit((small(),)))
-        replies = arrived(link)
+        send_raw(link, b"", b"".join(encode_zmtp(frames.pop()) for _ in range(min(8, len(frames)))))
+        link.send(submit((small_tensor(),)))
+        replies = receive_arrived(link)
         assert all(isinstance(reply, m.Finished | m.Failed) for reply in replies)
         link.close()
     link = local_client.link("identity", f"{local_client.number}.{local_client.token}.flood")
-    send_raw(link, b"", framed(b"x") * 50_000)
-    until("it is ended", partial(ended, link))
+    send_raw(link, b"", encode_zmtp(b"x") * 50_000)
+    until("it is ended", partial(has_ended, link))
 
 
 def no_zeromq(local_client: Guest, stage: Scene) -> None:
     """Send bytes that are no frames, and incomplete frames."""
     stream_bytes = (
-        zmtp.GREETING + zmtp.ready_command("DEALER", b"%d.x" % local_client.number) + framed(b"abc")
+        zmtp.GREETING
+        + zmtp.ready_command("DEALER", b"%d.x" % local_client.number)
+        + encode_zmtp(b"abc")
     )
     with contextlib.ExitStack() as stack:
         for endpoint in local_client.models.values():
@@ -90,7 +92,7 @@ def no_zeromq(local_client: Guest, stage: Scene) -> None:
                 with contextlib.suppress(OSError):
                     unix_socket.sendall(text)
         assert_recovers(stage, time.monotonic())
-        honest(stage)
+        check_honest_client(stage)
 
 
 def a_handshake_without_end(local_client: Guest, stage: Scene) -> None:
@@ -113,7 +115,7 @@ def never_read(local_client: Guest, stage: Scene) -> None:
     identity = f"{local_client.number}.{local_client.token}.deaf".encode()
     connection.sendall(zmtp.GREETING + zmtp.ready_command("DEALER", identity))
     connection.settimeout(1.0)
-    frame = framed(frames.pack([submit((small(),), number) for number in range(500)]))
+    frame = encode_zmtp(frames.pack([submit((small_tensor(),), number) for number in range(500)]))
     with contextlib.closing(connection), contextlib.suppress(TimeoutError):
         for _ in range(2000):
             connection.sendall(frame)
@@ -140,14 +142,14 @@ def half_frames(local_client: Guest, stage: Scene) -> None:
         return sum(link.connected for link in links) <= 7
 
     until("some are ended", some_are_ended)
-    honest(stage)
+    check_honest_client(stage)
 
 
 def a_frame_too_large(local_client: Guest, stage: Scene) -> None:
     for size in (8 * MIB + 1, 1 << 40, 2**64 - 1):
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{size}")
         send_raw(link, b"", b"\2" + size.to_bytes(8, "big"))
-        until("it is ended", partial(ended, link))
+        until("it is ended", partial(has_ended, link))
 
 
 def a_request_too_large(local_client: Guest, stage: Scene) -> None:
@@ -156,13 +158,13 @@ def a_request_too_large(local_client: Guest, stage: Scene) -> None:
     link.send(submit((TensorRef("INPUT0", "FP32", (MIB,), bytes(4 * MIB)),)))
     failed_answer = answer(link)
     assert isinstance(failed_answer, m.Failed) and "shared memory" in failed_answer.message
-    link.send(submit((small(),)))
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
 
 
 def a_request_with_a_large_name(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
-    link.send(replace(submit((small(),)), request_id="x" * MIB))
+    link.send(replace(submit((small_tensor(),)), request_id="x" * MIB))
     failed_answer = answer(link)
     assert isinstance(failed_answer, m.Failed) and "larger than" in failed_answer.message
 
@@ -180,14 +182,14 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
         (message * (7 * MIB // len(message)), nested_arrays, message * 6 * MIB)
     ):
         count = words.count(b"\xdd") or len(words) // len(message)
-        frame = framed(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
+        frame = encode_zmtp(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{number}")
         assert link._connection is not None
         link._connection.sock.settimeout(20)
         with contextlib.suppress(OSError):
             link._connection.sock.sendall(frame)
         link._connection.sock.setblocking(False)
-    honest(stage)
+    check_honest_client(stage)
     assert cpu_seconds(stage.server)["scheduler identity"] - cpu_before < 5
 
 
@@ -207,7 +209,7 @@ def slow_to_close(local_client: Guest, stage: Scene) -> None:
         scheduler.connect(local_client.models["identity"].removeprefix("ipc://"))
         send_what_lingers(stack, scheduler, zmtp.GREETING, 1)
         start_s = time.monotonic()
-        honest(stage)
+        check_honest_client(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()
         assert time.monotonic() - start_s < LINGER_S / 2
@@ -246,33 +248,33 @@ def many_links(local_client: Guest, stage: Scene) -> None:
         local_client.link("identity", f"{local_client.number}.{'0' * 32}.{n}") for n in range(200)
     ]
     for link in (*own_links, *made_up):
-        link.send(submit((small(),)))
-    until("those are ended", lambda: all(map(ended, made_up)))
-    until("some are left", lambda: sum(map(ended, own_links)) == 24)
-    honest(stage)
+        link.send(submit((small_tensor(),)))
+    until("those are ended", lambda: all(map(has_ended, made_up)))
+    until("some are left", lambda: sum(map(has_ended, own_links)) == 24)
+    check_honest_client(stage)
 
 
 def another_s_identity(local_client: Guest, stage: Scene) -> None:
     """Open a link with the identity of another link."""
     link = local_client.link("identity")
-    link.send(submit((small(),)))
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
     thief_link = local_client.link("identity")
-    until("the second is ended", partial(ended, thief_link))
-    link.send(submit((small(),)))
+    until("the second is ended", partial(has_ended, thief_link))
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
 
 
 def stay_after_leaving(local_client: Guest, stage: Scene) -> None:
     """Disconnect from the listener; all links are closed and cannot be opened again."""
     link = local_client.link("identity")
-    link.send(submit((small(),)))
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
     local_client.listener.close()
-    until("its link is ended", partial(ended, link))
+    until("its link is ended", partial(has_ended, link))
     second_link = local_client.link("identity")
-    second_link.send(submit((small(),)))
-    until("so is the next", partial(ended, second_link))
+    second_link.send(submit((small_tensor(),)))
+    until("so is the next", partial(has_ended, second_link))
 
 
 def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
@@ -288,13 +290,13 @@ def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
     assert isinstance(failed_answer, m.Failed) and failed_answer.id == 6
     visit.release()
     assert isinstance(answer(link), m.Finished)
-    assert arrived(link, 0.2) == []
+    assert receive_arrived(link, 0.2) == []
 
 
 def odd_numbers(local_client: Guest, stage: Scene) -> None:
     """Send extreme times, priorities and identifiers."""
     link = local_client.link("identity")
-    work = pack_inference(Inference((small(),)))
+    work = pack_inference(Inference((small_tensor(),)))
     odd_values = (0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
     number = 0
     for field in range(4):
@@ -345,7 +347,7 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     bad_tensors += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
     # Equal to the correct shape as a number, but of another type.
     bad_tensors.append(["INPUT0", "FP32", [4.0]])
-    packed, data = pack_inference(Inference((small(),), ()))
+    packed, data = pack_inference(Inference((small_tensor(),), ()))
     schema = msgpack.unpackb(packed)
     bad_requests: list[tuple[Any, list[Any]]] = [
         ([[tensor], *schema[1:]], data) for tensor in bad_tensors
@@ -361,7 +363,7 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
         bad_requests += [
             ([*schema[:field], value, *schema[field + 1 :]], data) for value in odd_values
         ]
-    link.send(submit((small(),)))
+    link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
     for number, work in enumerate(bad_requests, 2):
         link.send(m.Submit(number, msgpack.packb(work[0]), work[1], 0, 0, 0, 0))
@@ -378,8 +380,8 @@ def deep_messages(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
     link.send(m.Submit(1, deep_schema, [], 0, 0, 0, 0))
     assert isinstance(answer(link), m.Failed)
-    send_raw(link, b"", framed(bytes((0x92, frames.VERSION)) + deep_schema))
-    link.send(submit((small(),), 2))
+    send_raw(link, b"", encode_zmtp(bytes((0x92, frames.VERSION)) + deep_schema))
+    link.send(submit((small_tensor(),), 2))
     assert answer(link).id == 2
 
 
@@ -414,7 +416,7 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
             memory_range = Range(memory, 0, 16)
             for work in (
                 submit((TensorRef("INPUT0", "FP32", (4,), memory_range),)),
-                submit((small(),), outputs=(RequestedOutput("OUTPUT0", memory_range),)),
+                submit((small_tensor(),), outputs=(RequestedOutput("OUTPUT0", memory_range),)),
             ):
                 link.send(work)
                 refused_answer = answer(link)
@@ -464,7 +466,7 @@ def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
                 socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             )
             silent_socket.connect(str(endpoints.listener(stage.server.run_dir)))
-        honest(stage)
+        check_honest_client(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()
         assert_recovers(stage, time.monotonic())
@@ -503,7 +505,7 @@ def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> 
     with scene(server) as stage:
         with contextlib.closing(Guest(server).hello()) as local_client:
             crime(local_client, stage)
-        honest(stage)
+        check_honest_client(stage)
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []
 

@@ -18,17 +18,16 @@ class Known(NamedTuple):
 
 
 def difference(own_view: Seen, peer_view: Seen) -> str:
-    """How what two engines made of the same step differs, as "what: ours | theirs"; "" if not.
+    """Return the difference of two engines after a step, as "field: ours | theirs"; "" if equal.
 
-    `over` is why a connection is over, else what its engine did instead; `resets` are the codes of
-    streams that only one has reset, and what the other has of them.
+    `over` is the reason why a connection has ended, or else the resets of its engine. `resets` are
+    the codes of streams that only one engine has reset, and the requests of the other.
     """
     if own_view.over or peer_view.over:
         if own_view.over and peer_view.over:
             return ""
-        return (
-            f"over: {own_view.over or _instead(own_view)} | {peer_view.over or _instead(peer_view)}"
-        )
+        ends = [view.over or _describe_fresh_reset(view) for view in (own_view, peer_view)]
+        return f"over: {' | '.join(ends)}"
     if own_view.resets != peer_view.resets:
         return f"resets: {_resets(own_view, peer_view)} | {_resets(peer_view, own_view)}"
     if own_view.requests != peer_view.requests:
@@ -38,7 +37,7 @@ def difference(own_view: Seen, peer_view: Seen) -> str:
     return ""
 
 
-def _instead(view: Seen) -> str:
+def _describe_fresh_reset(view: Seen) -> str:
     return "-" if view.fresh is None else f"resets {view.fresh}"
 
 
@@ -47,11 +46,13 @@ def _resets(view: Seen, other_view: Seen) -> str:
     for number, code in view.resets.items():
         if other_view.resets.get(number) != code:
             request = other_view.requests.get(number)
-            resets.append(f"{code} of {written(request.fields if request is not None else ())}")
+            resets.append(
+                f"{code} of {format_fields(request.fields if request is not None else ())}"
+            )
     return ", ".join(resets) or "-"
 
 
-def written(fields: Fields) -> str:
+def format_fields(fields: Fields) -> str:
     return repr(b" ".join(b"=".join(pair) for pair in fields))
 
 
@@ -231,7 +232,7 @@ KNOWN_DIFFERENCES = [
 ]
 
 
-def explained(peer: str, text: str) -> Known | None:
+def find_known_difference(peer: str, text: str) -> Known | None:
     """Return the entry of the table for a difference; None if it is a finding."""
     for known_difference in KNOWN_DIFFERENCES:
         if known_difference.whose in (peer, "") and re.fullmatch(

@@ -106,7 +106,7 @@ class Ours:
             for number, request in engine.requests.items()
             if not request.cancelled and number not in self._answered
         }
-        view.take(b"".join(_written(answer) for answer in engine.sent[at:]))
+        view.take(b"".join(_encode_sent_frame(answer) for answer in engine.sent[at:]))
         for number in view.resets:
             view.requests.pop(number, None)
             if number not in engine.requests or not engine.requests[number].ended:
@@ -150,7 +150,7 @@ class Ours:
         self._look(at)
 
 
-def _written(sent_frame: Any) -> bytes:
+def _encode_sent_frame(sent_frame: Any) -> bytes:
     head = len(sent_frame.payload).to_bytes(3, "big") + bytes((sent_frame.kind, sent_frame.flags))
     return head + sent_frame.stream.to_bytes(4, "big") + sent_frame.payload
 

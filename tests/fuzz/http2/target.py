@@ -6,7 +6,7 @@ import ngh2
 from h2.exceptions import H2Error
 
 from tests.fuzz.http2.conversations import Conversation
-from tests.fuzz.http2.differences import difference, explained, written
+from tests.fuzz.http2.differences import difference, find_known_difference, format_fields
 from tests.fuzz.http2.sides import H2, Ngh2, Ours, Side
 
 # The number of times that each entry of the table occurred, for the analysis of a long run.
@@ -36,7 +36,7 @@ def http2(data: bytes) -> None:
         if step.what == "send":
             own_side.take(step.sent)
         elif own_side.is_open(step.stream):
-            _do(own_side, step.what, step.stream)
+            _perform(own_side, step.what, step.stream)
         else:
             continue
         for name, peer in list(other_sides.items()):
@@ -44,7 +44,7 @@ def http2(data: bytes) -> None:
                 peer.take(step.sent)
             else:
                 try:
-                    _do(peer, step.what, step.stream)
+                    _perform(peer, step.what, step.stream)
                 except (H2Error, ngh2.NGH2Error) as error:
                     peer.seen.over = f"{type(error).__name__} {error}"
             found_difference = "" if own_side.in_block else difference(own_side.seen, peer.seen)
@@ -53,8 +53,8 @@ def http2(data: bytes) -> None:
                 if behind_reset and "STREAM_CLOSED" in found_difference:
                     found_difference += " behind a reset"
                 if has_begun and "resets: -" in found_difference:
-                    found_difference += f" with trailers {written(own_side.decoded)}"
-                known_difference = explained(name, found_difference)
+                    found_difference += f" with trailers {format_fields(own_side.decoded)}"
+                known_difference = find_known_difference(name, found_difference)
                 assert known_difference is not None, f"{name}: {found_difference}"
                 MET[f"{name}: {known_difference.why}"] += 1
                 del other_sides[name]
@@ -62,7 +62,7 @@ def http2(data: bytes) -> None:
             return
 
 
-def _do(side: Side, action: str, stream: int) -> None:
+def _perform(side: Side, action: str, stream: int) -> None:
     if action == "answer":
         side.answer(stream)
     else:

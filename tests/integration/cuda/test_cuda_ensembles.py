@@ -46,7 +46,7 @@ def server(models: Path, start: Start) -> Server:
     return start(models, gpu=True)
 
 
-def copied(server: Server, model: str, direction: str) -> float:
+def copied_bytes(server: Server, model: str, direction: str) -> float:
     return server.metric("shmserve_copied_bytes_total", model=model, direction=direction)
 
 
@@ -70,7 +70,7 @@ def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
         client.infer("chain", X=values)
         names = ("two", "three")  # readers and a writer, all on the device
         kinds = [(name, direction) for name in names for direction in ("in", "out")]
-        copied_before = [copied(server, *kind) for kind in kinds]
+        copied_before = [copied_bytes(server, *kind) for kind in kinds]
         futures = [client.infer_async("chain", {"X": values + n}) for n in range(20)]
         for n, future in enumerate(futures):
             assert np.allclose(future.result()["Y"], ((values + n) * 2 + 1) * 4 + 3)
@@ -78,4 +78,6 @@ def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
             # Once each way, on the device: a batch is gathered, its outputs go where they are read;
             # what the client gets goes to the host first. The first request may be counted late.
             times = 2 if kind == ("three", "out") else 1
-            assert copied(server, *kind) - bytes_before <= 21 * times * values.nbytes * 1.01, kind
+            assert (
+                copied_bytes(server, *kind) - bytes_before <= 21 * times * values.nbytes * 1.01
+            ), kind

@@ -134,7 +134,7 @@ def second_half(shm: Any, region: Any) -> np.ndarray:
     return result
 
 
-def copied(server: Server) -> float:
+def copied_bytes(server: Server) -> float:
     """Return the number of copied input bytes. An output is copied to its region from device to
     device.
     """
@@ -154,10 +154,10 @@ def test_register_and_infer(
     assert client.get_cuda_shared_memory_status("r") == expected_regions
     for turn in range(3):
         shm.set_shared_memory_region(region, [X + turn])
-        copied_before = copied(server)
+        copied_before = copied_bytes(server)
         infer(client)
         assert (second_half(shm, region) == (X + turn) * 2).all()
-    assert copied(server) == copied_before, "no input is copied once the model is known"
+    assert copied_bytes(server) == copied_before, "no input is copied once the model is known"
     client.unregister_cuda_shared_memory("r")
     assert client.get_cuda_shared_memory_status() == []
     with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'r'"):
@@ -274,12 +274,12 @@ def test_a_thousand_registrations_take_no_memory(
 ) -> None:
     handle = shm.get_raw_handle(region)
 
-    def cycle() -> None:
+    def register_and_infer() -> None:
         client.register_cuda_shared_memory("r", handle, 0, 2 * SIZE)
         infer(client)
         client.unregister_cuda_shared_memory("r")
 
-    def used() -> tuple[int, int, int]:
+    def resource_use() -> tuple[int, int, int]:
         free_bytes, total = torch.cuda.mem_get_info()
         process = worker(server)
         return (
@@ -289,11 +289,11 @@ def test_a_thousand_registrations_take_no_memory(
         )
 
     for _ in range(20):
-        cycle()
-    device, host, descriptors = used()
+        register_and_infer()
+    device, host, descriptors = resource_use()
     for _ in range(1000):
-        cycle()
-    use_after = used()
+        register_and_infer()
+    use_after = resource_use()
     assert use_after[0] - device < 16 * 2**20
     assert use_after[1] - host < 32 * 2**20
     assert use_after[2] <= descriptors + 2

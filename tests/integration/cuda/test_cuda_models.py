@@ -166,7 +166,7 @@ def executions(server: Server, model: str) -> float:
     return server.metric("nv_inference_exec_count", model=model)
 
 
-def copied(server: Server) -> float:
+def copied_bytes(server: Server) -> float:
     return server.metric("shmserve_copied_bytes_total")
 
 
@@ -214,9 +214,9 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
         region["a"].fill(batch(4)[:2])
         region["b"].fill(batch(4)[2:])
         client.infer("twice", x=batch())  # until the model is known
-        copied_before = copied(server)
+        copied_before = copied_bytes(server)
         client.infer("twice", x=batch())
-        single_copied = copied(server) - copied_before
+        single_copied = copied_bytes(server) - copied_before
         with holding(server.gate) as until_it_runs:
             running_future = client.infer_async("twice", x=batch())
             until_it_runs()
@@ -229,7 +229,7 @@ def test_rows_side_by_side_are_a_batch_as_they_are(
             future.result(30)
         result = np.concatenate([region["c"].numpy(), region["d"].numpy()])
         assert (result == batch(4) * 2).all()
-        assert copied(server) - copied_before == 2 * single_copied + 4 * ROW
+        assert copied_bytes(server) - copied_before == 2 * single_copied + 4 * ROW
 
 
 @pytest.mark.parametrize("model", ["twice", "slow", "anywhere", "native"])
@@ -368,14 +368,14 @@ def test_over_grpc(server: Server) -> None:
                 assert (result[1:] == batch() * 2).all()
             http_client.unregister_cuda_shared_memory("g")
             with pytest.raises(grpc.InferenceServerException, match="Unable to find"):
-                grpc_client.infer("twice", [_shared(grpc)])
+                grpc_client.infer("twice", [_shared_input(grpc)])
             with pytest.raises(grpc.InferenceServerException, match="invalid args"):
                 grpc_client.register_cuda_shared_memory("g", bytes(64), 0, ROW)
     finally:
         shm.destroy_shared_memory_region(region)
 
 
-def _shared(kind: Any) -> Any:
+def _shared_input(kind: Any) -> Any:
     x = kind.InferInput("x", [1, SIDE], "FP32")
     x.set_shared_memory("g", ROW)
     return x

@@ -87,11 +87,11 @@ def forms(input_name: str = "x") -> dict[str, tuple[tuple[int, int], str]]:
     return {input_name: ((SIDE, SIDE), "FP32"), "y": ((SIDE, SIDE), "FP32")}
 
 
-def copied(server: Server) -> float:
+def copied_bytes(server: Server) -> float:
     return server.metric("shmserve_copied_bytes_total")
 
 
-def used() -> int:
+def used_device_bytes() -> int:
     free_bytes, total = torch.cuda.mem_get_info()
     return total - free_bytes
 
@@ -103,10 +103,10 @@ def test_torch_tensors_in_place(server: Server, client: shmserve.client.Server) 
         for turn in range(3):
             x.copy_(torch.arange(SIDE).expand(SIDE, SIDE) + turn)
             torch.cuda.synchronize()
-            copied_before = copied(server)
+            copied_before = copied_bytes(server)
             result = client.infer("twice", region)
             assert torch.equal(y, x * 2) and torch.equal(result["y"].torch(), x * 2)
-        assert copied(server) - copied_before <= SIZE  # the output, to its region
+        assert copied_bytes(server) - copied_before <= SIZE  # the output, to its region
         alias = x
     with pytest.raises(shmserve.client.Released):
         result["y"].torch()
@@ -166,7 +166,7 @@ def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
         # The first request allocates the memory of the worker itself.
         client.infer("twice", x=np.ones((1, SIDE), np.float32))
-    used_before = used()
+    used_before = used_device_bytes()
     command = [sys.executable, "-c", PROGRAM, str(server.run_dir)]
     for _ in range(2):
         with subprocess.Popen(
@@ -174,7 +174,7 @@ def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
         ) as program:
             assert program.stdout and program.stdout.readline() == "used\n"
             program.kill()
-        until("its memory is back", lambda: used() - used_before < 8 * 2**20)
+        until("its memory is back", lambda: used_device_bytes() - used_before < 8 * 2**20)
     with shmserve.client.connect(server.run_dir) as client:
         assert client.infer("twice", x=np.ones((1, SIDE), np.float32))
 
@@ -208,20 +208,20 @@ def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) 
 
 
 def test_a_thousand_regions_take_no_memory(server: Server, client: shmserve.client.Server) -> None:
-    def cycle() -> None:
+    def allocate_and_infer() -> None:
         with client.allocate(forms(), device="cuda:0") as region:
             client.infer("twice", region)
 
     def resource_use() -> tuple[int, int, int]:
         process = next(p for p in server.tree() if servers.title(p).startswith("worker twice"))
-        return used(), _rss(process), len(os.listdir(f"/proc/{process.pid}/fd"))
+        return used_device_bytes(), _rss(process), len(os.listdir(f"/proc/{process.pid}/fd"))
 
     for _ in range(20):
-        cycle()
+        allocate_and_infer()
     device, host, descriptors = resource_use()
     for _ in range(1000):
-        cycle()
-    until("the device's memory is back", lambda: used() - device < 32 * 2**20)
+        allocate_and_infer()
+    until("the device's memory is back", lambda: used_device_bytes() - device < 32 * 2**20)
     use_after = resource_use()
     assert use_after[1] - host < 32 * 2**20
     assert use_after[2] <= descriptors + 2

@@ -264,7 +264,7 @@ def test_statistics_are_sums_of_steps(server: Server) -> None:
         infer(server, "two", IN=np.ones((3, 5), np.float32))
     statistics_after = {name: stats(name) for name in ("two", "add", "double")}
 
-    def grown(name: str, key: str, field: str) -> int:
+    def growth(name: str, key: str, field: str) -> int:
         parts = (
             stats["inference_stats"][key][field]
             for stats in (statistics_after[name], statistics_before[name])
@@ -280,8 +280,8 @@ def test_statistics_are_sums_of_steps(server: Server) -> None:
         == 15
     )
     for key in ("compute_input", "compute_infer", "compute_output"):
-        assert grown("two", key, "ns") == grown("add", key, "ns") + grown("double", key, "ns")
-        assert grown("two", key, "count") == 5
+        assert growth("two", key, "ns") == growth("add", key, "ns") + growth("double", key, "ns")
+        assert growth("two", key, "count") == 5
     sizes = {row["batch_size"] for row in statistics_after["two"]["batch_stats"]}
     assert 3 in sizes
     until(

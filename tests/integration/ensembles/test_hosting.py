@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, xy
+from tests.rigs.pipelines import add_ensemble, add_model, xy_step
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 
@@ -21,7 +21,7 @@ def fill(repository: Path) -> None:
     for name in ("a", "b", "c", "d", "alone"):
         add_model(repository, name, ADD_ONE)
     for name, first_step, ends in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
-        add_ensemble(repository, name, [xy(first_step, "IN", "m"), xy(ends, "m", "OUT")])
+        add_ensemble(repository, name, [xy_step(first_step, "IN", "m"), xy_step(ends, "m", "OUT")])
 
 
 @pytest.fixture

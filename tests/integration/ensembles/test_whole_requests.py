@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.integration.ensembles.clients import floats, stream
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy_step
 from tests.support import repositories
 from tests.support.request_pool import RequestPool, values
 from tests.support.servers import Server, Start
@@ -55,10 +55,14 @@ _EXPIRED = Beginning("in ensemble 'waits', Request timeout expired (")
 def server(models: Path, start: Start) -> Server:
     add_model(models, "same", 'return self.response(Y=self.input(request, "X"))')
     _sequences(models)
-    _gated(models)
+    _add_gated_models(models)
     add_model(models, "watches", WATCH)
     add_model(models, "behind", 'return self.response(Y=self.input(request, "X"))')
-    steps = [xy("same", "IN", "a"), xy("watches", "a", "b"), xy("behind", "b", "OUT")]
+    steps = [
+        xy_step("same", "IN", "a"),
+        xy_step("watches", "a", "b"),
+        xy_step("behind", "b", "OUT"),
+    ]
     add_ensemble(models, "watched", steps)
     return start(models, grpc=True)
 
@@ -74,13 +78,17 @@ def _sequences(repository: Path) -> None:
             return pb_utils.InferenceResponse([x], parameters={parameters!r})
         """
         add_model(repository, f"says_{name}", method_body)
-        steps = [xy(f"says_{name}", "IN", "a"), xy("same", "a", "b"), xy("tell", "b", "OUT")]
+        steps = [
+            xy_step(f"says_{name}", "IN", "a"),
+            xy_step("same", "a", "b"),
+            xy_step("tell", "b", "OUT"),
+        ]
         add_ensemble(repository, f"then_{name}", steps, outputs=texts)
-    parallel_steps = [xy("says_all", "IN", "SAID"), xy("tell", "IN", "OUT")]
+    parallel_steps = [xy_step("says_all", "IN", "SAID"), xy_step("tell", "IN", "OUT")]
     add_ensemble(repository, "beside", parallel_steps, outputs=[*texts, tensor("SAID")])
 
 
-def _gated(repository: Path) -> None:
+def _add_gated_models(repository: Path) -> None:
     repositories.add(repository, "gated")
     method_body = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
     add_model(repository, "first", method_body, *INTEGERS, max_batch_size=8)
@@ -99,7 +107,7 @@ def _gated(repository: Path) -> None:
     )
     code = repository / "count" / "1" / "model.py"
     code.write_text(code.read_text().replace("return [self.one(request)", "[self.one(request)"))
-    steps = [xy("count", "IN", "a"), step("wide", {"INPUT0": "a"}, {"OUTPUT0": "OUT"})]
+    steps = [xy_step("count", "IN", "a"), step("wide", {"INPUT0": "a"}, {"OUTPUT0": "OUT"})]
     for name, scheduling in (("limited", "max_inflight_requests: 2"), ("unlimited", "")):
         outputs = [tensor("OUT", "INT32")]
         add_ensemble(repository, name, steps, outputs=outputs, scheduling=scheduling)
@@ -181,23 +189,23 @@ def test_a_timeout_expires_while_a_step_runs(server: Server, pool: RequestPool) 
 
 def test_a_disconnecting_client_cancels_the_running_step(server: Server) -> None:
     """The step's model detects the cancellation, and no later step runs."""
-    with hanging_up(server, "watched", floats(1)) as leave:
+    with disconnecting_client(server, "watched", floats(1)) as leave:
         server.wait_log("it runs")
         leave()
         server.wait_log("it sees that nobody waits")
-    until("the cancellation is counted", lambda: cancelled(server, "watched") == 1)
+    until("the cancellation is counted", lambda: cancelled_count(server, "watched") == 1)
     assert server.metric("nv_inference_exec_count", model="behind") == 0
     with server.http() as http:
         http.infer("watched", {"inputs": [json_input("IN", floats(0))]}).ok()
     assert server.metric("nv_inference_exec_count", model="behind") == 1
 
 
-def cancelled(server: Server, model: str) -> float:
+def cancelled_count(server: Server, model: str) -> float:
     return server.metric("nv_inference_request_failure", model=model, reason="CANCELED")
 
 
 @contextlib.contextmanager
-def hanging_up(server: Server, model: str, values: np.ndarray) -> Iterator[Any]:
+def disconnecting_client(server: Server, model: str, values: np.ndarray) -> Iterator[Any]:
     """Yield a function that disconnects the client of a request."""
     body = json.dumps({"inputs": [json_input("IN", values)]}).encode()
     with raw_connection(server.http_port) as connection:

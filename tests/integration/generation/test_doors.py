@@ -72,14 +72,14 @@ def too_long(server: Server) -> None:
         client.completions.create(model="tight", prompt=[5] * 80)
 
 
-def closed(server: Server) -> None:
+def close_client(server: Server) -> None:
     with client_of(server) as client:
         stream = client.completions.create(**ENDLESS, stream=True)
         next(iter(stream))
         stream.close()
 
 
-def vanished(server: Server) -> None:
+def disconnect_client(server: Server) -> None:
     """Disconnect a client during a request."""
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -88,7 +88,7 @@ def vanished(server: Server) -> None:
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
 
 
-def killed(server: Server) -> None:
+def kill_client(server: Server) -> None:
     """Kill a program during a request."""
     code = (
         "import numpy as np, sys; from shmserve import client\n"
@@ -106,7 +106,7 @@ def killed(server: Server) -> None:
 ENDLESS: dict[str, Any] = {"model": "tight", "prompt": "a", "max_tokens": 70, "seed": 1}
 
 
-@pytest.mark.parametrize("crime", [too_long, closed, vanished, killed])
+@pytest.mark.parametrize("crime", [too_long, close_client, disconnect_client, kill_client])
 def test_other_clients_faults_change_no_tokens(
     generative: Server, greedy: Greedy, crime: Callable[[Server], None]
 ) -> None:
@@ -324,17 +324,17 @@ def test_models_on_demand_have_their_names_before_they_are_loaded(tmp_path: Path
     flags = ("--load-on-demand", "--served-model-name=first")
     with running(tmp_path / "models", *flags) as server, client_of(server) as client:
 
-        def listed() -> dict[str, Any]:
+        def list_models() -> dict[str, Any]:
             models = client.models.list()
             return {model.id: (model.model_extra or {})["max_model_len"] for model in models}
 
-        assert listed() == dict.fromkeys(("first", "asleep", "night"))
+        assert list_models() == dict.fromkeys(("first", "asleep", "night"))
         assert client.models.retrieve("night").id == "night"
         # Retrieving a model does not load it.
-        assert listed() == dict.fromkeys(("first", "asleep", "night"))
+        assert list_models() == dict.fromkeys(("first", "asleep", "night"))
         completion = client.completions.create(model="night", prompt="a", max_tokens=1)
         assert completion.model == "first"
-        assert all(listed().values())
+        assert all(list_models().values())
         with server.http() as http:
             assert http.post("/tokenize", {"prompt": "ab"}).ok().json()["count"]
 
@@ -491,7 +491,7 @@ def test_metrics_tell_what_was_generated(generative: Server) -> None:
     assert states == {"free", "cached", "used", "host"}
 
 
-def posted(server: Server, path: str, body: str) -> tuple[int, Any]:
+def post_body(server: Server, path: str, body: str) -> tuple[int, Any]:
     """Return the status and the body of a response."""
     with server.http() as http:
         response = http.post(path, json.loads(body))
@@ -504,7 +504,7 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
 ) -> None:
     settings = {"max_tokens": 6, "temperature": 0, "truncate_prompt_tokens": 7, "ignore_eos": True}
 
-    def generated(times: int) -> Any:
+    def generate_from_end(times: int) -> Any:
         text = "it was the best of times " * times
         prompts = {"text": text, "tokens": [5, 6, 7, 8] * times, "texts": ["it was the", text]}
         body: dict[str, Any] = {"model": "tiny", **settings}
@@ -515,13 +515,13 @@ def test_a_large_truncated_prompt_gives_the_tokens_of_its_end(
             body |= {"messages": [{"role": "user", "content": text}], "tools": []}
         else:
             path, body["prompt"] = "/v1/completions", prompts[kind]
-        status, answer = posted(generative, path, json.dumps(body))
+        status, answer = post_body(generative, path, json.dumps(body))
         assert status == 200, answer
         return answer["text_output"] if kind == "generate" else answer["choices"]
 
-    small_tokens = generated(100)
+    small_tokens = generate_from_end(100)
     assert small_tokens
-    assert generated(500_000 if kind == "tokens" else 50_000) == small_tokens
+    assert generate_from_end(500_000 if kind == "tokens" else 50_000) == small_tokens
 
 
 @pytest.mark.parametrize(
@@ -551,13 +551,15 @@ def test_large_bodies_have_the_errors_of_small_ones(
     if path == "/v1/embeddings":
         del model_body["truncate_prompt_tokens"]
     text = json.dumps(model_body)
-    answers = [posted(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
+    answers = [
+        post_body(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)
+    ]
     assert answers[0][0] >= 400
     assert answers[0] == answers[1]
 
 
 def test_large_texts_are_embedded(generative: Server) -> None:
     body = {"model": "embedder", "input": ["é" * 600_000, "a"]}
-    status, answer = posted(generative, "/v1/embeddings", json.dumps(body, ensure_ascii=False))
+    status, answer = post_body(generative, "/v1/embeddings", json.dumps(body, ensure_ascii=False))
     assert status == 200
     assert [item["embedding"] for item in answer["data"]] == [[1_200_000, 195], [1, 97]]

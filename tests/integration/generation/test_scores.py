@@ -33,11 +33,11 @@ def scores(oracle: Oracle) -> Scores:
 
     model = oracle.model  # type: ignore[attr-defined]
 
-    def of(ids: list[int]) -> Any:
+    def reference_logprobs(ids: list[int]) -> Any:
         with torch.no_grad():
             return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
-    return of
+    return reference_logprobs
 
 
 @pytest.mark.parametrize("stream", [False, True])

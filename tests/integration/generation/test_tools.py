@@ -98,7 +98,9 @@ def chat_request(model: str, **fields: Any) -> dict[str, Any]:
     }
 
 
-def streamed(client: openai.OpenAI, body: dict[str, Any], kill: Server | None = None) -> list[Any]:
+def read_chat_stream(
+    client: openai.OpenAI, body: dict[str, Any], kill: Server | None = None
+) -> list[Any]:
     """Return the content, the reasoning, the arguments and the finish reason of a stream."""
     content = reasoning = arguments = reason = ""
     for index, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
@@ -122,7 +124,7 @@ def test_calls_in_each_format(client: openai.OpenAI, model: str) -> None:
     assert call.type == "function" and call.function.name == "get_weather"
     assert json.loads(call.function.arguments) == SCRIPTS[model][3]
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
-    assert streamed(client, body) == ["", "", call.function.arguments, "tool_calls"]
+    assert read_chat_stream(client, body) == ["", "", call.function.arguments, "tool_calls"]
 
 
 @pytest.mark.parametrize("model", ["hermes", "mistral", "llama", "qwen", "pythonic"])
@@ -143,7 +145,7 @@ def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> N
 
 def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server) -> None:
     body = chat_request("long", tools=TOOLS)
-    answers = streamed(client, body, kill=server)
+    answers = read_chat_stream(client, body, kill=server)
     assert (json.loads(answers[2]), answers[3]) == (SCRIPTS["long"][3], "tool_calls")
 
 
@@ -154,14 +156,14 @@ def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
         (choice,) = client.chat.completions.create(**body).choices
         assert choice.message.to_dict()["reasoning"] == "so"
         assert json.loads(choice.message.content or "") == {"city": "x"}
-        assert streamed(client, body)[:2] == [choice.message.content, "so"]
+        assert read_chat_stream(client, body)[:2] == [choice.message.content, "so"]
 
 
 def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
     unary = client.chat.completions.create(**chat_request("opened"))
     assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
     assert unary.choices[0].message.content == "yes"
-    assert streamed(client, chat_request("opened")) == ["yes", "hm", "", "stop"]
+    assert read_chat_stream(client, chat_request("opened")) == ["yes", "hm", "", "stop"]
     hidden_answer = client.chat.completions.create(
         **chat_request("opened"), extra_body={"include_reasoning": False}
     )

@@ -218,7 +218,7 @@ def test_200_concurrent_requests(server: Server) -> None:
 
 
 def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None:
-    body, generated_before = {**LONG, "stream": True}, generated(server)
+    body, generated_before = {**LONG, "stream": True}, count_generated(server)
     connections = []
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
@@ -227,7 +227,7 @@ def test_requests_of_clients_that_disconnect_are_aborted(server: Server) -> None
     for connection in connections:
         connection.getresponse().read(100)
         connection.close()
-    assert aborted(server, generated_before, 20 * LONG["max_tokens"])
+    assert is_aborted(server, generated_before, 20 * LONG["max_tokens"])
 
 
 def gauge(server: Server, begin: str) -> list[float]:
@@ -238,7 +238,7 @@ def gauge(server: Server, begin: str) -> list[float]:
     return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(begin)]
 
 
-def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+def post_json(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     connection.request("POST", path, json.dumps(body), headers)
     response = connection.getresponse()
@@ -247,18 +247,18 @@ def posted(port: int, path: str, body: dict[str, Any], **headers: str) -> tuple[
     return answer
 
 
-def generated(server: Server) -> float:
+def count_generated(server: Server) -> float:
     """Return the number of tokens that the engine has generated so far."""
     time.sleep(FRESH_S)
     return sum(gauge(server, "vllm:generation_tokens_total{"))
 
 
-def aborted(server: Server, generated_before: float, max_tokens: int) -> bool:
+def is_aborted(server: Server, generated_before: float, max_tokens: int) -> bool:
     """Return whether the engine stops before it has generated `most` further tokens."""
     time.sleep(FRESH_S)
     running_gauge = "vllm:num_requests_running{"
     until("nothing runs", lambda: gauge(server, running_gauge) == [0.0])
-    return generated(server) < generated_before + max_tokens
+    return count_generated(server) < generated_before + max_tokens
 
 
 def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
@@ -269,14 +269,14 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     )
     vllm_text = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert adapter_text == vllm_text != base_text
-    status, answer = posted(
+    status, answer = post_json(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert status == 404
     assert "there is no adapter 'x'" in answer["error"]["message"]
     body = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **request})
-    status, answer = posted(
+    status, answer = post_json(
         server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
     assert (status, answer["text_output"]) == (200, adapter_text)
@@ -331,7 +331,9 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
             for port in (server.http_port, vllm_port)
         )
         assert answers == vllm_answers
-    status, answer = posted(server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]})
+    status, answer = post_json(
+        server.http_port, "/detokenize", {"model": "tiny", "tokens": [99999]}
+    )
     assert status == 400, answer
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
     connection.request("GET", "/v1/models/tiny")
@@ -342,7 +344,10 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
 @pytest.mark.parametrize("limit", ["parameter", "header"])
 def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     """A deadline applies while the engine generates. /generate has one status for all errors."""
-    sampled, generated_before = {"max_tokens": 480, "ignore_eos": True, "n": 16}, generated(server)
+    sampled, generated_before = (
+        {"max_tokens": 480, "ignore_eos": True, "n": 16},
+        count_generated(server),
+    )
     if limit == "parameter":
         body: dict[str, Any] = {"text_input": "the", "sampling_parameters": json.dumps(sampled)}
         path, body["parameters"] = "/v2/models/tiny/generate", {"deadline_us": 300_000}
@@ -350,10 +355,10 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     else:
         path, body = "/v1/completions", {"model": "tiny", "prompt": "the", **sampled}
         headers = {"X-Request-Timeout-Ms": "300"}
-    status, answer = posted(server.http_port, path, body, **headers)
+    status, answer = post_json(server.http_port, path, body, **headers)
     assert status == (400 if limit == "parameter" else 503), answer
     assert "Request timeout expired (300000 microseconds" in json.dumps(answer)
-    assert aborted(server, generated_before, 16 * 480)
+    assert is_aborted(server, generated_before, 16 * 480)
 
 
 def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
@@ -378,15 +383,15 @@ def test_a_prior_request_overtakes_the_waiting_ones(server: Server) -> None:
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
-    generated_before = generated(server)
+    generated_before = count_generated(server)
     complete(server.http_port, max_tokens=400, ignore_eos=True)
-    until("the tokens are counted", lambda: generated(server) >= generated_before + 400)
+    until("the tokens are counted", lambda: count_generated(server) >= generated_before + 400)
     assert len(gauge(server, "vllm:time_to_first_token_seconds_bucket{")) > 3
 
 
 def test_long_prompts_are_refused_while_others_stream(server: Server) -> None:
     body: dict[str, Any] = {"model": "tiny", "prompt": "some words " * 6_000_000, "max_tokens": 1}
-    status, answer = posted(server.http_port, "/v1/completions", body)
+    status, answer = post_json(server.http_port, "/v1/completions", body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 

@@ -319,7 +319,7 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Ser
     """The connection is refused before its requests are read, which may have 2 GB each."""
     never_set = threading.Event()
 
-    def nothing() -> Iterator[bytes]:
+    def wait_without_messages() -> Iterator[bytes]:
         never_set.wait(60)
         yield from ()
 
@@ -329,7 +329,10 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Ser
                 if rpc.scope == "health":
                     continue
                 # Some calls use gRPC's general code path, and most use the fast one.
-                calls = [channel.stream_stream(path)(nothing(), timeout=15) for _ in range(70)]
+                calls = [
+                    channel.stream_stream(path)(wait_without_messages(), timeout=15)
+                    for _ in range(70)
+                ]
                 for call in calls:
                     with pytest.raises(grpc.RpcError):
                         next(call)

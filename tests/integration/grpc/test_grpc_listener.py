@@ -25,7 +25,7 @@ from shmserve.cli import client
 from shmserve.ipc import endpoints
 from tests.support import certificates, repositories
 from tests.support.sequence_models import CONTROLS, IDLE
-from tests.support.servers import Server, Start, refuses, run_command, running, title
+from tests.support.servers import Server, Start, refuses_connections, run_command, running, title
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
 from tests.support.wire.http2 import (
@@ -267,7 +267,7 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
     tls = ssl.create_default_context(cafile=str(keys / "ca.pem"))
     tls.set_alpn_protocols(["h2"])
 
-    def shown(server: Server) -> bytes | None:
+    def server_certificate(server: Server) -> bytes | None:
         with (
             socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as plain_socket,
             tls.wrap_socket(plain_socket, server_hostname="localhost") as sock,
@@ -277,22 +277,22 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
     def certificate(name: str) -> bytes:
         return ssl.PEM_cert_to_DER_cert((keys / f"{name}.pem").read_text())
 
-    def spoiled(server: Server, spoil_file: Callable[[], object], text: str) -> None:
+    def check_spoiled(server: Server, spoil_file: Callable[[], object], text: str) -> None:
         spoil_file()
         server.find_one("gateway grpc").kill()
         server.wait_log(f"cannot start: {text}")
         install("client")
         server.wait_listening()
-        assert shown(server) == certificate("client")
+        assert server_certificate(server) == certificate("client")
 
     install("server")
     flags = (f"--grpc-server-cert={cert}", f"--grpc-server-key={key}")
     with running(models, "--grpc-use-ssl", *flags, grpc=True) as server:
-        assert shown(server) == certificate("server")
+        assert server_certificate(server) == certificate("server")
         pair = f"--grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a certificate"
-        spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
+        check_spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
         missing_text = f"--grpc-server-key: '{key}' is not a file that can be read"
-        spoiled(server, key.unlink, missing_text)
+        check_spoiled(server, key.unlink, missing_text)
         assert is_right(infer_simple(server, credentials(keys)))
         assert "Traceback" not in server.log()
 
@@ -352,7 +352,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         visit = server.gate.next()
         server.process.send_signal(signal.SIGTERM)
         assert next(health) == b"\x08\x02"
-        until("nobody is let in", lambda: refuses(server.grpc_port))
+        until("nobody is let in", lambda: refuses_connections(server.grpc_port))
         with idle_sock:  # the gateway is draining, and no new connection arrives
             received_bytes = b""
             while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in received_bytes:
@@ -401,8 +401,8 @@ def test_an_open_sequence_ends_in_its_stream_and_the_channel_finds_the_next_serv
         answers = call.ModelStreamInfer(requests(), timeout=30)
         assert next(answers).infer_response.raw_output_contents == [np.int32(1).tobytes()]
         server.process.send_signal(signal.SIGTERM)
-        until("nobody is let in", lambda: refuses(server.grpc_port))
-        assert not refuses(server.http_port)  # HTTP waits for the sequence
+        until("nobody is let in", lambda: refuses_connections(server.grpc_port))
+        assert not refuses_connections(server.http_port)  # HTTP waits for the sequence
         code, reason = refusal(call.ServerLive, pb.ServerLiveRequest())
         assert code == "UNAVAILABLE" and reason.startswith("failed to connect to all addresses; ")
         wait.set()
@@ -432,7 +432,7 @@ def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys:
         server.process.send_signal(signal.SIGTERM)
         while idle.recv(65536):
             pass
-        until("nobody is let in", lambda: refuses(server.grpc_port))
+        until("nobody is let in", lambda: refuses_connections(server.grpc_port))
         visit.release()
         assert pending.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0

@@ -48,12 +48,12 @@ _PATIENCE_S = 1.0
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Yield the port of a gateway whose timeout for headers is one second."""
     folder = tmp_path_factory.mktemp("gateway")
-    with listening(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
+    with run_gateway(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
         yield number
 
 
 @contextlib.contextmanager
-def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
+def run_gateway(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     """Yield a gateway that listens at a port of this address."""
     gateways: list[bytes] = []
     ready_peers: list[bytes] = []
@@ -133,13 +133,15 @@ def test_a_request_that_does_not_arrive_ends_its_call(port: int, method: str) ->
     path = f"{SERVICE}{method}" if method != "Watch" else "/grpc.health.v1.Health/Watch"
     never_set = threading.Event()
 
-    def nothing() -> Iterator[bytes]:
+    def wait_without_messages() -> Iterator[bytes]:
         never_set.wait(30)
         yield from ()
 
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         grpc.channel_ready_future(channel).result(20)
-        calls = [channel.stream_stream(path)(nothing(), timeout=20) for _ in range(100)]
+        calls = [
+            channel.stream_stream(path)(wait_without_messages(), timeout=20) for _ in range(100)
+        ]
         for call in calls:
             with pytest.raises(grpc.RpcError):
                 next(call)
@@ -170,7 +172,10 @@ def test_a_call_without_a_request_is_refused(port: int, method: str) -> None:
 def test_a_slow_upload_is_waited_for(port: int) -> None:
     """A slow upload continues as long as it has the minimum rate of HTTP bodies."""
     request = pb.ModelInferRequest(model_name="none", raw_input_contents=[bytes(700_000)])
-    with throttled(port, 256 * 1024) as slow_port, grpc.insecure_channel(slow_port) as channel:
+    with (
+        run_throttling_proxy(port, 256 * 1024) as slow_port,
+        grpc.insecure_channel(slow_port) as channel,
+    ):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         began_at = time.monotonic()
         with pytest.raises(grpc.RpcError) as error:
@@ -197,7 +202,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
     """Idle connections of an address above its quota are closed; other clients are served."""
     max_connections = 40
     with (
-        listening(tmp_path, "0.0.0.0", max_connections=max_connections) as port,
+        run_gateway(tmp_path, "0.0.0.0", max_connections=max_connections) as port,
         contextlib.ExitStack() as ends,
     ):
         idle_connection = ends.enter_context(
@@ -246,7 +251,7 @@ def until_said(sock: socket.socket, text: bytes) -> None:
 
 
 @contextlib.contextmanager
-def throttled(port: int, rate: int) -> Iterator[str]:
+def run_throttling_proxy(port: int, rate: int) -> Iterator[str]:
     """Yield a port that forwards one connection to `port` at a limited number of bytes per
     second.
     """

@@ -171,7 +171,7 @@ def register(name: str, shared: SharedObject) -> Any:
     return pb.SystemSharedMemoryRegisterRequest(name=name, key=shared.key, byte_size=2 * SIZE)
 
 
-def through(name: str) -> Any:
+def region_request(name: str) -> Any:
     """Run identity from the first half of a region to the second."""
     request = pb.ModelInferRequest(model_name="identity")
     memory_range(request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE)
@@ -211,18 +211,18 @@ def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
     ):
         os.chown(her_object.path, ALICE, -1)
         her_object.write(VALUES)
-        assert refusal(alice.ModelInfer, through("hers"))[0] == "UNAUTHENTICATED"
+        assert refusal(alice.ModelInfer, region_request("hers"))[0] == "UNAUTHENTICATED"
         refused_call = refusal(
             alice.SystemSharedMemoryRegister, register("ours", own_object), **options
         )
         assert refused_call[0] == "PERMISSION_DENIED"
         alice.SystemSharedMemoryRegister(register("hers", her_object), timeout=20, **options)
-        alice.ModelInfer(through("hers"), timeout=20, **options)
+        alice.ModelInfer(region_request("hers"), timeout=20, **options)
         assert (her_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
         for user, visible_names in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
             regions = user.SystemSharedMemoryStatus(status, timeout=20, **options)
             assert sorted(regions.regions) == visible_names
-        assert refusal(bob.ModelInfer, through("hers"), **options)[0] == "NOT_FOUND"
+        assert refusal(bob.ModelInfer, region_request("hers"), **options)[0] == "NOT_FOUND"
         alice.SystemSharedMemoryUnregister(
             pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **options
         )

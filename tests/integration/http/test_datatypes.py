@@ -14,7 +14,7 @@ from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, join_bytes
 
 
-def whole(bits: int, signed: bool) -> np.ndarray:
+def integer_samples(bits: int, signed: bool) -> np.ndarray:
     """Return the smallest and the largest value of a datatype, and values between them."""
     dtype = np.dtype(f"{'i' if signed else 'u'}{bits // 8}")
     return np.array([np.iinfo(dtype).min, 0, 1, np.iinfo(dtype).max], dtype)
@@ -22,8 +22,8 @@ def whole(bits: int, signed: bool) -> np.ndarray:
 
 VALUES: dict[str, np.ndarray] = {
     "BOOL": np.array([True, False, True]),
-    **{f"UINT{bits}": whole(bits, signed=False) for bits in (8, 16, 32, 64)},
-    **{f"INT{bits}": whole(bits, signed=True) for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": integer_samples(bits, signed=False) for bits in (8, 16, 32, 64)},
+    **{f"INT{bits}": integer_samples(bits, signed=True) for bits in (8, 16, 32, 64)},
     "FP16": np.array([0, -1.5, 65504, np.inf], np.float16),
     "FP32": np.array([0, -1.5, 3.4e38, 1e-45], np.float32),
     "FP64": np.array([0, -1.5, 1.7e308, 5e-324], np.float64),

@@ -188,7 +188,7 @@ def test_over_grpc(server: Server, word: str) -> None:
         assert call.ModelInfer(simple_request(word), timeout=20).id == word
         for send_call, request in (
             (call.ModelInfer, simple_request(word, model_version=word)),
-            (call.ModelInfer, renamed(word)),
+            (call.ModelInfer, request_with_input_name(word)),
             (call.ModelInfer, pb.ModelInferRequest(model_name=word, id=word)),
             (call.ModelConfig, pb.ModelConfigRequest(name=word)),
             (call.ModelMetadata, pb.ModelMetadataRequest(name=word, version=word)),
@@ -234,7 +234,7 @@ def test_over_the_native_listener(server: Server, word: str) -> None:
             assert isinstance(answer(shouter_link), m.Failed)
 
 
-def renamed(name: str) -> Any:
+def request_with_input_name(name: str) -> Any:
     request = simple_request(name)
     request.inputs[0].name = name
     return request

@@ -19,7 +19,7 @@ def simple_body(**changes: Any) -> dict[str, Any]:
     return {"inputs": [{**json_input("INPUT0", ROW), **changes}, json_input("INPUT1", ROW)]}
 
 
-def without(member: str) -> dict[str, Any]:
+def body_without_member(member: str) -> dict[str, Any]:
     request = simple_body()
     del request["inputs"][0][member]
     return request
@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         "Unable to parse 'id': attempt to access JSON non-string as string",
     ),
     "no data at all": (
-        without("data"),
+        body_without_member("data"),
         400,
         "Input must set only one of the following fields: 'data', 'binary_data_size' in "
         "'parameters', "

@@ -498,14 +498,14 @@ async def test_asyncio(rows_server: Server) -> None:
 
 
 def test_a_client_of_another_event_loop_is_refused(rows_server: Server) -> None:
-    server = asyncio.run(_connected(rows_server))
+    server = asyncio.run(_open_client(rows_server))
     for _ in range(2):
         with pytest.raises(shmserve.client.InvalidArgument, match="another event loop"):
             asyncio.run(server.infer("simple", INPUT0=A, INPUT1=B, timeout=5))
     asyncio.run(server.close())
 
 
-async def _connected(rows: Server) -> aio.Server:
+async def _open_client(rows: Server) -> aio.Server:
     server = await aio.connect(rows.run_dir)
     assert await server.infer("simple", INPUT0=A, INPUT1=B)
     return server

@@ -27,7 +27,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, unpack_memory
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
-from tests.rigs.local_clients import Guest, answer, memfd, small, submit
+from tests.rigs.local_clients import Guest, answer, memfd, small_tensor, submit
 from tests.support import repositories
 from tests.support.servers import ROOT, Server, Start, run_python, running
 from tests.support.waiting import until
@@ -98,7 +98,7 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
         made_up = Memory(memory.id, memory.pid, memory.fd, memory.inode, 8192, True)
         link.send(submit((TensorRef("INPUT0", "FP32", (4,), Range(made_up, 0, 16)),)))
         assert "has not shared" in answer(link).message
-        link.send(submit((small(),), 1, (RequestedOutput("OUTPUT0", Range(memory, 0, 16)),)))
+        link.send(submit((small_tensor(),), 1, (RequestedOutput("OUTPUT0", Range(memory, 0, 16)),)))
         assert "has not shared" in answer(link).message
 
 
@@ -154,9 +154,9 @@ def test_work_that_is_none_is_an_error_to_its_sender(local_client: Guest, work: 
 def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
     for identity in (f"{os.getpid()}.abc", f"{local_client.number}.{'0' * 32}.1", "100000999.x.1"):
         link = local_client.link("identity", identity)
-        link.send(submit((small(),)))
+        link.send(submit((small_tensor(),)))
     honest_link = local_client.link("identity")
-    honest_link.send(submit((small(),)))
+    honest_link.send(submit((small_tensor(),)))
     assert isinstance(answer(honest_link), Finished)
     assert not any(link.receive() for link in local_client.links if link is not honest_link)
 
@@ -237,7 +237,7 @@ def test_a_socket_of_a_zeromq_library(local_client: Guest) -> None:
         dealer.linger = 0
         dealer.identity = f"{local_client.number}.{local_client.token}.z".encode()
         dealer.connect(local_client.models["identity"])
-        dealer.send(frames.pack([submit((small(),))]))
+        dealer.send(frames.pack([submit((small_tensor(),))]))
         assert dealer.poll(10_000)
         (message,) = frames.unpack(dealer.recv())
     assert isinstance(message, Finished)
@@ -262,11 +262,11 @@ def test_a_client_is_notified_of_its_eviction() -> None:
         client_listener.bind(str(run_dir / "guests" / "door"))
         client_listener.listen()
 
-        def let_go() -> None:
+        def evict_client() -> None:
             with client_listener.accept()[0] as inside:
                 inside.recv(4096)
 
-        server = threading.Thread(target=let_go)
+        server = threading.Thread(target=evict_client)
         server.start()
         stack.callback(server.join)
         with pytest.raises(shmserve.client.Disconnected, match="its version may differ"):

@@ -375,13 +375,15 @@ def test_asyncio(streaming_server: Server) -> None:
             int(response["OUT"][0]) async for response in client.stream("repeat", repeat(count))
         ]
 
-    async def all_of_them() -> list[list[int]]:
+    async def check_asyncio_client() -> list[list[int]]:
         async with aio.connect(streaming_server.run_dir) as client:
             with pytest.raises(shmserve.client.Unsupported):
                 await client.infer("repeat", repeat(1))
             return await asyncio.gather(*(read_stream(client, count) for count in (0, 1, 40, 200)))
 
-    assert asyncio.run(all_of_them()) == [[7 + n for n in range(k)] for k in (0, 1, 40, 200)]
+    assert asyncio.run(check_asyncio_client()) == [
+        [7 + n for n in range(k)] for k in (0, 1, 40, 200)
+    ]
 
 
 @pytest.mark.parametrize("ending", ["aclose", "with", "collected", "cancelled", "timeout"])

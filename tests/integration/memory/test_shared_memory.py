@@ -44,7 +44,7 @@ def region() -> Iterator[SharedObject]:
         yield shared_object
 
 
-def through(
+def infer_in_region(
     http: Http, name: str, *, input_offset: int = 0, output_offset: int = SIZE, size: int = SIZE
 ) -> Reply:
     """Send a request of the model "identity" from a region into the same region."""
@@ -71,7 +71,7 @@ def test_register_status_unregister(http: Http, region: SharedObject) -> None:
 
 def test_input_and_output(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
-    answer = through(http, "r").ok().json()
+    answer = infer_in_region(http, "r").ok().json()
     (output,) = answer["outputs"]
     assert output["name"] == "OUTPUT0"
     assert output["shape"] == [1024]
@@ -134,7 +134,7 @@ def test_registered_offset(http: Http, offset: int) -> None:
     with SharedObject(8 * PAGE) as shared_object:
         shared_object.write(VALUES[:64], offset)
         http.register("r", shared_object.key, 1024, offset).ok()
-        assert through(http, "r", output_offset=512, size=256).status == 200
+        assert infer_in_region(http, "r", output_offset=512, size=256).status == 200
         assert (
             shared_object.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]
         ).all()
@@ -179,7 +179,7 @@ def test_outside_of_a_region(
     )
     assert error in reply.error
     assert reply.status == status
-    assert through(http, "r").status == 200
+    assert infer_in_region(http, "r").status == 200
 
 
 def test_a_size_that_is_not_the_shapes(http: Http, region: SharedObject) -> None:
@@ -298,7 +298,7 @@ def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -
     region.create()
     region.write(VALUES + 1)
     http.register("r", region.key, 2 * SIZE).ok()
-    assert through(http, "r").status == 200
+    assert infer_in_region(http, "r").status == 200
     assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
 
 

@@ -66,7 +66,7 @@ def http(server: Server) -> Iterator[Http]:
         connection.unregister().ok()
 
 
-def through(name: str, size: int = SIZE) -> dict[str, Any]:
+def region_request(name: str, size: int = SIZE) -> dict[str, Any]:
     """Return a request from the first `size` bytes of a region into the next `size` bytes."""
     return {
         "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size)],
@@ -96,7 +96,7 @@ class User:
         return self.send_request(lambda http: http.register(name, shared.key, size))
 
     def infer(self, name: str) -> Reply:
-        return self.send_request(lambda http: http.infer("identity", through(name)))
+        return self.send_request(lambda http: http.infer("identity", region_request(name)))
 
     def names(self) -> list[str]:
         regions = self.send_request(lambda http: http.regions()).ok().json()
@@ -232,7 +232,7 @@ def test_memory_that_others_can_truncate_is_never_mapped(
         http.register("ours", own_object.key, 2 * SIZE).ok()
         for _ in range(3):
             alice.infer("hers").ok()
-            http.infer("identity", through("ours")).ok()
+            http.infer("identity", region_request("ours")).ok()
         assert (alices_object.read(np.float32, 1024, SIZE) == VALUES).all()
         assert own_object.name in maps(worker)
         assert alices_object.name not in maps(worker)
@@ -275,7 +275,7 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
 
             def send_requests() -> list[int]:
                 with contextlib.closing(UnixHttp(folder / "socket")) as http:
-                    request = through("cut", size)
+                    request = region_request("cut", size)
                     return [http.infer("identity", request).status for _ in range(200)]
 
             statuses = as_user(ALICE, send_requests)
@@ -304,7 +304,7 @@ def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
         statuses = []
         try:
             for _ in range(200):
-                statuses.append(http.infer("identity", through("cut", size)).status)
+                statuses.append(http.infer("identity", region_request("cut", size)).status)
                 if statuses[-1] == 404:
                     break
         finally:

@@ -167,12 +167,12 @@ def test_a_client_that_hangs_up_cancels_what_its_model_waits_for(
             nested = model == "outer_leaf"
             with server_of_cycles.http(timeout_s=5) as http:
                 assert infer(http, "exec_leaf" if nested else model, 20).status == 200
-            until("the calls are gone", lambda: not pending(server_of_cycles, "leaf"))
+            until("the calls are gone", lambda: not pending_count(server_of_cycles, "leaf"))
             assert not occupying_request.done()
         assert occupying_request.result().status == 200
 
 
-def pending(server: Server, model: str) -> float:
+def pending_count(server: Server, model: str) -> float:
     return server.metric("nv_inference_pending_request_count", model=model)
 
 

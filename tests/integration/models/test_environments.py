@@ -57,7 +57,7 @@ def environment(folder: Path, version: int) -> Path:
     return folder
 
 
-def packed(folder: Path, archive: Path) -> Path:
+def pack_environment(folder: Path, archive: Path) -> Path:
     """Create an archive of an environment like conda-pack and venv-pack."""
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, ".")
@@ -93,7 +93,7 @@ def test_an_archive_is_unpacked_once_and_removed(
 ) -> None:
     model = add(repository, "one", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", 2)
     prefix_path = environment(tmp_path / "made", 3)
-    packed(prefix_path, model / "env.tar.gz")
+    pack_environment(prefix_path, model / "env.tar.gz")
     shutil.rmtree(prefix_path)
     add(repository, "other", model / "env.tar.gz")
     server = serve(repository, "--model-control-mode=explicit", "--load-model=*")

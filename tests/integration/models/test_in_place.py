@@ -247,7 +247,9 @@ def test_polling_updates_in_place(repository: Path) -> None:
 
 
 @contextlib.contextmanager
-def sums(explicit: Explicit, strategy: str, count: int) -> Iterator[tuple[Server, Http, Path]]:
+def run_sums_server(
+    explicit: Explicit, strategy: str, count: int
+) -> Iterator[tuple[Server, Http, Path]]:
     """Yield a server of the model "sums" with this number of instances."""
     server, repository = explicit
     config = SUMS_CONFIG.replace("STRATEGY", strategy)
@@ -273,7 +275,7 @@ def step(
 @pytest.mark.parametrize("strategy", ["direct", "oldest"])
 def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strategy: str) -> None:
     """Its sequences continue there with their state. New sequences begin at other instances."""
-    with sums(empty_server, strategy, 2) as (server, http, folder):
+    with run_sums_server(empty_server, strategy, 2) as (server, http, folder):
         worker_by_sequence = {
             sequence: step(http, sequence, sequence, start=True)[1] for sequence in (1, 2, 3, 4)
         }
@@ -296,7 +298,7 @@ def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strateg
 
 
 def test_a_sequence_that_waits_for_a_slot_gets_one_that_is_added(empty_server: Explicit) -> None:
-    with sums(empty_server, "direct", 1) as (server, http, folder):
+    with run_sums_server(empty_server, "direct", 1) as (server, http, folder):
         for sequence in (1, 2):
             step(http, sequence, 1, start=True)
         (first_worker,) = workers(server, "sums")

@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 import shmserve.client
 from shmserve.client import aio
 from shmserve.errors import InvalidArgument, NotFound, TimedOut
-from tests.rigs.pipelines import add_ensemble, add_model, xy
+from tests.rigs.pipelines import add_ensemble, add_model, xy_step
 from tests.support import repositories
 from tests.support.hf_folders import write_folder
 from tests.support.servers import Server, Start, running
@@ -272,7 +272,7 @@ def test_an_ensemble_is_loaded_with_its_steps_and_unloaded_before_them(tmp_path:
     repository = tmp_path / "models"
     for name in ("add", "other"):
         add_model(repository, name, ADD)
-    steps = [xy("add", "IN", "m"), xy("other", "m", "OUT")]
+    steps = [xy_step("add", "IN", "m"), xy_step("other", "m", "OUT")]
     add_ensemble(repository, "both", steps)
     asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
     flags = ("--load-on-demand", "--idle-unload-secs=2")

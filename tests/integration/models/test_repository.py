@@ -509,7 +509,7 @@ def test_a_model_that_is_only_in_the_request(empty_server: Explicit) -> None:
 
 
 @contextlib.contextmanager
-def under_load(server: Server, http: Http, repository: Path) -> Iterator[Load]:
+def run_under_load(server: Server, http: Http, repository: Path) -> Iterator[Load]:
     """Run clients of two models during the block; each request must succeed."""
     repositories.add(repository, "simple", "identity")
     for name in ("simple", "identity"):
@@ -522,7 +522,7 @@ def under_load(server: Server, http: Http, repository: Path) -> Iterator[Load]:
 def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
     server, repository = empty_server
     success_counts = [server.metric("nv_inference_request_success")]
-    with server.http() as http, under_load(server, http, repository) as load:
+    with server.http() as http, run_under_load(server, http, repository) as load:
         for _ in range(3):
             http.load("simple").ok()
             http.load("identity").ok()
@@ -544,15 +544,15 @@ def test_requests_of_an_old_generation_are_counted(
     server, repository = empty_server
     repositories.add(repository, "gated")
 
-    def counted() -> float:
+    def success_count() -> float:
         return server.metric("nv_inference_request_success", model="gated")
 
-    def others_have_ended() -> bool:
+    def old_schedulers_ended() -> bool:
         return len(server.find("scheduler gated")) == 2
 
     with server.http() as http, request_pool(server) as pool:
         http.load("gated").ok()
-        counts_before = counted()
+        counts_before = success_count()
         old_request = pool.number("gated", 1)
         visit = server.gate.next()
         http.load("gated").ok()
@@ -561,16 +561,16 @@ def test_requests_of_an_old_generation_are_counted(
             server.gate.next().release()
             later_request.result().ok()
             http.load("gated").ok()
-            until("one and the first are left", others_have_ended)
+            until("one and the first are left", old_schedulers_ended)
         visit.release()
         old_request.result().ok()
-        until("all are counted", lambda: counted() == counts_before + 1 + request_count)
+        until("all are counted", lambda: success_count() == counts_before + 1 + request_count)
 
 
 def test_a_failed_reload_keeps_the_old_one(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
-    with server.http() as http, under_load(server, http, repository):
+    with server.http() as http, run_under_load(server, http, repository):
         http.load("constant").ok()
         rewrite(repository, BROKEN)
         reply = http.load("constant")
@@ -829,14 +829,14 @@ def test_removing_a_broken_model_leaves_the_server_ready(
     for name in ("broken", "unread"):
         (tmp_path / name).rename(repository / name)
 
-    def failed(states_by_version: dict[tuple[str, str], tuple[str, str]]) -> bool:
+    def have_failed(states_by_version: dict[tuple[str, str], tuple[str, str]]) -> bool:
         states = [
             states_by_version.get(key, ("", ""))[0] for key in (("broken", "1"), ("unread", ""))
         ]
         return states == ["UNAVAILABLE", "UNAVAILABLE"]
 
     with server.http() as http:
-        until("both have failed", lambda: failed(index(http)))
+        until("both have failed", lambda: have_failed(index(http)))
     assert not server.answers("/v2/health/ready")
     shutil.rmtree(repository / "broken")
     shutil.rmtree(repository / "unread")

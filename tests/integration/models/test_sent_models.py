@@ -32,7 +32,7 @@ ROW = {"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}
 CONFIG = json.dumps({"backend": "python", "input": [ROW], "output": [{**ROW, "name": "OUTPUT0"}]})
 
 
-def sent(config: str) -> dict[str, str]:
+def load_parameters_of(config: str) -> dict[str, str]:
     changed_code = CODE.replace(b"ANSWER = 1", b"ANSWER = 2")
     return {"config": config, "file:1/model.py": base64.b64encode(changed_code).decode()}
 
@@ -69,7 +69,7 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
         path, load = "/v2/repository/models/constant/load", call.RepositoryModelLoad
         for headers in (other_headers, {}):
             metadata = tuple((key.lower(), value) for key, value in headers.items())
-            for parameters in (sent(config), {"config": config}):
+            for parameters in (load_parameters_of(config), {"config": config}):
                 refused_reply = http.post(path, {"parameters": parameters}, headers)
                 assert refused_reply.status == (403 if headers or not guarded else 401)
                 assert guarded or refused_reply.error == TEXT
@@ -86,7 +86,7 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
             assert http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0] == 1
             return
         assert http.infer("constant", ASK, admin_headers).ok().tensors()["OUTPUT0"][0] == 1
-        http.post(path, {"parameters": sent(CONFIG)}, admin_headers).ok()
+        http.post(path, {"parameters": load_parameters_of(CONFIG)}, admin_headers).ok()
         assert http.infer("constant", ASK, admin_headers).ok().tensors()["OUTPUT0"][0] == 2
 
 
@@ -159,11 +159,11 @@ def test_which_users_may_send_a_model(
             return int(http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0])
 
         with loads_of(server, socket, listener, ALICE) as load:
-            assert load(sent(CONFIG)) == TEXT
+            assert load(load_parameters_of(CONFIG)) == TEXT
             if listener != "grpc":
                 assert load({"config": CONFIG}) == TEXT
             assert load({}) == ""
             assert answer() == 1
         with loads_of(server, socket, listener, os.geteuid()) as load:
-            assert load(sent(CONFIG)) == ""
+            assert load(load_parameters_of(CONFIG)) == ""
             assert answer() == 2

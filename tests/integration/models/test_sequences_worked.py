@@ -60,7 +60,7 @@ def by_slot(visit: Visit, slots: int = 2) -> dict[str, list[Any]]:
     }
 
 
-def sums(*replies: Future[Reply]) -> list[int]:
+def sums_of_replies(*replies: Future[Reply]) -> list[int]:
     return [reply.result().ok().json()["outputs"][0]["data"][0] for reply in replies]
 
 
@@ -117,8 +117,8 @@ def test_direct_two_instances_of_two_slots(server: Server, pool: RequestPool) ->
     assert by_slot(sixth)["START"] == [1, 0] and by_slot(sixth)["CORRID"] == [6, 0]
     sixth.release()
     third.release()
-    assert sums(*first_replies) == [1] * 6
-    assert sums(end_reply, ended_too) == [2, 2]
+    assert sums_of_replies(*first_replies) == [1] * 6
+    assert sums_of_replies(end_reply, ended_too) == [2, 2]
     assert gate.is_idle()
 
 
@@ -134,7 +134,7 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     assert by_slot(visit) == {"START": [1, 0], "END": [0, 0], "READY": [1, 0], "CORRID": [1, 0]}
     assert (visit.message["START"], visit.message["READY"]) == ([1], [1])
     visit.release()
-    assert sums(waiting_reply) == [1]
+    assert sums_of_replies(waiting_reply) == [1]
     assert gate.is_idle()
     # Both requests wait together while the instance is busy.
     busy = send_step(1)
@@ -144,12 +144,12 @@ def test_direct_one_instance(server: Server, pool: RequestPool) -> None:
     replies.append(send_step(2, start=True))
     server.wait_pending("single", 2)
     visit.release()
-    assert sums(busy) == [2]
+    assert sums_of_replies(busy) == [2]
     visit = gate.next()
     assert by_slot(visit) == {"START": [0, 1], "END": [0, 0], "READY": [1, 1], "CORRID": [1, 2]}
     assert visit.message["shape"] == [[1, 1], [1, 1]]
     visit.release()
-    assert sums(*replies) == [3, 1]
+    assert sums_of_replies(*replies) == [3, 1]
 
 
 def test_direct_lone_requests_beside_an_idle_sequence(server: Server, pool: RequestPool) -> None:
@@ -205,4 +205,4 @@ def test_oldest_four_candidates_and_batches_of_two(server: Server, pool: Request
     # slot.
     assert batches == [[1], [2, 3], [4, 1], [4], [4], [5]]
     assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
-    assert sums(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]
+    assert sums_of_replies(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

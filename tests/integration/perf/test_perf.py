@@ -113,14 +113,25 @@ def perf(perf_server: Server, tmp_path: Path) -> Perf:
 
     def run(protocol: str, *arguments: str) -> dict[str, Any]:
         path = tmp_path / "report.json"
-        assert main(["perf", *arguments, *at(perf_server, protocol), *SHORT, f"--json={path}"]) == 0
+        assert (
+            main(
+                [
+                    "perf",
+                    *arguments,
+                    *connection_flags(perf_server, protocol),
+                    *SHORT,
+                    f"--json={path}",
+                ]
+            )
+            == 0
+        )
         point: dict[str, Any] = json.loads(path.read_text())["points"][-1]
         return point
 
     return run
 
 
-def at(server: Server, protocol: str) -> Sequence[str]:
+def connection_flags(server: Server, protocol: str) -> Sequence[str]:
     urls = {"http": f"http://{server.url}", "grpc": f"grpc://{server.grpc_url}"}
     return [f"--url={urls[protocol]}"] if protocol in urls else [f"--run-dir={server.run_dir}"]
 
@@ -140,7 +151,14 @@ def test_an_interrupt_prints_what_was_measured(
     command = ["perf", "simple", "--concurrency=4,5", "--stability=1e-9", f"--json={path}"]
     successes_before = successes(perf_server)
     with subprocess.Popen(
-        [sys.executable, "-m", "shmserve", *command, *at(perf_server, protocol), *flags],
+        [
+            sys.executable,
+            "-m",
+            "shmserve",
+            *command,
+            *connection_flags(perf_server, protocol),
+            *flags,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -219,7 +237,7 @@ def test_a_report_is_written_drawn_and_compared(
     perf_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [f"--json={tmp_path}/1.json", f"--csv={tmp_path}/1.csv", f"--plot={tmp_path}/1.svg"]
-    server = [*at(perf_server, "http"), *SHORT]
+    server = [*connection_flags(perf_server, "http"), *SHORT]
     assert main(["perf", "simple", "--concurrency=1:2", *server, *files]) == 0
     assert (tmp_path / "1.svg").read_text().startswith("<svg")
     assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
@@ -266,7 +284,7 @@ def test_an_error_is_one_line(
     status: int,
     expected_error: str,
 ) -> None:
-    assert main(["perf", *arguments, *at(perf_server, protocol)]) == status
+    assert main(["perf", *arguments, *connection_flags(perf_server, protocol)]) == status
     error = capsys.readouterr().err
     assert expected_error in error
     assert error.count("\n") == 1

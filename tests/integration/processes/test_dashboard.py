@@ -77,16 +77,16 @@ def test_the_dashboard_requires_the_metrics_token(guarded_server: Server) -> Non
 
 
 def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
-    with watched.under_load(server), Feed(server.metrics_port) as feed:
+    with watched.send_under_load(server), Feed(server.metrics_port) as feed:
         first_message = feed.next()
-        until("all are asked", lambda: all(answered(server, name) > 8 for name in watched.FEW))
+        until("all are asked", lambda: all(success_count(server, name) > 8 for name in watched.FEW))
     with Feed(server.metrics_port) as feed:
         report = feed.next()
     assert first_message["models"]["broken/1"]["state"] == "UNAVAILABLE"
     assert "there is no such weight" in first_message["models"]["broken/1"]["because"]
     for name in watched.FEW:
         row = report["models"][f"{name}/1"]
-        assert row["success"] == answered(server, name), name
+        assert row["success"] == success_count(server, name), name
         assert row["fail"] == server.metric("nv_inference_request_failure", model=name), name
         assert row["execution_count"] == server.metric("nv_inference_exec_count", model=name)
         for reason, count in row["closed"].items():
@@ -109,7 +109,7 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     assert server.metric("shmserve_load_failures") >= 1
 
 
-def answered(server: Server, model: str) -> float:
+def success_count(server: Server, model: str) -> float:
     return server.metric("nv_inference_request_success", model=model)
 
 
@@ -137,7 +137,7 @@ def cell(page: Page, model: str, column: str) -> str:
 
 @needs_chromium
 def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> None:
-    with watched.under_load(server):
+    with watched.send_under_load(server):
         page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
         page.wait("it shows figures", "models.size >= 7 && models.get('simple/1').recent")
         page.wait("it is said what hurts", "models.get('crimes/1').because.includes('fail')")
@@ -146,7 +146,7 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
             "document.querySelector('#rows button').textContent === 'broken'",
         )
     page.run("show('simple/1', true)")
-    expected = int(answered(server, "simple"))
+    expected = int(success_count(server, "simple"))
     page.wait("the last ones are counted", f"models.get('simple/1').success === {expected}")
     text_on_page = page.run("document.getElementById('bars').innerText")
     assert re.search(rf"answered\s+{expected if expected < 1e5 else ''}", text_on_page)
@@ -176,8 +176,8 @@ def test_the_history_is_there_when_a_page_is_opened(server: Server, page: Page) 
     """The server stores ten minutes of history, so charts include events before the page was
     opened.
     """
-    with watched.under_load(server):
-        until("all are asked", lambda: answered(server, "simple") > 8)
+    with watched.send_under_load(server):
+        until("all are asked", lambda: success_count(server, "simple") > 8)
         until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_EVERY_S)
     with Feed(server.metrics_port) as feed:
         history = feed.next()["history"]
@@ -229,21 +229,21 @@ def test_the_keyboard_is_enough(server: Server, page: Page) -> None:
     assert page.run("document.activeElement.textContent") == "To the models"
     page.key("Enter")
 
-    def to(text: str) -> None:
+    def press_tab_until(text: str) -> None:
         for _ in range(40):
             page.key("Tab")
             if page.run("document.activeElement.textContent") == text:
                 return
         raise AssertionError(f"Tab does not reach {text}")
 
-    to("Model")
+    press_tab_until("Model")
     page.key("Enter")
     assert page.run("document.querySelector('#rows button').textContent") == "broken"
     assert page.run("document.querySelector('th[aria-sort]').dataset.key") == "name"
-    to("pipeline")
+    press_tab_until("pipeline")
     page.key("Enter")
     assert page.run("$('detail-name').textContent") == "pipeline, version 1"
-    to("Close")
+    press_tab_until("Close")
     page.key("Enter")
     assert page.run("document.activeElement.textContent") == "pipeline"
 

@@ -20,7 +20,7 @@ from shmserve.client.events import EventReader
 from shmserve.ipc.messages import publications as m
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import ROOT, Server, Start, run_command, stopped
+from tests.support.servers import ROOT, Server, Start, run_command, suspend
 from tests.support.waiting import until
 
 
@@ -50,7 +50,7 @@ def read_until(events: EventReader, is_last: Callable[[Any], bool]) -> list[Any]
 
 
 @contextlib.contextmanager
-def following(
+def follow_events(
     server: Server, *flags: str
 ) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
     """Run `shmserve events --follow`; yield the process and a function that returns its next
@@ -115,7 +115,7 @@ def test_a_killed_worker(server: Server, events: EventReader) -> None:
 
 def test_a_stopped_worker_and_why_it_ended(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
-    stopped(victim)
+    suspend(victim)
     received_events = read_until(
         events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY"
     )
@@ -206,7 +206,7 @@ def test_states_and_events_are_printed(server: Server) -> None:
     assert completed.returncode == 0 and not completed.stderr
     for text in (" server: ready\n", " model simple version 1: READY\n", "scheduler simple: runs"):
         assert text in completed.stdout
-    with following(server, "--json", "--topic=models") as (process, line):
+    with follow_events(server, "--json", "--topic=models") as (process, line):
         while '"name": "simple"' not in line():
             pass
         with server.http() as http:
@@ -219,7 +219,10 @@ def test_states_and_events_are_printed(server: Server) -> None:
 
 
 def test_counters_are_printed_only_if_they_are_asked_for(server: Server) -> None:
-    with following(server) as (process, line), following(server, "--topic=counters") as (_, count):
+    with (
+        follow_events(server) as (process, line),
+        follow_events(server, "--topic=counters") as (_, count),
+    ):
         printed_text = ""
         while "counters of simple" not in printed_text:  # counters are sent once per second
             printed_text = count()
@@ -238,10 +241,10 @@ def test_no_server(tmp_path: Path) -> None:
 def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
     """No process that forks others has ZeroMQ's threads."""
 
-    def uses(pid: int) -> bool:
+    def has_loaded_zmq(pid: int) -> bool:
         return "libzmq" in Path(f"/proc/{pid}/maps").read_text()
 
-    assert [process.pid for process in server.tree() if uses(process.pid)] == [server.pid]
+    assert [process.pid for process in server.tree() if has_loaded_zmq(process.pid)] == [server.pid]
 
 
 def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
@@ -249,11 +252,11 @@ def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
     with (
         SharedObject(4096) as shared_object,
         server.http() as http,
-        following(server, "--topic=regions") as (process, line),
+        follow_events(server, "--topic=regions") as (process, line),
     ):
         http.register("first", shared_object.key, 4096).ok()
         assert " region first: " in line()  # printed as part of the snapshot, or as an event
-        stopped(psutil.Process(process.pid))
+        suspend(psutil.Process(process.pid))
         for _ in range(100):
             http.register("again", shared_object.key, 4096).ok()
             http.unregister("again").ok()
@@ -283,11 +286,11 @@ def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:
     with (
         SharedObject(4096) as shared_object,
         server.http() as http,
-        following(server, "--topic=regions", "--json") as (process, line),
+        follow_events(server, "--topic=regions", "--json") as (process, line),
     ):
         http.register("first", shared_object.key, 4096).ok()
         assert json.loads(line())["name"] == "first"
-        stopped(psutil.Process(process.pid))
+        suspend(psutil.Process(process.pid))
         for _ in range(pairs):
             http.register(name, shared_object.key, 4096).ok()
             http.unregister(name).ok()

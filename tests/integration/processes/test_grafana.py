@@ -175,7 +175,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     started = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
     try:
         until(f"it scrapes:\n{started.log.read_text()}", started.scrapes)
-        with watched.under_load(server, generative=True):
+        with watched.send_under_load(server, generative=True):
             yield started
     finally:
         started.stop()
@@ -259,7 +259,7 @@ def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
 def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
     """Promtool's advice against the style of Triton's names is ignored."""
     assert PROMTOOL
-    with watched.under_load(server, generative=True):
+    with watched.send_under_load(server, generative=True):
         page = server.metrics()
     result = subprocess.run(
         [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
@@ -270,7 +270,7 @@ def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
 
 def test_every_named_metric_exists(server: Server) -> None:
     """This test also runs without Prometheus."""
-    with watched.under_load(server, generative=True):
+    with watched.send_under_load(server, generative=True):
         until("text is made", lambda: server.metric("shmserve_llm_tokens_generated", model="tiny"))
         page = server.metrics()
     families = set(re.findall(r"^(\w+)[ {]", page, re.MULTILINE))

@@ -76,7 +76,7 @@ def settings(http: Http) -> dict[str, Any]:
     return dict(settings.json())
 
 
-def over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
+def set_over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
     """Send LogSettings: a bool, int or str sets the member of that type, None sets none."""
     request = pb.LogSettingsRequest()
     for name, value in new_settings.items():
@@ -176,7 +176,11 @@ def test_changes_over_grpc(
     server: Server, http: Http, new_settings: dict[str, Any], changed_settings: dict[str, Any]
 ) -> None:
     with stub(server) as call:
-        assert over_grpc(call, **new_settings) == {**DEFAULTS, **changed_settings} == settings(http)
+        assert (
+            set_over_grpc(call, **new_settings)
+            == {**DEFAULTS, **changed_settings}
+            == settings(http)
+        )
 
 
 INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
@@ -207,7 +211,7 @@ def test_refusals_over_grpc(
     server: Server, http: Http, new_settings: dict[str, Any], status: Any, text: str
 ) -> None:
     with stub(server) as call, pytest.raises(grpc.RpcError) as error_info:
-        over_grpc(call, **new_settings)
+        set_over_grpc(call, **new_settings)
     assert (error_info.value.code(), error_info.value.details()) == (status, text)
     assert settings(http) == DEFAULTS
 
@@ -262,26 +266,26 @@ def test_a_change_over_any_listener_holds_in_every_process(server: Server, http:
     with contextlib.ExitStack() as stack:
         listeners: dict[int, Http] = {}
 
-        def both() -> bool:
+        def has_both_listeners() -> bool:
             connection = stack.enter_context(server.http())
             listeners.setdefault(gateway_of(server, connection), connection)
             return len(listeners) == 2
 
-        until("there is a connection to each gateway", both)
+        until("there is a connection to each gateway", has_both_listeners)
         call = stack.enter_context(stub(server))
         change: list[Callable[[int], object]] = [
             *(
                 lambda level, http=listener: http.post(PATH, {"log_verbose_level": level}).ok()
                 for listener in listeners.values()
             ),
-            lambda level: over_grpc(call, log_verbose_level=level),
+            lambda level: set_over_grpc(call, log_verbose_level=level),
         ]
         for level, over_this_listener in enumerate(change, 101):
             over_this_listener(level)
             until(f"every process has heard of level {level}", level_is_logged(server, level))
             for listener in listeners.values():
                 assert settings(listener)["log_verbose_level"] == level
-            assert over_grpc(call)["log_verbose_level"] == level
+            assert set_over_grpc(call)["log_verbose_level"] == level
 
 
 @pytest.mark.parametrize(
@@ -301,10 +305,10 @@ def test_log_settings_reach_the_models_records(
 ) -> None:
     http.post(PATH, changes).ok()
     # The change and the request reach the worker from two processes, in any order.
-    until("it is heard so", lambda: spoken(server, http) == expected_text)
+    until("it is heard so", lambda: logged_levels(server, http) == expected_text)
 
 
-def spoken(server: Server, http: Http) -> str:
+def logged_levels(server: Server, http: Http) -> str:
     """Return the levels of the lines that the model logs about one request."""
     lines_before = len(lines(server, "worker talker"))
     http.infer("talker", ROW).ok()  # the model's log lines are written before its response is sent

@@ -13,7 +13,7 @@ import pytest
 from tests.support import repositories
 from tests.support.load import Load
 from tests.support.request_pool import request_pool, values
-from tests.support.servers import Server, Start, refuses, run_command, run_python
+from tests.support.servers import Server, Start, refuses_connections, run_command, run_python
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
@@ -87,7 +87,7 @@ def test_two_gateways_share_the_port(server: Server) -> None:
     assert len(gateways) == 2
     with contextlib.ExitStack() as connections, Load(server, simple=6, memory=3) as load:
 
-        def both_have_some() -> bool:
+        def have_both_connections() -> bool:
             connections.enter_context(socket.create_connection(("127.0.0.1", server.http_port)))
             return all(
                 any(
@@ -97,7 +97,7 @@ def test_two_gateways_share_the_port(server: Server) -> None:
                 for g in gateways
             )
 
-        until("both have connections", both_have_some)
+        until("both have connections", have_both_connections)
     assert load.troubles() == []
 
 
@@ -134,7 +134,7 @@ def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
             visit = server.gate.next()
             server.wait_pending("gated", 2)
             server.process.terminate()
-            until("nobody is let in", lambda: refuses(server.http_port))
+            until("nobody is let in", lambda: refuses_connections(server.http_port))
             assert idle.recv(1) == b""
             assert server.wait_exit(0.2) is None
             visit.release()

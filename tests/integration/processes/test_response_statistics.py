@@ -8,7 +8,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.streams import ended, failed, send_repeat, stream
+from tests.support.wire.streams import count_responses, final_error, send_repeat, stream
 
 FIRST_RESPONSE_METRIC = "nv_inference_first_response_histogram_ms"
 BUCKETS = f"""
@@ -35,7 +35,7 @@ def test_responses_are_counted_by_their_index(repeating_server: Server) -> None:
         for count in (3, 1):
             # The statistics count the first-response time in whole ms.
             send_repeat(client, list(range(count)), delay_ms=2)
-            assert ended(results) == count
+            assert count_responses(results) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating_server.http() as http:
         (statistics,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
@@ -93,12 +93,12 @@ def test_a_cancelled_request_is_counted_where_it_was(repeating_server: Server) -
         for _ in range(2):
             results.get(timeout=30)
 
-    def cancelled() -> int:
+    def cancelled_statistics() -> int:
         with repeating_server.http() as http:
             (statistics,) = http.get("/v2/models/cancelled/stats").ok().json()["model_stats"]
         return sum(row["cancel"]["count"] for row in statistics["response_stats"].values())
 
-    until("the cancellation is counted", lambda: cancelled() == 1)
+    until("the cancellation is counted", lambda: cancelled_statistics() == 1)
     assert (
         repeating_server.metric(
             "nv_inference_request_failure", model="cancelled", reason="CANCELED"
@@ -112,7 +112,7 @@ def test_a_partly_answered_request_fails_with_its_worker(repeating_server: Serve
         send_repeat(client, [0] * 2000, delay_ms=20, model="killed")
         results.get(timeout=30)
         repeating_server.find_one("worker killed.0").kill()
-        assert "died before this request's last response" in failed(results)
+        assert "died before this request's last response" in final_error(results)
         until("there is another worker", lambda: bool(repeating_server.find("worker killed.0")))
         send_repeat(client, [5], model="killed")
-        assert ended(results) == 1
+        assert count_responses(results) == 1

@@ -50,14 +50,14 @@ class Load:
             protocol: sum(counts.values()) for protocol, counts in self.found().items()
         }
 
-        def answered() -> bool:
+        def has_answered() -> bool:
             now = self.found()
             return all(
                 sum(now[protocol].values()) - response_counts[protocol] > 5 * CLIENTS
                 for protocol in response_counts
             )
 
-        until("every protocol answers", answered)
+        until("every protocol answers", has_answered)
 
     def end(self) -> dict[str, dict[str, int]]:
         """Stop the program; return all results."""

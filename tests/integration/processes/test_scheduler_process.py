@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, 
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from tests.rigs.arrivals import arrived, framed, send_raw
+from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 from tests.support.texts import EXPIRED
 from tests.support.waiting import until
 
@@ -121,7 +121,7 @@ class Stage:
 
     def all(self, link: Dealer | Router) -> list[Any]:
         """Wait for messages to a peer; return all of them."""
-        messages = arrived(link, PATIENCE_MS / 1000)
+        messages = receive_arrived(link, PATIENCE_MS / 1000)
         assert messages, "the scheduler says nothing"
         return messages
 
@@ -312,9 +312,9 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
         b"\xdd\xff\xff\xff\xff",
     ]
     for frame in garbage:
-        send_raw(stage.control, stage.address, framed(frame))
+        send_raw(stage.control, stage.address, encode_zmtp(frame))
         for stranger_socket in stranger_sockets:
-            send_raw(stranger_socket, b"", framed(frame))
+            send_raw(stranger_socket, b"", encode_zmtp(frame))
             send_raw(stranger_socket, b"", b"\1\4some\0\4more")
     number = stage.submit()
     stage.finish(stage.next(stage.worker))

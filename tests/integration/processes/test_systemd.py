@@ -96,7 +96,7 @@ def processes(systemd: Systemd) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def hung(pid: int) -> Iterator[None]:
+def suspend_under_debugger(pid: int) -> Iterator[None]:
     """Suspend a process with a debugger, which no other process can detect, until it is killed."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
@@ -189,7 +189,7 @@ def test_a_reload_and_what_hangs(installed_systemd: Systemd) -> None:
     # The extended timeout of the reload ends with the next watchdog message.
     sign = systemd.show(SERVICE, "WatchdogTimestampMonotonic")
     until("a sign", lambda: systemd.show(SERVICE, "WatchdogTimestampMonotonic") != sign)
-    with hung(processes(systemd)["gateway http 0"]):
+    with suspend_under_debugger(processes(systemd)["gateway http 0"]):
         until("a log", lambda: "do not respond: gateway 0 (pid " in log(systemd))
     wait_restarts(systemd, 1)
     systemd.run("kill", "-STOP", systemd.show(SERVICE, "MainPID"))

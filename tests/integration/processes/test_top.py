@@ -86,7 +86,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 def test_top_is_controlled_by_keys(server: Server) -> None:
     url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}/metrics"
-    with watched.under_load(server), terminal(url) as opened_terminal:
+    with watched.send_under_load(server), terminal(url) as opened_terminal:
         screen = opened_terminal.wait(
             r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken/1: .*no such weight"
         )

@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy
+from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy_step
 from tests.support.otlp import Collector, attributes, collector
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
@@ -59,9 +59,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_model(folder, "many", MANY, settings="model_transaction_policy { decoupled: true }")
     add_model(folder, "late", f"time.sleep(0.5)\n{model_code}")
     add_model(folder, "tell", TELL, outputs=[tensor("Y", "BYTES")])
-    steps = [xy("one", "IN", "A"), xy("two", "A", "OUT")]
+    steps = [xy_step("one", "IN", "A"), xy_step("two", "A", "OUT")]
     add_ensemble(folder, "both", steps, max_batch_size=4)
-    add_ensemble(folder, "fails", [xy("calls", "IN", "A"), xy("boom", "A", "OUT")])
+    add_ensemble(folder, "fails", [xy_step("calls", "IN", "A"), xy_step("boom", "A", "OUT")])
     return folder
 
 
@@ -120,7 +120,7 @@ def test_no_explanation_without_the_parameter(http: Http) -> None:
     assert "parameters" not in http.infer("one", request).ok().json()
 
 
-def explained(server: Server, model: str, input_value: str = "X") -> Any:
+def infer_explained(server: Server, model: str, input_value: str = "X") -> Any:
     batched = ROW if model == "both" else ROW[0]
     request = {"inputs": [json_input(input_value, batched)], "parameters": {"explain": True}}
     with server.http() as http:
@@ -134,7 +134,7 @@ def explained(server: Server, model: str, input_value: str = "X") -> Any:
 def test_the_time_of_inner_models_is_explained(
     server: Server, model: str, input_value: str, key: str, inner: list[str]
 ) -> None:
-    explanation = explained(server, model, input_value)
+    explanation = infer_explained(server, model, input_value)
     assert [trace["model"] for trace in explanation[key]] == inner
     for trace in explanation[key]:
         assert sum(trace[phase] for phase in PHASES) <= trace["total_us"] <= explanation["total_us"]
@@ -443,7 +443,7 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
     identity_body = 'return self.response(Y=self.input(request, "X"))'
     add_model(models, "numbers", identity_body)
     add_model(models, "words", identity_body, [tensor("X", "BYTES")], [tensor("Y", "BYTES")])
-    add_ensemble(models, "twice", [xy("numbers", "IN", "A"), xy("numbers", "A", "OUT")])
+    add_ensemble(models, "twice", [xy_step("numbers", "IN", "A"), xy_step("numbers", "A", "OUT")])
     numbers = np.random.default_rng(1).random(400_000, np.float32)
     text = 'A "word", \\ and ü.' * 200_000
     sent_tensors = {"numbers": numbers, "twice": numbers, "words": np.array([text], np.object_)}

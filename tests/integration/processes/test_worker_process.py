@@ -33,7 +33,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inference
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.models.instances import Instance, find_model_frame, stacks_of
 from shmserve.supervisor.processes.children import Child
-from tests.rigs.arrivals import arrived, framed, send_raw
+from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
 from tests.rigs.worker_rig import Region, inference, model_config, tensor
 from tests.support.messages import inferred_of
@@ -107,7 +107,7 @@ class Worker:
     def expect(self, kind: type[T], router: Router | None = None) -> T:
         """Return the next message, which must be of this type."""
         router = router or self.control
-        messages = arrived(router, _PATIENCE_MS / 1000)
+        messages = receive_arrived(router, _PATIENCE_MS / 1000)
         assert messages, f"no {kind.__name__}: {self.log.read_text()}"
         ((self.peer, message),) = messages
         assert isinstance(message, kind), message
@@ -232,7 +232,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     worker.load()
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
-    send_raw(router, peer, framed(b"garbage") + b"\1\4more\0\6frames")
+    send_raw(router, peer, encode_zmtp(b"garbage") + b"\1\4more\0\6frames")
     router.post(peer, ProcessExited(1, ""))
     router.post(peer, Execute(1, [Work(1, 1, b"garbage", [])]))
     router.flush()
@@ -275,16 +275,16 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
     region = Region(1 << 20)
     memory_range = region.write(4096, np.full((1, 1), 3, "f4"))
 
-    def mapped() -> int:
+    def count_mappings() -> int:
         maps = Path(f"/proc/{worker.pid}/maps").read_text()
         return maps.count("memfd:test-region")
 
     for _ in range(3):
         worker.execute(0, memory_range=memory_range)
         assert value(worker.answer(worker.finished()[0])) == 6
-        assert mapped() == 1
+        assert count_mappings() == 1
     worker.send(MemoryDropped(region.memory.id))
-    until("the region is unmapped", lambda: mapped() == 0)
+    until("the region is unmapped", lambda: count_mappings() == 0)
     region.close()
 
 
@@ -422,12 +422,12 @@ def test_a_hanging_worker_logs_its_stack(worker: Worker) -> None:
     worker.execute(-4)
     until("it hangs", lambda: psutil.Process(worker.pid).status() == psutil.STATUS_SLEEPING)
 
-    async def twice() -> list[str]:
+    async def dump_stacks_twice() -> list[str]:
         child = Child(worker.pid, "it", asyncio.get_running_loop().create_future())
         instance = Instance(0, "m_0", "cpu", "CPU", 0, child=child, stacks_fd=worker.stacks_fd)
         return [await stacks_of(instance), await stacks_of(instance)]
 
     hangs = 1 + next(n for n, line in enumerate(MODEL.splitlines()) if "sleep(60)" in line)
-    for stacks in asyncio.run(twice()):
+    for stacks in asyncio.run(dump_stacks_twice()):
         assert stacks.count("in predict") == 1
         assert find_model_frame(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"

@@ -217,7 +217,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def stay(start: bytes) -> None:
+def wait_for_signal(start: bytes) -> None:
     """Wait until the process is killed by a signal."""
     signal.pause()
 
@@ -306,14 +306,14 @@ def test_a_process_limit_that_allows_no_zygote(
 ) -> None:
     """If the process limit is too low, the server reports it and does not start."""
 
-    def refused(*_: object, **__: object) -> int:
+    def refuse_fork(*_: object, **__: object) -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     async def start() -> None:
         Zygote(None, folder, "zygote", (), {}).start()  # type: ignore[arg-type]
 
     folder = RunDirectory(tmp_path / "run")
-    monkeypatch.setattr(os, "posix_spawn", refused)
+    monkeypatch.setattr(os, "posix_spawn", refuse_fork)
     with pytest.raises(Unavailable, match="no process can be started: Resource temporarily"):
         asyncio.run(start())
     os.close(folder.lock_fd)

@@ -8,7 +8,7 @@ import pytest
 import tritonclient.http as triton
 
 import shmserve.client
-from tests.rigs.pipelines import add_ensemble, add_model, step, xy
+from tests.rigs.pipelines import add_ensemble, add_model, step, xy_step
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start, running
 from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
@@ -29,7 +29,7 @@ def server(models: Path, start: Start) -> Server:
         settings = CACHED + (" dynamic_batching {}" if name == "batched" else "")
         add_model(models, name, COUNTING, settings=settings)
     add_model(models, "plain", COUNTING)
-    steps = [xy("plain", "IN", "mid"), xy("plain", "mid", "OUT")]
+    steps = [xy_step("plain", "IN", "mid"), xy_step("plain", "mid", "OUT")]
     add_ensemble(models, "pipeline", steps, settings=CACHED)
     flags = [f"--cache-config=local,size={SIZE}", "--metrics-config=summary_latencies=true"]
     return start(models, *flags)
@@ -97,7 +97,7 @@ def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path
     """The step may itself be a step of an inner ensemble."""
     times = "return self.response(Y=self.input(request, 'X') * np.float32({}))"
     add_model(tmp_path, "plain", times.format(2))
-    add_ensemble(tmp_path, "inner", [xy("plain", "IN", "OUT")])
+    add_ensemble(tmp_path, "inner", [xy_step("plain", "IN", "OUT")])
     add_ensemble(
         tmp_path, "pipeline", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})], settings=CACHED
     )

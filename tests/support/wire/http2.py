@@ -64,7 +64,7 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
     """
     has_finished = threading.Event()
 
-    def go_on() -> None:
+    def flood_until_finished() -> None:
         while not has_finished.is_set():
             with (
                 contextlib.suppress(OSError),
@@ -73,7 +73,7 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
                 connection.setblocking(False)
                 _flood(connection, make, has_finished)
 
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=flood_until_finished)
     thread.start()
     try:
         yield

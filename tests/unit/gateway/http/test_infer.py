@@ -33,8 +33,8 @@ from tests.rigs.gateway_rig import (
     SIMPLE,
     Rig,
     Scheduler,
+    accepts_connections,
     add_sub,
-    connects,
     echo,
     identity_config,
     model_config,
@@ -62,7 +62,7 @@ ARENA = 32 * MIB
 def gateway(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path, arena_byte_size=ARENA) as model_rig:
         model_rig.open()
-        until("it listens", lambda: connects(model_rig.port))
+        until("it listens", lambda: accepts_connections(model_rig.port))
         yield model_rig
 
 
