@@ -468,6 +468,7 @@ NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": 
         ({SETTINGS: NAMED}, {"tools": TOOLS}, "T"),
         ({SETTINGS: NAMED}, {"chat_template": "tool_use"}, "T"),
         ({SETTINGS: NAMED[1:]}, {"tools": TOOLS}, "T"),
+        ({SETTINGS: {"default": "D", "tool_use": "T"}}, {"tools": TOOLS}, "T"),
         ({SETTINGS: NAMED, "chat_template.jinja": "J"}, {"tools": TOOLS}, "J"),
         ({"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"}, {}, "J"),
         (
