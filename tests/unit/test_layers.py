@@ -153,30 +153,30 @@ def room(module: str) -> str:
 def may(importer: str, imported: str) -> bool:
     """Return whether the table lets a room import another one."""
     return importer == imported or any(
-        imported == allowed
+        imported == allowed_target
         or (
-            allowed.endswith(".*")
-            and (imported == allowed[:-2] or imported.startswith(allowed[:-1]))
+            allowed_target.endswith(".*")
+            and (imported == allowed_target[:-2] or imported.startswith(allowed_target[:-1]))
         )
-        for allowed in LAYERS.get(importer, ())
+        for allowed_target in LAYERS.get(importer, ())
     )
 
 
 def test_every_room_is_in_the_table() -> None:
-    rooms = {room(module) for module in MODULES if module not in LEAVES} - {""}
-    rooms = {name for name in rooms if not name.startswith("bench")}
-    assert rooms == set(LAYERS) - {""}
+    packages = {room(module) for module in MODULES if module not in LEAVES} - {""}
+    packages = {name for name in packages if not name.startswith("bench")}
+    assert packages == set(LAYERS) - {""}
 
 
 def test_rooms_import_as_the_table_allows() -> None:
-    wrong = sorted(
+    violations = sorted(
         f"{room(module)} -> {room(imported)}: {module} imports {imported}"
-        for module, found in IMPORTS.items()
+        for module, imported_modules in IMPORTS.items()
         if not module.startswith("bench")
-        for imported in found - LEAVES - STARTS
+        for imported in imported_modules - LEAVES - STARTS
         if not may(room(module), room(imported))
     )
-    assert not wrong, "\n".join(wrong)
+    assert not violations, "\n".join(violations)
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
@@ -195,9 +195,9 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
             if imported in stack:
                 lowest[module] = min(lowest[module], lowest[imported])
         if lowest[module] == number[module]:
-            at = stack.index(module)
-            component = sorted(stack[at:])
-            del stack[at:]
+            start = stack.index(module)
+            component = sorted(stack[start:])
+            del stack[start:]
             if len(component) > 1:
                 cycles.append(component)
 

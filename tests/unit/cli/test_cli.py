@@ -58,7 +58,7 @@ def test_check_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     try:
         status: object = cli.main([*verb.split(), "--help"])
-    except SystemExit as ended:
-        status = ended.code
+    except SystemExit as exit_error:
+        status = exit_error.code
     captured = capsys.readouterr()
     assert status == 0 and "usage:" in captured.out and not captured.err

@@ -40,11 +40,11 @@ def top_of(**models: dict[str, Any]) -> Top:
 
 def some() -> Top:
     """Return three serving models, one of which fails requests, and a model that is not loaded."""
-    _, quick = rows_of(report(0), report(50))
+    _, quick_row = rows_of(report(0), report(50))
     _, failing = rows_of(report(0), report(10, fail=10, workers_lost=1))
     _, idle = rows_of(report(0), report(0))
     broken = {"state": "UNAVAILABLE", "reason": "no file", "hurts": 9000, "because": "no file"}
-    return top_of(quick=quick, failing=failing, idle=idle, broken=broken)
+    return top_of(quick=quick_row, failing=failing, idle=idle, broken=broken)
 
 
 def names(top: Top) -> list[str]:
@@ -62,12 +62,12 @@ def test_models_with_problems_are_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "first"), [("n", "broken"), ("r", "quick"), ("f", "failing"), ("h", "broken")]
+    ("key", "first_name"), [("n", "broken"), ("r", "quick"), ("f", "failing"), ("h", "broken")]
 )
-def test_a_letter_sorts(key: str, first: str) -> None:
+def test_a_letter_sorts(key: str, first_name: str) -> None:
     top = some()
     top.key(key)
-    assert names(top)[0] == first
+    assert names(top)[0] == first_name
 
 
 def test_arrows_choose_and_enter_opens() -> None:

@@ -50,22 +50,24 @@ def test_a_run_directory_whose_server_has_ended_is_disconnected(usual_dir: Path)
 
 
 def test_of_two_one_must_be_named(usual_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = RunDirectory.default(), RunDirectory.default()
-    file = endpoints.addresses(second.path)
+    first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
+    file = endpoints.addresses(second_dir.path)
     file.parent.mkdir()
     file.write_text("http://127.0.0.1:8000\ngrpc://127.0.0.1:8001\n")
-    shown = f"{first.path}; {second.path} http://127.0.0.1:8000 grpc://127.0.0.1:8001"
-    with pytest.raises(InvalidArgument, match=f"^2 servers .*: {re.escape(shown)}$"):
+    shown_servers = (
+        f"{first_dir.path}; {second_dir.path} http://127.0.0.1:8000 grpc://127.0.0.1:8001"
+    )
+    with pytest.raises(InvalidArgument, match=f"^2 servers .*: {re.escape(shown_servers)}$"):
         discovery.find(None)
-    assert discovery.find(second.path) == second.path
-    monkeypatch.setenv("SHMSERVE_RUN_DIR", str(first.path))
-    assert discovery.find(None) == first.path
+    assert discovery.find(second_dir.path) == second_dir.path
+    monkeypatch.setenv("SHMSERVE_RUN_DIR", str(first_dir.path))
+    assert discovery.find(None) == first_dir.path
     monkeypatch.delenv("SHMSERVE_RUN_DIR")
     # A program that knew the former server continues with it.
-    assert discovery.find(None, second.path) == second.path
-    end_server(first)
-    assert discovery.find(None) == second.path
-    end_server(second)
+    assert discovery.find(None, second_dir.path) == second_dir.path
+    end_server(first_dir)
+    assert discovery.find(None) == second_dir.path
+    end_server(second_dir)
 
 
 def test_the_default_directory_of_another_user_is_rejected(usual_dir: Path, tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("answer", "reason"),
     [
         (b"", "the limit of clients"),
         (
@@ -92,7 +94,9 @@ def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_server_that_refuses_the_user_is_found(tmp_path: Path, answer: bytes, why: str) -> None:
+def test_a_server_that_refuses_the_user_is_found(
+    tmp_path: Path, answer: bytes, reason: str
+) -> None:
     """The error names the server that was found, so that a reader need not search for it."""
     (tmp_path / "guests").mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -107,6 +111,6 @@ def test_a_server_that_refuses_the_user_is_found(tmp_path: Path, answer: bytes, 
 
         with ThreadPoolExecutor(1) as pool:
             shown_out = pool.submit(show_out)
-            with pytest.raises(shmserve.client.Disconnected, match=why):
+            with pytest.raises(shmserve.client.Disconnected, match=reason):
                 shmserve.client.connect(tmp_path)
             shown_out.result()

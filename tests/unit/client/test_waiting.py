@@ -47,16 +47,18 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
     channel.close()
 
 
-def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN) -> ResponseStream:
-    """Return a stream of a model whose scheduler is the test; `ended` records when its memory
+def opened(
+    request_channel: Any, tmp_path: Path, ended_ids: list[str], options: Options = PLAIN
+) -> ResponseStream:
+    """Return a stream of a model whose scheduler is the test; `ended_ids` records when its memory
     is free.
     """
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
-    model = ClientModel(published, way.connection.models)
-    built = PackedRequest(model, *WORK, options, end=lambda: ended.append("free"))
-    return ResponseStream(way, way.open(built), None)
+    model = ClientModel(published, request_channel.connection.models)
+    built = PackedRequest(model, *WORK, options, end=lambda: ended_ids.append("free"))
+    return ResponseStream(request_channel, request_channel.open(built), None)
 
 
 def packed(n: int, size: int = 1) -> Packed:
@@ -106,16 +108,16 @@ def test_large_responses_are_credited_sooner(
     assert values(stream) == [3]
 
 
-@pytest.mark.parametrize("ending", ["close", "collected"])
+@pytest.mark.parametrize("ending_cause", ["close", "collected"])
 def test_closing_a_stream_cancels_it_and_ignores_later_responses(
-    channel: ThreadChannel, scheduler: Peer, tmp_path: Path, ending: str
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path, ending_cause: str
 ) -> None:
     ended_ids: list[str] = []
     stream: ResponseStream | None = opened(channel, tmp_path, ended_ids)
     number = scheduler.next(m.Submit).id
     scheduler.send(responded(number, 0), responded(number, 1))
     assert stream is not None and values([next(stream)]) == [0]
-    if ending == "close":
+    if ending_cause == "close":
         stream.close()
         assert list(stream) == []
         stream.close()
@@ -123,9 +125,9 @@ def test_closing_a_stream_cancels_it_and_ignores_later_responses(
     gc.collect()
     assert scheduler.next(m.Cancel) == m.Cancel(number)
     scheduler.send(responded(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
-    other = opened(channel, tmp_path, [])
+    other_stream = opened(channel, tmp_path, [])
     scheduler.send(responded(scheduler.next(m.Submit).id, 7, final=True))
-    assert values(other) == [7] and ended_ids == ["free"]
+    assert values(other_stream) == [7] and ended_ids == ["free"]
 
 
 def test_an_error_may_be_followed_by_responses(
@@ -147,8 +149,8 @@ def test_the_servers_timeout_may_precede_the_clients(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     """Its word of it is the same to a program as the client's own."""
-    late = PLAIN._replace(deadline_ns=1)
-    stream = opened(channel, tmp_path, [], late)
+    expired = PLAIN._replace(deadline_ns=1)
+    stream = opened(channel, tmp_path, [], expired)
     number = scheduler.next(m.Submit).id
     text = "Request timeout expired"
     stream._pending.respond(m.Responded(number, "UNAVAILABLE", text, b"", [], True))
@@ -169,19 +171,19 @@ def test_a_response_that_cannot_be_read_ends_the_stream(
     assert scheduler.next(m.Cancel) == m.Cancel(number)
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("has_begun", [False, True])
 def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
-    connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path, begun: bool
+    connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path, has_begun: bool
 ) -> None:
     successor_router = Router(f"ipc://{tmp_path}/successor")
     successor, ended_ids = Peer(successor_router), list[str]()
     stream = opened(channel, tmp_path, ended_ids)
     submit = scheduler.next(m.Submit)
-    if begun:
+    if has_begun:
         scheduler.send(responded(submit.id, 0))
         assert values([next(stream)]) == [0]
     connection.on_scheduler_lost(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
-    if begun:
+    if has_begun:
         with pytest.raises(Unavailable, match="after the request's first response"):
             next(stream)
         assert ended_ids == ["free"] and list(stream) == []
@@ -218,7 +220,10 @@ def test_a_thread_without_a_channel_of_its_own_streams_too(
 def test_the_end_of_the_connection_ends_its_streams(
     connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    streams = [opened(way, tmp_path, []) for way in (channel, SharedChannel(connection))]
+    streams = [
+        opened(request_channel, tmp_path, [])
+        for request_channel in (channel, SharedChannel(connection))
+    ]
     connection.close()
     for stream in streams:
         with pytest.raises(Disconnected):

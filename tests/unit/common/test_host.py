@@ -13,10 +13,12 @@ def grouped(monkeypatch: pytest.MonkeyPatch, root: Path, line: str) -> None:
     """Set the line in /proc/self/cgroup, and the root of the control groups."""
     monkeypatch.setattr(host, "_CGROUPS", root)
     monkeypatch.setattr(host, "memory_bytes", lambda: (8 * GIB, 5 * GIB))
-    read = Path.read_text
+    original_read = Path.read_text
     text = f"9:name=systemd:/\n{line}\n"
     monkeypatch.setattr(
-        Path, "read_text", lambda path: text if str(path) == "/proc/self/cgroup" else read(path)
+        Path,
+        "read_text",
+        lambda path: text if str(path) == "/proc/self/cgroup" else original_read(path),
     )
 
 

@@ -64,9 +64,12 @@ def test_a_gauge_is_what_was_set_last_and_all_increments() -> None:
 
 
 def test_histograms_are_summed_if_they_have_the_same_buckets() -> None:
-    one, other = histogram([3, 1, 0, 2], [1, 2]), histogram([4, 1, 1, 1], [1, 2])
-    assert added((one, other)) == histogram([7, 2, 1, 3], [1, 2])
-    assert added((one, histogram([1, 1, 0], [5]))) == one
+    first_histogram, second_histogram = (
+        histogram([3, 1, 0, 2], [1, 2]),
+        histogram([4, 1, 1, 1], [1, 2]),
+    )
+    assert added((first_histogram, second_histogram)) == histogram([7, 2, 1, 3], [1, 2])
+    assert added((first_histogram, histogram([1, 1, 0], [5]))) == first_histogram
 
 
 def test_families_of_several_models_are_one() -> None:

@@ -21,8 +21,8 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     flag = flags.FLAGS[name]
     text = {bool: "true", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
     value = flag.choices[-1] if flag.choices else text
-    written = f'"{value}"' if flag.kind is str else value
-    options = read(tmp_path, f"{name}: {written}")
+    yaml_value = f'"{value}"' if flag.kind is str else value
+    options = read(tmp_path, f"{name}: {yaml_value}")
     from_flags = command_line.parse([f"--{name}={value}"])
     assert {**options.values, "config": None} == from_flags.values
     assert (options.repeated, options.without_effect) == (

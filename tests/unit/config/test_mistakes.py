@@ -265,17 +265,17 @@ KINDS: tuple[tuple[Callable, dict], ...] = (
     *((of_class, CLASS), (of_override, LOAD)),
 )
 MISTAKES = {
-    f"{read.__name__[3:]}: {name}": (read, *case)
-    for read, table in KINDS
+    f"{read_file.__name__[3:]}: {name}": (read_file, *case)
+    for read_file, table in KINDS
     for name, case in table.items()
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_in_files_are_reported(tmp_path: Path, mistake: str) -> None:
-    read, text, expected_parts = MISTAKES[mistake]
+    read_file, text, expected_parts = MISTAKES[mistake]
     with pytest.raises(ShmserveError) as caught:
-        read(tmp_path, text)
+        read_file(tmp_path, text)
     message = caught.value.message
     for part in expected_parts:
         assert part in message, message
@@ -304,11 +304,11 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("read", TOGETHER, ids=lambda read: read.__name__[3:])
-def test_all_mistakes_are_reported_together(tmp_path: Path, read: Callable) -> None:
-    text, expected_parts = TOGETHER[read]
+@pytest.mark.parametrize("read_file", TOGETHER, ids=lambda read_file: read_file.__name__[3:])
+def test_all_mistakes_are_reported_together(tmp_path: Path, read_file: Callable) -> None:
+    text, expected_parts = TOGETHER[read_file]
     with pytest.raises(ShmserveError) as caught:
-        read(tmp_path, text)
+        read_file(tmp_path, text)
     message = caught.value.message
     assert [part for part in expected_parts if part not in message] == [], message
 

@@ -189,10 +189,10 @@ def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http
 
 
 def test_health_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
-    for live, ready in ((True, True), (True, False), (False, False), (True, True)):
-        gateway.send(HealthChanged(live=live, ready=ready, exiting=False))
+    for is_live, ready in ((True, True), (True, False), (False, False), (True, True)):
+        gateway.send(HealthChanged(live=is_live, ready=ready, exiting=False))
         gateway.apply(lambda number: RegionWithdrawn("", 0, number))
-        assert http.get("/v2/health/live").status == (200 if live else 400)
+        assert http.get("/v2/health/live").status == (200 if is_live else 400)
         assert http.get("/v2/health/ready").status == (200 if ready else 400)
     reply = http.get("/v2/health/ready")
     assert (reply.body, reply.headers["Content-Length"]) == (b"", "0")
@@ -268,8 +268,8 @@ def test_the_index_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     assert http.post("/v2/repository/index").ok().json() == rows
     assert http.post("/v2/repository/any/index", {"ready": True}).ok().json() == rows
     assert [message.ready for message in gateway.received_of(m.IndexRepository)] == [False, True]
-    wrong = http.post("/v2/repository/index", {"ready": 1})
-    assert (wrong.status, wrong.error) == (400, "Invalid value for 'ready': expected a boolean")
+    refusal = http.post("/v2/repository/index", {"ready": 1})
+    assert (refusal.status, refusal.error) == (400, "Invalid value for 'ready': expected a boolean")
 
 
 def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Http) -> None:
@@ -313,11 +313,11 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
 def test_wrong_repository_requests_do_not_reach_the_supervisor(
     gateway: Rig, http: Http, path: str, body: Any, status: int, text: str
 ) -> None:
-    before = len(gateway.received)
+    received_before = len(gateway.received)
     reply = http.post(f"/v2/repository/{path}", body)
     assert reply.status == status
     assert text in reply.error
-    assert len(gateway.received) == before
+    assert len(gateway.received) == received_before
 
 
 def test_errors_of_the_supervisor_are_returned(gateway: Rig, http: Http) -> None:
@@ -370,12 +370,12 @@ def test_regions_are_registered_by_the_supervisor(gateway: Rig, http: Http) -> N
 @pytest.mark.parametrize("value", [True, -1, 1.0, "1", None, 2**63, 2**70, [], {}])
 @pytest.mark.parametrize("field", ["byte_size", "offset"])
 def test_sizes_are_whole_numbers(gateway: Rig, http: Http, field: str, value: Any) -> None:
-    before = len(gateway.received)
+    received_before = len(gateway.received)
     body = {"key": "/key", "byte_size": 64, "offset": 0, field: value}
     reply = http.post("/v2/systemsharedmemory/region/r/register", body)
     assert reply.status == 400
     assert reply.error.startswith(f"'{field}' must be an integer in [0, 9223372036854775807], got ")
-    assert len(gateway.received) == before
+    assert len(gateway.received) == received_before
 
 
 @pytest.mark.parametrize(
@@ -429,9 +429,9 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
 
 
 def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
-    shown = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
+    statistics = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
-        assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [shown]}
+        assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [statistics]}
     missing = http.get("/v2/models/nope/stats")
     assert (missing.status, missing.error) == (400, "requested model 'nope' is not available")
     text = "requested model version is not available for model 'simple'"
@@ -443,8 +443,8 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
 
 
 def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) -> None:
-    silent = gateway.scheduler(add_sub)
-    gateway.publish({**SIMPLE, "name": "silent"}, silent)
+    silent_scheduler = gateway.scheduler(add_sub)
+    gateway.publish({**SIMPLE, "name": "silent"}, silent_scheduler)
     answers: list[int] = []
 
     def send_request(path: str) -> None:
@@ -572,8 +572,8 @@ def test_each_model_has_an_example(simple: Scheduler) -> None:
         published = publication({"name": "m", **config}, simple)
         (example,) = management._model_examples("m", GatewayModel(published))
         assert example["body"] == body
-    (late,) = management._model_examples("late", None)
-    assert late == {"model": "late", "path": "/v2/models/late", "headers": {}}
+    (late_example,) = management._model_examples("late", None)
+    assert late_example == {"model": "late", "path": "/v2/models/late", "headers": {}}
 
 
 def tensor_of(datatype: str, shape: list[int], **data: Any) -> dict[str, Any]:

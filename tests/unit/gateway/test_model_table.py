@@ -27,14 +27,14 @@ def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None
     resolved = models.resolve("simple", "")
     assert models.current(resolved) is resolved
     models.publish(published())
-    again = models.current(resolved)
-    assert again is not resolved
-    assert again is models.resolve("simple", "1")
+    current = models.current(resolved)
+    assert current is not resolved
+    assert current is models.resolve("simple", "1")
     models.publish(published(max_batch_size=3))
     with pytest.raises(Unavailable, match="was loaded with another configuration while"):
         models.current(resolved)
     models.withdraw("simple", "1")
-    for copy in (resolved, again):
+    for copy in (resolved, current):
         with pytest.raises(Unavailable, match="version 1 is not at ready state"):
             models.current(copy)
 
@@ -95,8 +95,10 @@ def resolve_alias(gateway: Any, name: str) -> str:
 
 def test_a_model_has_its_name_and_its_aliases() -> None:
     gateway = named(generator("b", "gpt", "a", "both"), generator("a", "both"), published())
-    own = {name: resolve_alias(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")}
-    assert own == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
+    resolved_names = {
+        name: resolve_alias(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")
+    }
+    assert resolved_names == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
     assert gateway.models.resolve("a", "").max_model_len == 64
     assert gateway.models.resolve("simple", "").max_model_len is None
     assert bodies.response_name(gateway, "b") == "b"
@@ -106,8 +108,14 @@ def test_a_model_has_its_name_and_its_aliases() -> None:
 
 def test_served_names_precede_a_models_own() -> None:
     gateway = named(generator("a"), published(), served=(("", "gpt"), ("a", "org/x"), ("b", "y")))
-    for name, own in (("gpt", "a"), ("org/x", "a"), ("a", "a"), ("y", "b"), ("simple", "simple")):
-        assert resolve_alias(gateway, name) == own
+    for name, model_name in (
+        ("gpt", "a"),
+        ("org/x", "a"),
+        ("a", "a"),
+        ("y", "b"),
+        ("simple", "simple"),
+    ):
+        assert resolve_alias(gateway, name) == model_name
     assert bodies.model_names(gateway, "a") == ["gpt", "org/x", "a"]
     assert bodies.response_name(gateway, "a") == "gpt"
     assert bodies.model_names(gateway, "simple") == ["simple"]
@@ -122,8 +130,8 @@ def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
     send_request = gateway.supervisor.send_request
     assert resolve_alias(gateway, "night") == "night" and not send_request.called
     gateway.models.on_demand |= {"asleep", "a"}
-    for name, own in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
-        assert resolve_alias(gateway, name) == own and not send_request.called
+    for name, model_name in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
+        assert resolve_alias(gateway, name) == model_name and not send_request.called
     assert resolve_alias(gateway, "night") == "asleep"
     assert resolve_alias(gateway, "stale") == "stale"  # "a" is loaded, and has no such alias
     with pytest.raises(NotFound, match="none or several"):

@@ -26,8 +26,8 @@ def test_responses_of_an_exited_worker_can_be_read(
 
     async def live() -> None:
         front: Any = None
-        known = GatewaySettings(arena_byte_size=1 << 20)
-        gateway = process._Process(GatewayStart("0", tmp_path, known), lambda gateway: front)
+        settings = GatewaySettings(arena_byte_size=1 << 20)
+        gateway = process._Process(GatewayStart("0", tmp_path, settings), lambda gateway: front)
         mappings = gateway._gateway.mappings
         worker = Arena(4096)
         memory_range = worker.allocate(64)
@@ -58,7 +58,7 @@ async def test_a_drain_during_the_start_completes_without_connections() -> None:
     front = Opening()
     records: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        acceptor: Any = SimpleNamespace(connections=[], drain=lambda done, **_: done())
+        acceptor: Any = SimpleNamespace(connections=[], drain=lambda on_done, **_: on_done())
         front.drain(lambda: records.append(True), has_successor=False)
         await front.listen(sock, acceptor)
         await asyncio.sleep(0)

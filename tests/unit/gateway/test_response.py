@@ -92,8 +92,8 @@ def ordered(text: bytes) -> Any:
 
 
 def split(body: bytes, header_length: str | None) -> tuple[Any, bytes]:
-    cut = len(body) if header_length is None else int(header_length)
-    return ordered(body[:cut]), body[cut:]
+    head_size = len(body) if header_length is None else int(header_length)
+    return ordered(body[:head_size]), body[head_size:]
 
 
 def with_addition(case: dict[str, Any]) -> str:
@@ -267,9 +267,9 @@ def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
 def test_bytes_that_are_not_utf8_need_binary_data(http: Http) -> None:
     data = b"\x01\0\0\0\xff"
     inputs = [("IN", "BYTES", [1], data)]
-    refused = http.infer_binary("id_BYTES", inputs)
-    assert refused.status == 400
-    assert "not UTF-8" in refused.error
+    refusal = http.infer_binary("id_BYTES", inputs)
+    assert refusal.status == 400
+    assert "not UTF-8" in refusal.error
     reply = http.infer_binary("id_BYTES", inputs, parameters={"binary_data_output": True})
     assert reply.tensors()["OUT"] == [b"\xff"]
 
@@ -288,5 +288,5 @@ def test_responses_contain_no_internals(gateway: Rig, http: Http) -> None:
         reply: Reply = http.call(
             case.get("method", "POST"), case["path"], body, case.get("headers")
         )
-        shown = reply.body.decode("latin-1") + str(reply.headers)
-        assert not [word for word in words if word in shown]
+        response_text = reply.body.decode("latin-1") + str(reply.headers)
+        assert not [word for word in words if word in response_text]

@@ -76,15 +76,15 @@ def test_items_are_messages_with_calls_and_results() -> None:
 def test_tools_and_formats_have_the_form_of_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
     choice = {"type": "function", "name": "f"}
-    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    text_format = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
     chat_body = chat(
-        tools=[tool], tool_choice=choice, text={"format": form}, reasoning={"effort": "low"}
+        tools=[tool], tool_choice=choice, text={"format": text_format}, reasoning={"effort": "low"}
     )
     assert chat_body["tools"] == [
         {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
     ]
     assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
-    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": form}
+    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": text_format}
     assert chat_body["reasoning_effort"] == "low"
     assert chat(include=["message.output_text.logprobs"])["logprobs"] is True
 
@@ -137,11 +137,11 @@ def test_items_are_ordered_and_stored() -> None:
     )
     kinds = [event["type"].removeprefix("response.") for event in events_out]
     part = ["output_item.added", "content_part.added"]
-    ends = ["content_part.done", "output_item.done"]
+    end_events = ["content_part.done", "output_item.done"]
     assert kinds == [
         *("created", "in_progress"),
-        *(*part, "reasoning_text.delta", "reasoning_text.done", *ends),
-        *(*part, "output_text.delta", "output_text.delta", "output_text.done", *ends),
+        *(*part, "reasoning_text.delta", "reasoning_text.done", *end_events),
+        *(*part, "output_text.delta", "output_text.delta", "output_text.done", *end_events),
         *("output_item.added", *["function_call_arguments.delta"] * 2),
         *("function_call_arguments.done", "output_item.done", "completed"),
     ]
@@ -168,20 +168,20 @@ def test_items_are_ordered_and_stored() -> None:
 def test_a_text_that_is_too_long_is_incomplete() -> None:
     response_object = ResponseObject({"model": "m"})
     response_object.add(0, Delta(0, "a b", "length", usage=USAGE))
-    whole = response_object.whole_response()
-    assert (whole["status"], whole["incomplete_details"]) == (
+    response = response_object.whole_response()
+    assert (response["status"], response["incomplete_details"]) == (
         *("incomplete",),
         {"reason": "max_output_tokens"},
     )
-    assert whole["output"][0]["status"] == "incomplete"
+    assert response["output"][0]["status"] == "incomplete"
 
 
 def test_a_failed_stream_ends_with_an_error() -> None:
     response_object = ResponseObject({"model": "m"})
     response_object.add(0, Delta(0, "a"))
-    first, second = response_object.failure(Unavailable("gone"))
-    assert b"event: error\n" in first and b'"message":"gone"' in first
-    assert b"event: response.failed\n" in second and b'"status":"failed"' in second
+    error_event, failed_event = response_object.failure(Unavailable("gone"))
+    assert b"event: error\n" in error_event and b'"message":"gone"' in error_event
+    assert b"event: response.failed\n" in failed_event and b'"status":"failed"' in failed_event
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from shmserve.workers.instance import WorkerInstance
 SHORT, LONG = 50_000, 5_000_000
 
 
-def after(waits: list[int], requests: int = 1, cores: int = 2) -> BusyPoll:
+def after(wait_times: list[int], requests: int = 1, cores: int = 2) -> BusyPoll:
     busy_poll = BusyPoll(cores)
-    for waited in waits:
+    for waited in wait_times:
         busy_poll.observe(requests, waited)
     return busy_poll
 
@@ -62,10 +62,10 @@ def test_a_single_core_disables_polling() -> None:
 class Link:
     """A worker's link at which a message arrives after a given number of polls."""
 
-    def __init__(self, looks: int) -> None:
+    def __init__(self, looks_left: int) -> None:
         self.inbox: list[object] = []
         self.waits: list[float | None] = []
-        self._looks = looks
+        self._looks = looks_left
 
     def wait(self, timeout_s: float | None) -> bool:
         self.waits.append(timeout_s)
@@ -77,15 +77,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
     """Return a function that lists the timeouts of a worker's waits until the message arrives."""
 
     def wait(
-        waited: int, live: int, looks: int, tick_ns: int = 0, threads: bool = False
+        waited: int, in_flight: int, looks_left: int, tick_ns: int = 0, threads: bool = False
     ) -> list[float | None]:
         clock = itertools.count(0, tick_ns)
         monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
-        link = Link(looks)
+        link = Link(looks_left)
         worker = object.__new__(WorkerInstance)
         worker._context = SimpleNamespace(control=link)  # type: ignore[assignment]
         worker.link = SimpleNamespace(has_open_requests=threads)  # type: ignore[assignment]
-        worker._busy_poll, worker._in_flight = after([waited] * 20, live), live
+        worker._busy_poll, worker._in_flight = after([waited] * 20, in_flight), in_flight
         assert worker._wait(None)
         return link.waits
 
@@ -93,16 +93,16 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
 
 
 def test_a_worker_with_frequent_requests_polls(waits: Callable[..., list[float | None]]) -> None:
-    assert waits(SHORT, 1, looks=3) == [0.0, 0.0, 0.0]
-    assert waits(SHORT, 1, looks=1 << 40, tick_ns=SPIN_NS // 2) == [0.0, None]
+    assert waits(SHORT, 1, looks_left=3) == [0.0, 0.0, 0.0]
+    assert waits(SHORT, 1, looks_left=1 << 40, tick_ns=SPIN_NS // 2) == [0.0, None]
 
 
 def test_another_worker_sleeps(waits: Callable[..., list[float | None]]) -> None:
-    assert waits(LONG, 1, looks=1) == [None]
-    assert waits(SHORT, 5, looks=1) == [None]
+    assert waits(LONG, 1, looks_left=1) == [None]
+    assert waits(SHORT, 5, looks_left=1) == [None]
 
 
 def test_a_worker_whose_model_sends_from_its_threads_sleeps(
     waits: Callable[..., list[float | None]],
 ) -> None:
-    assert waits(SHORT, 1, looks=1, threads=True) == [None]
+    assert waits(SHORT, 1, looks_left=1, threads=True) == [None]

@@ -90,9 +90,9 @@ def test_a_token_collected_before_its_release_is_reported() -> None:
     readers._blocks.clear()  # discard the block without a release
     assert tokens.LOST == []
     source = compile("def drop(make): make()", tokens.OURS[0] + "somewhere.py", "exec")
-    there: dict[str, object] = {}
-    exec(source, there)
-    there["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
+    namespace: dict[str, object] = {}
+    exec(source, namespace)
+    namespace["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
     assert len(tokens.LOST) == 1 and "Holding was dropped unsettled" in tokens.LOST.pop()
 
 
@@ -104,7 +104,7 @@ def memory_range(
 
 
 def test_releases_name_each_process_once_and_no_client() -> None:
-    placed = {
+    outputs_data = {
         "a": memory_range(1, 10, 0),
         "b": memory_range(2, 11, 64),
         "c": memory_range(1, 10, 128),
@@ -112,9 +112,12 @@ def test_releases_name_each_process_once_and_no_client() -> None:
         "device": memory_range(4, 0, 0, cuda=True),
         "own": memory_range(5, 13, 0),
     }
-    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in placed.items()]
+    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in outputs_data.items()]
     outputs.append(TensorRef("inline", "UINT8", (1,), b"x"))
-    assert release_messages(placed.values(), {5}) == [Release(10, [0, 128]), Release(11, [64])]
+    assert release_messages(outputs_data.values(), {5}) == [
+        Release(10, [0, 128]),
+        Release(11, [64]),
+    ]
     _, data = pack_inferred(Inferred(tuple(outputs)))
     assert unread_releases(data) == [Release(10, [0, 128]), Release(11, [64]), Release(13, [0])]
 

@@ -86,9 +86,9 @@ def test_half_a_character_is_escaped() -> None:
 def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
     raw = msgpack.unpackb(frames.pack([example(cls)]))
     for index in range(1, len(raw[1])):
-        wrong = [raw[0], [*raw[1][:index], None, *raw[1][index + 1 :]]]
+        wrong_record = [raw[0], [*raw[1][:index], None, *raw[1][index + 1 :]]]
         with pytest.raises(MalformedMessage):
-            frames.unpack(msgpack.packb(wrong))
+            frames.unpack(msgpack.packb(wrong_record))
     with pytest.raises(MalformedMessage):
         frames.unpack(msgpack.packb([raw[0], [*raw[1], 1]]))
 
@@ -134,11 +134,13 @@ def test_corrupted_frames_are_refused() -> None:
     ] * 20
     malformed = 0
     for number in range(_CHANGES):
-        unpack, whole = kinds[number % len(kinds)]
-        frame = bytearray(whole)
+        unpack, valid_frame = kinds[number % len(kinds)]
+        frame = bytearray(valid_frame)
         for _ in range(chance.randint(1, 3)):
-            at = chance.randrange(len(frame) + 1)
-            frame[at : at + chance.randint(0, 2)] = chance.randbytes(chance.randint(0, 2))
+            position = chance.randrange(len(frame) + 1)
+            frame[position : position + chance.randint(0, 2)] = chance.randbytes(
+                chance.randint(0, 2)
+            )
         try:
             unpack(bytes(frame))
         except MalformedMessage:
@@ -152,7 +154,7 @@ VALUES = st.recursive(
     | st.integers(-(2**63), 2**63)
     | st.text(max_size=8)
     | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=6),
+    lambda children: st.lists(children, max_size=6),
     max_leaves=20,
 )
 
@@ -184,9 +186,9 @@ def test_a_request_and_its_answer_survive_the_wire() -> None:
 
 
 def test_a_memory_range_outside_its_memory_is_malformed() -> None:
-    bad = Range(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
+    bad_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
     with pytest.raises(MalformedMessage):
-        unpack_inference(*pack_inference(Inference((TensorRef("a", "FP32", (5,), bad),))))
+        unpack_inference(*pack_inference(Inference((TensorRef("a", "FP32", (5,), bad_range),))))
 
 
 @pytest.mark.parametrize(
@@ -195,8 +197,10 @@ def test_a_memory_range_outside_its_memory_is_malformed() -> None:
 )
 def test_records_within_a_message_are_typed_too(reply: Any) -> None:
     times = (0, 0, 0, 0)
-    good = m.BatchFinished(1, *times, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")])
-    assert frames.unpack(frames.pack([good])) == [good]
+    message = m.BatchFinished(
+        1, *times, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")]
+    )
+    assert frames.unpack(frames.pack([message])) == [message]
     frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times, [reply], 0, 0, True]])
     with pytest.raises(MalformedMessage):
         frames.unpack(frame)

@@ -32,8 +32,8 @@ WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
 REQUEST: Packed = (b"schema", [b"data"])
 
 
-def submit(number: int = 1, work: Packed = REQUEST, request_id: str = "") -> m.Submit:
-    return m.Submit(number, *work, 0, 0, 0, 0, request_id)
+def submit(number: int = 1, packed_request: Packed = REQUEST, request_id: str = "") -> m.Submit:
+    return m.Submit(number, *packed_request, 0, 0, 0, 0, request_id)
 
 
 class SentMessages:
@@ -60,9 +60,9 @@ class SentMessages:
 
     defer = post
 
-    def drain(self, endpoint: str, take: Callable[[str, Any], None]) -> None:
+    def drain(self, endpoint: str, receive: Callable[[str, Any], None]) -> None:
         for message in self.last.pop(endpoint, []):
-            take(endpoint, message)
+            receive(endpoint, message)
         self.opened.discard(endpoint)
 
     def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
@@ -281,34 +281,42 @@ def test_the_requests_of_a_lost_scheduler(client: Client, successor: str) -> Non
     """A request moves to the successor, unless it has a response, may have lost its inputs, or
     is no longer awaited. Requests at other schedulers are not affected.
     """
-    fresh, begun, once, left, early, answered = (
+    fresh_request, begun_request, retried_request, impatient_request, early_request, answered = (
         Request(
-            client, number=number, request_id="me", work=in_place_work() if number == 3 else REQUEST
+            client,
+            number=number,
+            request_id="me",
+            packed_request=in_place_work() if number == 3 else REQUEST,
         )
         for number in range(1, 7)
     )
-    other = Request(client, "ipc://other", number=7)
-    client.receive(responded(begun.submit.id))
-    left.patient = False
-    client.receive(failed(early.submit.id, early=True))
+    other_request = Request(client, "ipc://other", number=7)
+    client.receive(responded(begun_request.submit.id))
+    impatient_request.patient = False
+    client.receive(failed(early_request.submit.id, early=True))
     client.links.last[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
-    settled = (begun, once, left, early, answered)
-    assert [each.freed for each in settled] == [1] * 5 and other.freed == 0
+    settled = (begun_request, retried_request, impatient_request, early_request, answered)
+    assert [settled_request.freed for settled_request in settled] == [
+        1
+    ] * 5 and other_request.freed == 0
     assert [type(message) for message in answered.received] == [m.Finished]
-    assert left.received == []
+    assert impatient_request.received == []
     failures = [
-        (begun, LOST_AFTER_RESPONSE),
-        (once, CANNOT_RUN_AGAIN),
-        *([] if successor else [(fresh, NO_SCHEDULER)]),
+        (begun_request, LOST_AFTER_RESPONSE),
+        (retried_request, CANNOT_RUN_AGAIN),
+        *([] if successor else [(fresh_request, NO_SCHEDULER)]),
     ]
-    for request, why in failures:
+    for request, reason in failures:
         assert failure(request).code == "UNAVAILABLE"
-        assert failure(request).message == f"[request id: me] {why}"
-    assert fresh.freed == (not successor)
+        assert failure(request).message == f"[request id: me] {reason}"
+    assert fresh_request.freed == (not successor)
     assert set(client.pending) == ({1, 7} if successor else {7}) and not client.settling
     if successor:
-        assert client.links.of(m.Submit)[-1] == (NEW, fresh.submit) and fresh.endpoint == NEW
+        assert (
+            client.links.of(m.Submit)[-1] == (NEW, fresh_request.submit)
+            and fresh_request.endpoint == NEW
+        )
 
 
 def test_requests_of_a_lost_scheduler_are_resubmitted_to_the_current_scheduler(
@@ -332,15 +340,15 @@ def test_a_request_for_a_lost_scheduler_is_sent_to_its_last_successor(client: Cl
     assert failure(Request(client, number=2)).message.endswith(NO_SCHEDULER)
 
 
-@pytest.mark.parametrize("read", ["before", "after"])
+@pytest.mark.parametrize("read_time", ["before", "after"])
 def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
-    client: Client, read: str
+    client: Client, read_time: str
 ) -> None:
     """A link to the successor is opened for it if none exists."""
-    if read == "before":
+    if read_time == "before":
         client.links.last[OLD] = [lent()]
     client.lose(OLD, NEW)
-    if read == "after":
+    if read_time == "after":
         client.discard(OLD, lent())
     assert client.links.sent == [(NEW, m.Release(4321, [4096], 1))]
 
@@ -350,10 +358,10 @@ def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> No
         def respond(self, message: Response) -> None:
             raise RuntimeError("broken")
 
-    broken, other = Broken(client, number=1), Request(client, number=2)
+    broken, other_request = Broken(client, number=1), Request(client, number=2)
     client.links.last[OLD] = [m.Finished(1, b"", [])]
     client.lose(OLD, NEW)
-    assert broken.freed == 1 and other.endpoint == NEW
+    assert broken.freed == 1 and other_request.endpoint == NEW
 
 
 def test_no_link_to_the_successor_fails_what_was_lost(client: Client) -> None:
@@ -373,10 +381,10 @@ def test_losses_are_forgotten_in_the_end() -> None:
 
 
 def test_withdrawing_all_frees_what_is_settling(client: Client) -> None:
-    first, second = Request(client, number=1), Request(client, number=2)
+    first_request, second_request = Request(client, number=1), Request(client, number=2)
     client.receive(failed(1, early=True))
-    assert client.withdraw_all() == [second]
-    assert (first.freed, second.freed, bool(client)) == (1, 0, False)
+    assert client.withdraw_all() == [second_request]
+    assert (first_request.freed, second_request.freed, bool(client)) == (1, 0, False)
 
 
 EVENTS = (
@@ -422,20 +430,22 @@ def test_each_request_is_ended_once_and_its_memory_freed_once(
 
 def check(client: Client, request: Request) -> None:
     number = request.submit.id
-    last = [
+    final_messages = [
         message
         for message in request.received
         if not isinstance(message, m.Responded) or message.final
     ]
-    assert len(last) <= 1 and request.freed <= 1
-    assert request.received[-1:] == last or not last  # the final response is the last message
+    assert len(final_messages) <= 1 and request.freed <= 1
+    assert (
+        request.received[-1:] == final_messages or not final_messages
+    )  # the final response is the last message
     if number in client.pending:
-        assert not last and not request.freed and number not in client.settling
+        assert not final_messages and not request.freed and number not in client.settling
         assert request.endpoint not in client.successors
     elif number in client.settling:
-        assert last and not request.freed
+        assert final_messages and not request.freed
     else:
-        assert request.freed == 1 and (last or not request.patient)
+        assert request.freed == 1 and (final_messages or not request.patient)
 
 
 # --- the message

@@ -50,7 +50,7 @@ def test_messages_of_several_parts_and_commands_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "why"),
+    ("data", "reason"),
     [
         (b"GET / HTTP/1.1\r\n", "not ZMTP"),
         (b"\xff" + bytes(8) + b"\x7e" + bytes(60), "not ZMTP"),
@@ -64,9 +64,9 @@ def test_messages_of_several_parts_and_commands_are_dropped() -> None:
         (HANDSHAKE + b"\x08\x00", "unknown flags"),
     ],
 )
-def test_unsupported_zmtp_is_refused(data: bytes, why: str) -> None:
+def test_unsupported_zmtp_is_refused(data: bytes, reason: str) -> None:
     decoder, messages = fed(data, [])
-    assert why in decoder.violation and messages == []
+    assert reason in decoder.violation and messages == []
 
 
 def test_a_large_message_is_announced_before_it_is_kept() -> None:

@@ -248,8 +248,8 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
     ],
 )
 def test_ensembles_are_checked(text: str, key: str, expected: str) -> None:
-    second = STEP[STEP.index("output_map") :].replace('"O"', '"P"')
-    text = ENSEMBLE + text.replace("%s", STEP, 1).replace("%s", second)
+    second_step = STEP[STEP.index("output_map") :].replace('"O"', '"P"')
+    text = ENSEMBLE + text.replace("%s", STEP, 1).replace("%s", second_step)
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 
 
@@ -317,6 +317,8 @@ def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> 
     ],
 )
 def test_a_circle_beside_what_the_outputs_need(steps: str, text: str) -> None:
-    way = 'step { model_name: "z" input_map { key: "a" value: "I" } output_map { key: "b" value: '
-    errors = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {way} "O" }} }} }}')
+    circular_step = (
+        'step { model_name: "z" input_map { key: "a" value: "I" } output_map { key: "b" value: '
+    )
+    errors = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {circular_step} "O" }} }} }}')
     assert text in errors

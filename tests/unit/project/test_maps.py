@@ -25,8 +25,13 @@ def entries(folder: Path) -> set[str]:
 
 
 def somewhere() -> set[str]:
-    rooms = (ROOT, ROOT / "ipc", ROOT / "workers")
-    return {name for room in rooms for path in room.resolve().rglob("") for name in entries(path)}
+    packages = (ROOT, ROOT / "ipc", ROOT / "workers")
+    return {
+        name
+        for package in packages
+        for path in package.resolve().rglob("")
+        for name in entries(path)
+    }
 
 
 @pytest.mark.parametrize("package", ["gateway", "gateway/grpc", "scheduler", "client", "protocols"])

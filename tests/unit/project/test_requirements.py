@@ -48,7 +48,7 @@ def test_the_server_fetches_nothing() -> None:
     asks its own server."""
     for folder in ("shmserve", "workers", "ipc"):
         for path, _, names in os.walk(ROOT / folder):
-            if any(f"/shmserve/{room}" in path for room in ("cli", "protocols", "ray")):
+            if any(f"/shmserve/{package}" in path for package in ("cli", "protocols", "ray")):
                 continue
             for name in (name for name in names if name.endswith(".py")):
                 for node in ast.walk(ast.parse(Path(path, name).read_text())):

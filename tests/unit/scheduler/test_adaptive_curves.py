@@ -26,7 +26,7 @@ def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
 
 
 @pytest.mark.parametrize(
-    ("name", "best"),
+    ("name", "best_sizes"),
     [
         ("step at 4", {3: 3, 4: 4, 5: 4, 15: 4, 32: 32}),
         ("step at 8", {8: 8, 9: 8, 32: 8}),
@@ -38,10 +38,10 @@ def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
     ],
 )
 def test_the_best_size_is_that_which_does_most_rows_in_a_time(
-    name: str, best: dict[int, int]
+    name: str, best_sizes: dict[int, int]
 ) -> None:
     times = learned(CURVES[name], list(range(1, 33)), 640)
-    assert {units: times.best_size(units) for units in best} == best
+    assert {units: times.best_size(units) for units in best_sizes} == best_sizes
     for size in (1, 8, 32):
         assert times.expected_ns(size) == pytest.approx(CURVES[name].ms[size - 1] * MS, rel=0.15)
 
@@ -81,7 +81,7 @@ def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "again"),
+    ("times_ms", "retried_size"),
     [
         # The slow size 4 hides that sizes up to 8 are as fast as 2. The largest sizes have the best
         # known rate.
@@ -91,15 +91,15 @@ def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
     ],
 )
 def test_a_possibly_disturbed_size_is_tried_again_under_overload(
-    seen: dict[int, int], again: int
+    times_ms: dict[int, int], retried_size: int
 ) -> None:
     times = SizeTimes(32)
-    for size in (32, *seen):
-        times.observe(size, seen[size] * MS)
-    for late, best in ((False, 32), (True, again)):
+    for size in (32, *times_ms):
+        times.observe(size, times_ms[size] * MS)
+    for is_late, best_size in ((False, 32), (True, retried_size)):
         for _ in range(96):
-            times.observe(32, seen[32] * MS, out_of_reach=late)
-        assert times.best_size(32, out_of_reach=True) == best
+            times.observe(32, times_ms[32] * MS, out_of_reach=is_late)
+        assert times.best_size(32, out_of_reach=True) == best_size
 
 
 @pytest.mark.parametrize("largest", [1, 63, 64, 1000, 4096])
@@ -127,12 +127,12 @@ def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int)
 
     Batches of 32 just keep up with the load, so that nothing else causes another trial of 8.
     """
-    timer, seen = replace(CURVES["step at 8"], jitter=0.05).timer(seed, 1.0), [0] * 33
+    timer, run_counts = replace(CURVES["step at 8"], jitter=0.05).timer(seed, 1.0), [0] * 33
 
     def time_ns(size: int, now_ns: int) -> float:
-        seen[size] += 1
-        first = size == 8 and seen[size] == 1
-        return timer(size, now_ns) * 3 ** (first + (now_ns < 1500 * MS))
+        run_counts[size] += 1
+        is_first_run = size == 8 and run_counts[size] == 1
+        return timer(size, now_ns) * 3 ** (is_first_run + (now_ns < 1500 * MS))
 
     rules = Batching(32, frozenset({32}), 0, 80 * MS)
     run = Simulation(AdaptiveBatcher(rules), time_ns).open_loop(250, 4000, seed)

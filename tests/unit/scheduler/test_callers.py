@@ -13,8 +13,8 @@ START = 1
 MS = 1_000_000
 
 
-def rig(instances: int = 1, **more: Any) -> Rig:
-    scheduler_rig = Rig(max_batch_size=1, **more)
+def rig(instances: int = 1, **settings: Any) -> Rig:
+    scheduler_rig = Rig(max_batch_size=1, **settings)
     for index in range(instances):
         scheduler_rig.start(index, 100 + index)
     return scheduler_rig
@@ -42,11 +42,11 @@ def test_a_call_of_its_only_instance_fails_at_once() -> None:
 
 def test_a_call_waits_while_an_instance_may_become_free() -> None:
     caller_rig = rig(2)
-    _, first = caller_rig.begin()
-    _, second = caller_rig.begin()
-    caller_rig.submit(callers=line(100, first))
+    _, first_batch = caller_rig.begin()
+    _, second_batch = caller_rig.begin()
+    caller_rig.submit(callers=line(100, first_batch))
     assert failures(caller_rig) == []
-    caller_rig.finish(b"1.101", second)
+    caller_rig.finish(b"1.101", second_batch)
     assert caller_rig.execute()[0] == b"1.101"
 
 
@@ -56,12 +56,12 @@ def test_two_callers_that_wait_for_each_other() -> None:
     The second call fails, so that the first can continue.
     """
     caller_rig = rig(2)
-    (_, first), (_, second) = caller_rig.begin(), caller_rig.begin()
-    caller_rig.submit(callers=line(100, first))
-    caller_rig.submit(callers=line(101, second))
+    (_, first_batch), (_, second_batch) = caller_rig.begin(), caller_rig.begin()
+    caller_rig.submit(callers=line(100, first_batch))
+    caller_rig.submit(callers=line(101, second_batch))
     assert len(failures(caller_rig)) == 1
-    caller_rig.finish(b"1.101", second)
-    assert caller_rig.execute()[1].requests[0].callers == line(100, first)
+    caller_rig.finish(b"1.101", second_batch)
+    assert caller_rig.execute()[1].requests[0].callers == line(100, first_batch)
 
 
 def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:
@@ -131,17 +131,17 @@ def test_callers_that_hold_the_resources_of_the_rate_limiter() -> None:
 
 def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     caller_rig = rig(2)
-    (_, first), (_, second) = caller_rig.begin(), caller_rig.begin()
-    callers = line(200, first, "other")
+    (_, first_batch), (_, second_batch) = caller_rig.begin(), caller_rig.begin()
+    callers = line(200, first_batch, "other")
     caller_rig.submit(callers=callers)
     caller_rig.submit(5)  # requests of clients are not reported
     caller_rig.pass_time(150 * MS)
     assert not caller_rig.to_supervisor(control_requests.CallsWaiting)
     caller_rig.pass_time(50 * MS)
     (report,) = caller_rig.to_supervisor(control_requests.CallsWaiting)
-    occupied = [[100, first.requests[0].key], [101, second.requests[0].key]]
-    ((((key, shown),), instances),) = report.waits
-    assert (report.model, shown, instances) == ("m", callers, occupied)
+    occupied = [[100, first_batch.requests[0].key], [101, second_batch.requests[0].key]]
+    ((((key, shown_callers),), instances),) = report.waits
+    assert (report.model, shown_callers, instances) == ("m", callers, occupied)
     assert caller_rig.wake_ns == caller_rig.now + 200 * MS
     caller_rig.pass_time(200 * MS)
     assert caller_rig.to_supervisor(control_requests.CallsWaiting) == [report]

@@ -85,8 +85,8 @@ def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(failed
 
 
 def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
-    rig, peer, first, key = started()
-    (second,) = rig.submit()
+    rig, peer, first_id, key = started()
+    (second_id,) = rig.submit()
     assert rig.executes() == []
     rig.returned(peer, m.Execute(1, []))
     _, batch = rig.execute()
@@ -95,9 +95,9 @@ def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
     rig.respond(peer, batch.requests[0].key, b"of the second")
     rig.respond(peer, key, b"", final=True)
     assert rig.answers() == [
-        part(first, b"of the first"),
-        part(second, b"of the second"),
-        part(first, b"", final=True),
+        part(first_id, b"of the first"),
+        part(second_id, b"of the second"),
+        part(first_id, b"", final=True),
     ]
     assert rig.report()["shmserve"]["executing"] == 1
 
@@ -132,12 +132,12 @@ def test_a_batch_of_requests_ends_one_by_one() -> None:
 
 def test_the_order_of_requests_is_not_preserved() -> None:
     rig, peer = ready_rig({"preserve_ordering": True}, decoupled=True)
-    first, second = rig.submit(2)
+    first_id, second_id = rig.submit(2)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
     rig.respond(peer, keys[1], final=True)
     rig.respond(peer, keys[0], final=True)
-    assert [answer.id for answer in rig.answers()] == [second, first]
+    assert [answer.id for answer in rig.answers()] == [second_id, first_id]
 
 
 def test_an_ordinary_model_has_one_response() -> None:
@@ -151,10 +151,10 @@ def test_an_ordinary_model_has_one_response() -> None:
 
 def test_responses_of_unknown_peers_and_to_foreign_requests_are_dropped() -> None:
     rig, _, number, key = started()
-    other = rig.start(1, 101)
+    other_worker = rig.start(1, 101)
     rig.respond(b"0.77", key)
-    rig.respond(other, key)
-    rig.respond(other, 999)
+    rig.respond(other_worker, key)
+    rig.respond(other_worker, 999)
     assert rig.answers() == []
     assert rig.report()["shmserve"]["malformed"] == 3
     assert number == 1
@@ -263,21 +263,21 @@ def test_an_open_request_is_never_retried() -> None:
 
 def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() -> None:
     rig, peer = ready_rig({}, decoupled=True)
-    ended, begun, silent = rig.submit(3)
+    completed_id, responding_id, silent_id = rig.submit(3)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
     rig.respond(peer, keys[0], final=True)
     rig.respond(peer, keys[1])
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
-        part(ended, final=True),
-        part(begun),
-        m.Failed(begun, "INTERNAL", f"{DIED} (signal 9)", 0, False),
+        part(completed_id, final=True),
+        part(responding_id),
+        m.Failed(responding_id, "INTERNAL", f"{DIED} (signal 9)", 0, False),
     ]
     peer = rig.start(0, 101)
-    _, again = rig.execute()
-    rig.respond(peer, again.requests[0].key, final=True)
-    assert rig.answers() == [part(silent, final=True)]
+    _, retried_batch = rig.execute()
+    rig.respond(peer, retried_batch.requests[0].key, final=True)
+    assert rig.answers() == [part(silent_id, final=True)]
 
 
 def test_the_limit_is_execute_s_alone() -> None:
@@ -326,15 +326,15 @@ def test_stopping_fails_what_is_open() -> None:
 # --- counts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", ["the end", "the return"])
-def test_a_request_is_counted_once_in_either_order(first: str) -> None:
+@pytest.mark.parametrize("first_event", ["the end", "the return"])
+def test_a_request_is_counted_once_in_either_order(first_event: str) -> None:
     rig, peer, _, key = started()
     rig.pass_time(MS)
-    if first == "the return":
+    if first_event == "the return":
         rig.returned(peer, m.Execute(1, []))
     rig.respond(peer, key)
     rig.respond(peer, key, final=True)
-    if first == "the end":
+    if first_event == "the end":
         rig.returned(peer, m.Execute(1, []))
     report = rig.report()
     assert (report["inference_count"], report["execution_count"]) == (1, 1)
@@ -355,8 +355,8 @@ def test_one_request_too_many_waits_in_the_queue() -> None:
     keys = []
     for _ in range(2):
         _, batch = rig.execute()
-        (work,) = batch.requests
-        keys.append(work.key)
+        (unit_of_work,) = batch.requests
+        keys.append(unit_of_work.key)
         rig.returned(peer, batch)
     assert rig.executes() == []
     rig.pass_time(5_000 * MS)

@@ -99,13 +99,13 @@ def test_repeated_offers_and_announcements_change_nothing(pool: Pool) -> None:
 
 
 def test_batches_go_to_who_has_been_free_for_longest(pool: Pool) -> None:
-    first, second = ready(pool, 0, 100), ready(pool, 1, 101)
+    first_worker, second_worker = ready(pool, 0, 100), ready(pool, 1, 101)
     slot = pool.assign(execution(1))
-    assert slot.peer == first
+    assert slot.peer == first_worker
     pool.finish(slot, NOW)
     slot.requests.clear()
-    assert pool.assign(execution(2)).peer == second
-    assert pool.assign(execution(3)).peer == first
+    assert pool.assign(execution(2)).peer == second_worker
+    assert pool.assign(execution(3)).peer == first_worker
     assert not pool.free and pool.executing == 2
 
 
@@ -189,14 +189,14 @@ def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:
     pool = Pool(LIMIT)
     ready(pool)
     assert not pool.least_busy(4), "an idle instance is no busy one"
-    first, second = execution(1), execution(2, NOW)
-    slot = pool.assign(first)
+    first_execution, second_execution = execution(1), execution(2, NOW)
+    slot = pool.assign(first_execution)
     assert not pool.least_busy(1) and pool.least_busy(2)
-    assert pool.assign(second, pool.least_busy(2)) is slot and not pool.least_busy(2)
-    assert slot.execution is first and pool.executing == 2 and not pool.free
+    assert pool.assign(second_execution, pool.least_busy(2)) is slot and not pool.least_busy(2)
+    assert slot.execution is first_execution and pool.executing == 2 and not pool.free
     pool.finish(slot, NOW + 70)
-    assert slot.execution is second and slot.state is SlotState.BUSY and not pool.free
-    assert second.started_ns == NOW + 70, "its time begins when it is the first"
+    assert slot.execution is second_execution and slot.state is SlotState.BUSY and not pool.free
+    assert second_execution.started_ns == NOW + 70, "its time begins when it is the first"
     pool.finish(slot, NOW + 90)
     assert slot.execution is None and pool.free
 
@@ -205,8 +205,8 @@ def test_a_batch_ahead_is_sent_to_the_least_busy_instance(pool: Pool) -> None:
     ready(pool, 0, 100), ready(pool, 1, 101)
     slots = []
     for number in range(6):
-        ahead = None if pool.free else pool.least_busy(4)
-        slots.append(pool.assign(execution(number), ahead).index)
+        prefetch_slot = None if pool.free else pool.least_busy(4)
+        slots.append(pool.assign(execution(number), prefetch_slot).index)
     assert slots == [0, 1, 0, 1, 0, 1]
 
 
@@ -220,11 +220,11 @@ def test_an_exit_returns_everything_the_running_one_first(pool: Pool) -> None:
 
 def test_an_exit_returns_what_was_open_apart(pool: Pool) -> None:
     ready(pool)
-    first, second = execution(1), execution(2)
-    pool.finish(pool.assign(first), NOW)
-    pool.assign(second)
+    first_execution, second_execution = execution(1), execution(2)
+    pool.finish(pool.assign(first_execution), NOW)
+    pool.assign(second_execution)
     assert pool.executing == 2
-    assert pool.process_exited(100) == LostWork([second], first.requests)
+    assert pool.process_exited(100) == LostWork([second_execution], first_execution.requests)
     assert pool.executing == 0
 
 

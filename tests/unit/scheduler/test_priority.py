@@ -49,19 +49,19 @@ class AgainstAList(RuleBasedStateMachine):
         in_time = [request for _, request in self.naive if not request.delayed]
         if in_time:
             self.memory_ranges += 1
-            chosen = data.draw(st.sampled_from(in_time))
-            self._drop([chosen])
-            self.queue.delay(chosen)
-            self.naive.append(((chosen.level, True, self.memory_ranges), chosen))
+            chosen_request = data.draw(st.sampled_from(in_time))
+            self._drop([chosen_request])
+            self.queue.delay(chosen_request)
+            self.naive.append(((chosen_request.level, True, self.memory_ranges), chosen_request))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         """Remove a request, which may have been removed before."""
-        chosen = data.draw(st.sampled_from(self.requests))
-        is_expected = chosen in self._expected()
-        self._drop([chosen])
-        assert self.queue.remove(chosen) is is_expected
+        chosen_request = data.draw(st.sampled_from(self.requests))
+        is_expected = chosen_request in self._expected()
+        self._drop([chosen_request])
+        assert self.queue.remove(chosen_request) is is_expected
 
     @rule(data=st.data(), back=st.booleans())
     def take(self, data: st.DataObject, back: bool) -> None:

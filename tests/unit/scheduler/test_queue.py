@@ -43,8 +43,8 @@ def submit(**fields: Any) -> Submit:
 
 
 def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledRequest:
-    fit = BatchFit(fields.pop("batch_size", 1), b"")
-    return queue.enqueue(CLIENT, submit(**fields), fit, now_ns)
+    batch_fit = BatchFit(fields.pop("batch_size", 1), b"")
+    return queue.enqueue(CLIENT, submit(**fields), batch_fit, now_ns)
 
 
 def test_requests_are_dequeued_in_order_of_arrival() -> None:
@@ -57,22 +57,22 @@ def test_requests_are_dequeued_in_order_of_arrival() -> None:
 
 def test_a_request_may_leave_from_the_middle() -> None:
     queue = backlog()
-    first, second, third = (admit(queue) for _ in range(3))
-    queue.remove(second)
-    queue.remove(second)
-    assert queue.take(2) == [first, third]
+    first_request, second_request, third_request = (admit(queue) for _ in range(3))
+    queue.remove(second_request)
+    queue.remove(second_request)
+    assert queue.take(2) == [first_request, third_request]
 
 
 def test_the_policys_bound_overrides_the_servers() -> None:
     for queue in (backlog({"max_queue_size": 2}, 5), backlog({}, 2)):
         admit(queue)
         admit(queue)
-        with pytest.raises(QueueFull) as full:
+        with pytest.raises(QueueFull) as caught:
             admit(queue, request_id="r7")
-        assert full.value.message == "[request id: r7] Exceeds maximum queue size"
-        with pytest.raises(QueueFull) as full:
+        assert caught.value.message == "[request id: r7] Exceeds maximum queue size"
+        with pytest.raises(QueueFull) as caught:
             admit(queue)
-        assert full.value.message == "[request id: <id_unknown>] Exceeds maximum queue size"
+        assert caught.value.message == "[request id: <id_unknown>] Exceeds maximum queue size"
         queue.take(1)
         admit(queue)
 
@@ -133,9 +133,9 @@ def test_an_override_without_a_default_timeout_is_shorter_than_none() -> None:
 
 def test_a_batch_hurries_for_a_deadline_but_not_for_the_queue_policy() -> None:
     policy = {"default_timeout_microseconds": 100, "allow_timeout_override": True}
-    later = NOW + 40_000
-    assert admit(backlog(), deadline_ns=later, timeout_us=40).flush_by_ns == later
-    assert admit(backlog(policy), deadline_ns=later, timeout_us=40).flush_by_ns == NEVER
+    deadline = NOW + 40_000
+    assert admit(backlog(), deadline_ns=deadline, timeout_us=40).flush_by_ns == deadline
+    assert admit(backlog(policy), deadline_ns=deadline, timeout_us=40).flush_by_ns == NEVER
     assert admit(backlog(policy)).flush_by_ns == NEVER
 
 
@@ -149,14 +149,14 @@ def test_the_queue_limit_ends_with_the_queue_and_the_deadline_does_not() -> None
 
 def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() -> None:
     queue = backlog({"default_timeout_microseconds": 100})
-    first = admit(queue, deadline_ns=NOW + 500_000)
+    first_request = admit(queue, deadline_ns=NOW + 500_000)
     admit(queue)
     queue.take(1)
-    queue.retry(first)
-    assert len(queue) == 2 and first not in list(queue.in_order)
-    assert first not in queue.expired(NOW + 200_000)
-    assert queue.take_retry() is first and not queue.retries
-    assert queue.expired(NOW + 500_001) == [first]
+    queue.retry(first_request)
+    assert len(queue) == 2 and first_request not in list(queue.in_order)
+    assert first_request not in queue.expired(NOW + 200_000)
+    assert queue.take_retry() is first_request and not queue.retries
+    assert queue.expired(NOW + 500_001) == [first_request]
 
 
 def test_timers_of_done_requests_do_not_pile_up() -> None:

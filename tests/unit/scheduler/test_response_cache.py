@@ -126,8 +126,8 @@ def test_hits_do_not_wait_for_a_queue_that_is_full() -> None:
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
     rig.submit(3, work=work(b"z"))
-    (refused,) = rig.answers()
-    assert refused.message.endswith("Exceeds maximum queue size")
+    (refusal,) = rig.answers()
+    assert refusal.message.endswith("Exceeds maximum queue size")
     rig.executes()
     hit(rig, work())
 
@@ -137,12 +137,12 @@ def test_hits_keep_the_order_of_requests() -> None:
     rig = cached(dynamic={"preserve_ordering": True})
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
-    (first,) = rig.submit(work=work(b"z"))
-    (second,) = rig.submit(work=work())
+    (first_id,) = rig.submit(work=work(b"z"))
+    (second_id,) = rig.submit(work=work())
     assert rig.answers() == []
     _, batch = rig.execute()
     rig.finish(peer, batch, ok(batch.requests[0].key, body(b"w")))
-    assert rig.answers() == [m.Finished(first, *body(b"w")), m.Finished(second, *body(b"y"))]
+    assert rig.answers() == [m.Finished(first_id, *body(b"w")), m.Finished(second_id, *body(b"y"))]
 
 
 def test_errors_are_not_kept() -> None:
@@ -246,7 +246,7 @@ def regions(arena: Arena) -> dict[str, Packed]:
 
 
 @pytest.mark.parametrize(
-    "which",
+    "region_kind",
     [
         "a client's region",
         "an untrusted client's",
@@ -254,12 +254,12 @@ def regions(arena: Arena) -> dict[str, Packed]:
         "an output's place",
     ],
 )
-def test_requests_with_client_regions_are_not_cached(arena: Arena, which: str) -> None:
+def test_requests_with_client_regions_are_not_cached(arena: Arena, region_kind: str) -> None:
     """A client could change its region between the hash and the execution, and poison the cache."""
     rig = cached()
     peer = rig.start()
     for _ in range(2):
-        run(rig, peer, regions(arena)[which], body(b"y"))
+        run(rig, peer, regions(arena)[region_kind], body(b"y"))
     stats = rig.report()["inference_stats"]
     assert (stats["cache_hit"]["count"], stats["cache_miss"]["count"]) == (0, 0)
 
@@ -291,13 +291,13 @@ def test_counts_go_on_in_a_successor() -> None:
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
     hit(rig, work())
-    kept = rig.to_supervisor(StatisticsSnapshot)
-    before = rig.report()
-    assert kept == []
+    snapshots = rig.to_supervisor(StatisticsSnapshot)
+    report_before = rig.report()
+    assert snapshots == []
     heir = cached()
     heir.scheduler.restore([rig.snapshot(), []], [])
     stats = heir.report()["inference_stats"]
-    assert stats == before["inference_stats"]
+    assert stats == report_before["inference_stats"]
 
 
 def test_without_a_cache_nothing_is_asked_for() -> None:
@@ -336,12 +336,12 @@ def key(
     schema, _ = pack_inference(request)
     head = schema_key(model, version, RequestSchema(schema))
     datas = [request.inputs[index].data for index in head.order]
-    read = [b"12345678" if isinstance(data, Range) else data for data in datas]
-    return cache_key(head.prefix, sequence, read)
+    inline_data = [b"12345678" if isinstance(data, Range) else data for data in datas]
+    return cache_key(head.prefix, sequence, inline_data)
 
 
 @pytest.mark.parametrize(
-    "other",
+    "other_request",
     [
         replace(REQUEST, inputs=(replace(A, name="C"), B)),
         replace(REQUEST, inputs=(replace(A, shape=(2, 1)), B)),
@@ -358,9 +358,9 @@ def key(
         replace(REQUEST, parameters={"p": "1"}),
     ],
 )
-def test_requests_that_differ_have_different_keys(other: Inference) -> None:
+def test_requests_that_differ_have_different_keys(other_request: Inference) -> None:
     """Rule 3.8.2."""
-    assert key(other) != key(REQUEST)
+    assert key(other_request) != key(REQUEST)
 
 
 def test_another_sequence_or_position_has_another_key() -> None:
@@ -387,8 +387,8 @@ def test_requests_that_ask_the_same_have_the_same_key(fields: dict[str, Any]) ->
 
 
 def test_the_order_of_parameters_does_not_matter() -> None:
-    one = replace(REQUEST, parameters={"p": 1, "q": 2})
-    assert key(one) == key(replace(REQUEST, parameters={"q": 2, "p": 1}))
+    ordered_request = replace(REQUEST, parameters={"p": 1, "q": 2})
+    assert key(ordered_request) == key(replace(REQUEST, parameters={"q": 2, "p": 1}))
 
 
 STEPS = st.lists(
@@ -409,22 +409,22 @@ def test_the_cache_keeps_the_last_used_entries_within_its_bound(
     """
     cache: LruCache[int] = LruCache(50)
     bound = 50
-    kept: dict[bytes, int] = {}  # least recently used first
+    entry_sizes: dict[bytes, int] = {}  # least recently used first
     for action, number, size in steps:
         key = b"%d" % number
         if action == "insert":
             assert cache.insert(key, size, size) == (size <= bound)
             if size <= bound:
-                kept.pop(key, None)
-                kept[key] = size
+                entry_sizes.pop(key, None)
+                entry_sizes[key] = size
         elif action == "find":
-            assert cache.find(key) == kept.get(key)
-            if key in kept:
-                kept[key] = kept.pop(key)
+            assert cache.find(key) == entry_sizes.get(key)
+            if key in entry_sizes:
+                entry_sizes[key] = entry_sizes.pop(key)
         else:
             bound = number
             cache.resize(bound)
-        while sum(kept.values()) > bound:
-            del kept[next(iter(kept))]
-        assert (cache.used_bytes, len(cache)) == (sum(kept.values()), len(kept))
+        while sum(entry_sizes.values()) > bound:
+            del entry_sizes[next(iter(entry_sizes))]
+        assert (cache.used_bytes, len(cache)) == (sum(entry_sizes.values()), len(entry_sizes))
         assert cache.used_bytes <= bound

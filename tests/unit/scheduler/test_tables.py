@@ -104,9 +104,9 @@ def test_requests_add_up_by_index() -> None:
 
 def test_times_that_cannot_be_are_cut() -> None:
     rig, peer, _, key = begun()
-    for computed_ns, written in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
+    for computed_ns, written_ns in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
         rig.pass_time(10)
-        rig.respond(peer, key, computed_ns=computed_ns, written_ns=written)
+        rig.respond(peer, key, computed_ns=computed_ns, written_ns=written_ns)
     figures = stats(rig)
     assert figures["0"]["success"] == (1, 10)
     assert all(ns >= 0 for row in figures.values() for _, ns in row.values())
@@ -125,20 +125,20 @@ def test_counts_are_carried_to_the_next_scheduler() -> None:
     rig, peer, _, key = begun()
     give(rig, peer, key, MS, 1)
     counts = CarriedCounters(lambda _: None)
-    shown, before = rig.report(), rig.snapshot()
+    first_report, first_snapshot = rig.report(), rig.snapshot()
     give(rig, peer, key, MS, 1, final=True)
     rig.control.take()
     rig.scheduler.from_control(SnapshotStatistics(), rig.now)
-    ((_, kept),) = rig.control.take()
-    assert "responses" not in kept.statistics
-    assert kept.statistics.keys() == before.keys() - {"responses"}
-    for known in ([], [StatisticsSnapshot(before, [])]):
-        for row in (*known, kept):
+    ((_, snapshot),) = rig.control.take()
+    assert "responses" not in snapshot.statistics
+    assert snapshot.statistics.keys() == first_snapshot.keys() - {"responses"}
+    for known_snapshots in ([], [StatisticsSnapshot(first_snapshot, [])]):
+        for row in (*known_snapshots, snapshot):
             counts.update(row.statistics, row.metrics)
         successor = Rig(decoupled=True)
         successor.scheduler.restore(counts.snapshot, [])
         assert successor.report()["inference_stats"]["success"]["count"] == 1
-        assert stats(successor) == (stats_of(shown) if known else {})
+        assert stats(successor) == (stats_of(first_report) if known_snapshots else {})
 
 
 def test_ordinary_models_have_none() -> None:
@@ -177,9 +177,9 @@ def test_a_successor_counts_on() -> None:
     report, counted = rig.report(), rig.snapshot()
     successor = Rig(decoupled=True)
     successor.scheduler.restore([counted, [[]]], [])
-    now = successor.report()
-    assert now["response_stats"] == report["response_stats"]
-    assert now["shmserve"]["first_response_ms"] == report["shmserve"]["first_response_ms"]
+    report_now = successor.report()
+    assert report_now["response_stats"] == report["response_stats"]
+    assert report_now["shmserve"]["first_response_ms"] == report["shmserve"]["first_response_ms"]
 
 
 def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
@@ -196,9 +196,9 @@ def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
         "compute_infer",
         "compute_output",
     }
-    (half, median), (_, most) = quantiles["request"]
-    assert half == 0.5
-    assert 3_980 < median < 4_020 and 29_800 < most < 30_200
+    (median_rank, median), (_, highest) = quantiles["request"]
+    assert median_rank == 0.5
+    assert 3_980 < median < 4_020 and 29_800 < highest < 30_200
     assert quantiles["compute_infer"] == [[0.5, 0.0], [1.0, 0.0]]
     rig.pass_time(61_000 * MS)
     assert rig.report()["shmserve"]["quantiles"]["request"] == [[0.5, None], [1.0, None]]
@@ -227,19 +227,19 @@ def test_nothing_observed_is_no_value() -> None:
 
 def test_observations_older_than_a_minute_are_dropped() -> None:
     sketch = Quantiles()
-    at = 1_000 * SECOND
-    sketch.observe(100, at)
-    sketch.observe(7_000, at + 30 * SECOND)
+    observed_ns = 1_000 * SECOND
+    sketch.observe(100, observed_ns)
+    sketch.observe(7_000, observed_ns + 30 * SECOND)
 
     def median(now_ns: int) -> int:
         ((_, value),) = sketch.report((1.0,), now_ns)
         return 0 if value is None else int(round(value, -2))
 
-    assert median(at + 47 * SECOND) == 7_000
-    ((_, least),) = sketch.report((0.0,), at + 47 * SECOND)
-    assert least is not None and round(least) == 100
-    ((_, least),) = sketch.report((0.0,), at + 61 * SECOND)
-    assert least is not None and round(least, -2) == 7_000
-    assert median(at + 91 * SECOND) == 0
-    sketch.observe(300, at + 3_600 * SECOND)
-    assert median(at + 3_600 * SECOND) == 300
+    assert median(observed_ns + 47 * SECOND) == 7_000
+    ((_, lowest),) = sketch.report((0.0,), observed_ns + 47 * SECOND)
+    assert lowest is not None and round(lowest) == 100
+    ((_, lowest),) = sketch.report((0.0,), observed_ns + 61 * SECOND)
+    assert lowest is not None and round(lowest, -2) == 7_000
+    assert median(observed_ns + 91 * SECOND) == 0
+    sketch.observe(300, observed_ns + 3_600 * SECOND)
+    assert median(observed_ns + 3_600 * SECOND) == 300

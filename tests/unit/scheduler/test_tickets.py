@@ -18,8 +18,8 @@ def messages(rig: Rig) -> list[Any]:
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
 
-def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **more: Any) -> Rig:
-    rig = Rig(dynamic, rate_limited=True, **more)
+def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **settings: Any) -> Rig:
+    rig = Rig(dynamic, rate_limited=True, **settings)
     for index in range(instances):
         rig.start(index, 100 + index)
     return rig
@@ -92,20 +92,20 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
                 rig.finish(peer, batch)
     rig.core._dispatch._batcher._waiting.waits = True  # type: ignore[attr-defined]
     messages(rig)
-    began = rig.now
-    last = rig.submit(2)[1]
+    start_ns = rig.now
+    last_id = rig.submit(2)[1]
     requests: list[Any] = []
     while not requests:  # more requests seem to be in transit, because other requests are cancelled
         rig.pass_time(2 * MS)
-        (new,) = rig.submit()
-        rig.client(Cancel(last))
-        last, requests = new, messages(rig)
-    assert 10 * MS < rig.now - began <= 62 * MS
+        (new_id,) = rig.submit()
+        rig.client(Cancel(last_id))
+        last_id, requests = new_id, messages(rig)
+    assert 10 * MS < rig.now - start_ns <= 62 * MS
     for _ in range(5):  # the ticket is granted late
         rig.pass_time(2 * MS)
-        (new,) = rig.submit()
-        rig.client(Cancel(last))
-        last = new
+        (new_id,) = rig.submit()
+        rig.client(Cancel(last_id))
+        last_id = new_id
         assert messages(rig) == []
     rig.supervisor(m.TicketGranted(requests[0].ticket))
     assert len(rig.executes()) == 1

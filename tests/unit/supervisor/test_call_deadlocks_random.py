@@ -24,9 +24,9 @@ class Execution:
         self.model, self.peer, self.batch = model, peer, batch
         self.plan: list[Any] = []
         self.number = model, int(batch.requests[0].data[0][1:])
-        work = batch.requests[0]
-        line = Caller(int(peer.partition(b".")[2]), work.key, f"m{model}").line
-        self.callers = f"{work.callers}\n{line}"
+        request = batch.requests[0]
+        line = Caller(int(peer.partition(b".")[2]), request.key, f"m{model}").line
+        self.callers = f"{request.callers}\n{line}"
         self.call: Number | None = None  # the call that it waits for
 
 
@@ -83,13 +83,15 @@ class World:
             self.roots += 1
             self.submit(self.random.randrange(len(self.rigs)), self.plan())
         elif idle and self.random.random() < 0.7:
-            chosen = self.random.choice(idle)
-            if chosen.plan:
-                (model, plan), *chosen.plan = chosen.plan
-                chosen.call = self.submit(model, plan, chosen.callers)
+            chosen_execution = self.random.choice(idle)
+            if chosen_execution.plan:
+                (model, plan), *chosen_execution.plan = chosen_execution.plan
+                chosen_execution.call = self.submit(model, plan, chosen_execution.callers)
             else:
-                self.running.remove(chosen)
-                self.rigs[chosen.model].finish(chosen.peer, chosen.batch)
+                self.running.remove(chosen_execution)
+                self.rigs[chosen_execution.model].finish(
+                    chosen_execution.peer, chosen_execution.batch
+                )
         elif self.reports and self.random.random() < 0.5:
             self.deliver(*self.reports.popleft())
         else:
@@ -118,11 +120,11 @@ class World:
                 if request.call is None:
                     continue
                 if request.call in by_number:
-                    goes_on = request.call not in stuck
+                    can_continue = request.call not in stuck
                 else:
                     occupants = [o.number for o in self.running if o.model == request.call[0]]
-                    goes_on = not stuck.issuperset(occupants)
-                if goes_on:
+                    can_continue = not stuck.issuperset(occupants)
+                if can_continue:
                     stuck.discard(request.number)
         return {
             request.call for request in self.running if request.call and request.number in stuck

@@ -77,9 +77,9 @@ def test_a_call_waits_while_an_instance_may_become_free(instances: list[list[int
 
 def test_a_call_that_only_waits_behind_a_deadlock_does_not_fail() -> None:
     """The call of C is not in the cycle of A and B, and is the older one."""
-    behind = report("a", ([call(1, (30, 7, "c")), call(8, (20, 6, "b"))], [[10, 5]]))
-    waits = report("c", ([call(2, (40, 1, "d"))], [[30, 7]]))
-    failed = Graph().rounds({C: waits, B: CALL_OF_B, A: behind}, 2)
+    queued_report = report("a", ([call(1, (30, 7, "c")), call(8, (20, 6, "b"))], [[10, 5]]))
+    waits_report = report("c", ([call(2, (40, 1, "d"))], [[30, 7]]))
+    failed = Graph().rounds({C: waits_report, B: CALL_OF_B, A: queued_report}, 2)
     assert failed == [(A, CallDeadlocked(8, "b -> a -> b"))]
 
 
@@ -99,9 +99,9 @@ def test_a_report_expires() -> None:
 
 def test_each_sequence_waits_for_its_own_instance() -> None:
     """A different instance of B is free, but the sequence cannot move there."""
-    own = ([call(9, (10, 5, "a"))], [[20, 6]])
+    own_wait = ([call(9, (10, 5, "a"))], [[20, 6]])
     general = ([call(7, (90, 1, "z"))], [[20, 6], [21]])
-    failed = Graph().rounds({B: report("b", general, own), A: CALL_OF_A}, 2)
+    failed = Graph().rounds({B: report("b", general, own_wait), A: CALL_OF_A}, 2)
     assert failed == [(A, CallDeadlocked(8, "b -> a -> b"))]
 
 

@@ -116,9 +116,9 @@ async def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptu
 @given(st.sets(st.integers(1, 60), min_size=1))
 def test_missing_events_are_counted(arrived: set[int]) -> None:
     gaps = Gaps()
-    lost = [gaps.count_before("models", number) for number in sorted(arrived)]
-    assert lost[0] == 0  # events before the first received one are not counted as lost
-    assert sum(lost) == max(arrived) - min(arrived) + 1 - len(arrived)
+    lost_counts = [gaps.count_before("models", number) for number in sorted(arrived)]
+    assert lost_counts[0] == 0  # events before the first received one are not counted as lost
+    assert sum(lost_counts) == max(arrived) - min(arrived) + 1 - len(arrived)
     assert gaps.count_before("health", 50) == 0
     assert gaps.count_up_to("health", 50) == 0
     assert gaps.count_up_to("health", 53) == 3
@@ -137,11 +137,11 @@ def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
                     publisher.publish(m.ProcessStarted(number, "x"))
 
                 def read() -> tuple[int, int]:
-                    read = lost = 0
+                    read_count = lost_count = 0
                     for received in reader.follow():
-                        read, lost = read + 1, lost + received.lost
+                        read_count, lost_count = read_count + 1, lost_count + received.lost
                         if received.event.pid == -1:
-                            return read, lost
+                            return read_count, lost_count
                     raise AssertionError
 
                 reading = asyncio.ensure_future(asyncio.to_thread(read))
@@ -150,9 +150,9 @@ def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
                     await asyncio.sleep(0.01)
                 return await reading
 
-    read, lost = asyncio.run(live())
-    assert 0 < read < count
-    assert lost >= count + 1 - read
+    read_count, lost_count = asyncio.run(live())
+    assert 0 < read_count < count
+    assert lost_count >= count + 1 - read_count
 
 
 def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
@@ -169,18 +169,21 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
                     publisher.publish(m.ProcessStarted(number, "x"))
 
                 def read() -> tuple[int, int]:
-                    read = lost = 0
+                    read_count = lost_count = 0
                     for received in reader.follow():
-                        read, lost = read + (received.event is not None), lost + received.lost
-                        if read + lost == count:
-                            return read, lost
+                        read_count, lost_count = (
+                            read_count + (received.event is not None),
+                            lost_count + received.lost,
+                        )
+                        if read_count + lost_count == count:
+                            return read_count, lost_count
                     raise AssertionError
 
                 return await asyncio.to_thread(read)
 
-    read, lost = asyncio.run(live())
-    assert 0 < read < count
-    assert read + lost == count
+    read_count, lost_count = asyncio.run(live())
+    assert 0 < read_count < count
+    assert read_count + lost_count == count
 
 
 # --- snapshots and events
@@ -199,9 +202,17 @@ def feed(publisher: EventPublisher, states: dict[Any, Any], calls: list[str]) ->
 
 
 def test_changes_of_models() -> None:
-    before = {("a", "1"): ("READY", ""), ("b", "1"): ("LOADING", ""), ("c", "2"): ("READY", "")}
-    after = {("a", "1"): ("READY", ""), ("b", "1"): ("READY", ""), ("d", ""): ("UNAVAILABLE", "x")}
-    assert list(changes(before, after)) == [
+    statuses_before = {
+        ("a", "1"): ("READY", ""),
+        ("b", "1"): ("LOADING", ""),
+        ("c", "2"): ("READY", ""),
+    }
+    statuses_after = {
+        ("a", "1"): ("READY", ""),
+        ("b", "1"): ("READY", ""),
+        ("d", ""): ("UNAVAILABLE", "x"),
+    }
+    assert list(changes(statuses_before, statuses_after)) == [
         m.ModelChanged("c", "2", "", ""),
         m.ModelChanged("b", "1", "READY", ""),
         m.ModelChanged("d", "", "UNAVAILABLE", "x"),

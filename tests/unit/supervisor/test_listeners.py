@@ -53,8 +53,8 @@ def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) ->
     """Then none is listened on: clients would find the server by one address and not by another."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sockets = [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", where)
-            for where in (("127.0.0.2", 0), listener.getsockname(), (NOBODYS, 0))
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", address)
+            for address in (("127.0.0.2", 0), listener.getsockname(), (NOBODYS, 0))
         ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: sockets)
         with pytest.raises(InvalidArgument, match=r"already in use.*; .* another --http-port"):
@@ -64,33 +64,33 @@ def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_unix_socket_that_another_server_has_taken(tmp_path: Path) -> None:
     """A server that starts while this one ends keeps its socket."""
     path = tmp_path / "socket"
-    ending = listen_unix(path, NO_GROUP, "--http-unix-socket")
-    close(ending)
+    first_socket = listen_unix(path, NO_GROUP, "--http-unix-socket")
+    close(first_socket)
     assert not path.exists()
-    with listen_unix(path, NO_GROUP, "--http-unix-socket") as other:
-        close(ending)
+    with listen_unix(path, NO_GROUP, "--http-unix-socket") as second_socket:
+        close(first_socket)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
-        close(other)
+        close(second_socket)
         assert not path.exists()
 
 
 def test_a_unix_socket_that_is_in_use(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    with listen_unix(path, NO_GROUP, "--http-unix-socket") as first:
+    with listen_unix(path, NO_GROUP, "--http-unix-socket") as first_socket:
         with pytest.raises(InvalidArgument, match=r"in use; .* another --http-unix-socket"):
             listen_unix(path, NO_GROUP, "--http-unix-socket")
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
-        close(first)
+        close(first_socket)
 
 
 def test_unix_sockets_take_no_descriptors(tmp_path: Path) -> None:
     """A descriptor that is slow to close would block the gateway."""
     path = tmp_path / "sock"
-    with socket.socket(socket.AF_UNIX) as known:
+    with socket.socket(socket.AF_UNIX) as probe_socket:
         try:
-            known.setsockopt(socket.SOL_SOCKET, 83, 0)  # SO_PASSRIGHTS
+            probe_socket.setsockopt(socket.SOL_SOCKET, 83, 0)  # SO_PASSRIGHTS
         except OSError:
             pytest.skip("this kernel (before Linux 6.16) cannot refuse descriptors")
     with listen_unix(path, NO_GROUP, "--flag") as sock, socket.socket(socket.AF_UNIX) as client:

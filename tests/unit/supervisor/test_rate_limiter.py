@@ -62,48 +62,48 @@ def test_a_model_that_could_never_run_does_not_load() -> None:
     )
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_a_resource_is_global_or_a_devices(apart: bool) -> None:
-    one, other = [Needs({R: 1}, 1)], [Needs({("R", GLOBAL): 1}, 1)]
+@pytest.mark.parametrize("separately", [True, False])
+def test_a_resource_is_global_or_a_devices(separately: bool) -> None:
+    own_needs, other_needs = [Needs({R: 1}, 1)], [Needs({("R", GLOBAL): 1}, 1)]
     with pytest.raises(InvalidArgument, match="both global and device-specific"):
-        limiter(*((one, other) if apart else (one + other,)))
+        limiter(*((own_needs, other_needs) if separately else (own_needs + other_needs,)))
 
 
 def test_the_needs_of_each_instance_from_a_configuration() -> None:
     resources = [{"name": "R", "count": 2}, {"name": "S", "count": 1, "global": True}]
     limited = {"rate_limiter": {"resources": resources, "priority": 3}}
     config = ModelSpec.of({"instance_group": [limited, {}]})
-    first, second = (group.rate_limiter for group in config.instance_group)
-    assert first.limits and not second.limits
-    assert Needs.of(first, 0) == Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3)
-    assert Needs.of(first, 1) == Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3)
-    assert Needs.of(second, 0) == Needs({}, 1)
+    first_limits, second_limits = (group.rate_limiter for group in config.instance_group)
+    assert first_limits.limits and not second_limits.limits
+    assert Needs.of(first_limits, 0) == Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3)
+    assert Needs.of(first_limits, 1) == Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3)
+    assert Needs.of(second_limits, 0) == Needs({}, 1)
 
 
 def test_the_model_with_the_fewest_weighted_executions_is_first() -> None:
     """Priority 2 runs half as often."""
     rate_limiter = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
-    ran = [0, 0]
+    run_counts = [0, 0]
     (granted,) = rate_limiter.ask(0, 0, 0)
     rate_limiter.ask(1, 0, 1)
     for ticket in range(2, 302):
         member = granted[0]
         assert isinstance(member, int)
-        ran[member] += 1
+        run_counts[member] += 1
         # The next ticket is requested before the old one is returned, so that both models always
         # wait.
         rate_limiter.ask(member, 0, ticket)
         (granted,) = rate_limiter.release(*granted, True)
-    assert abs(ran[0] - 2 * ran[1]) <= 3
+    assert abs(run_counts[0] - 2 * run_counts[1]) <= 3
 
 
 def test_a_large_request_does_not_block_smaller_ones() -> None:
     """Rule 3.9.3: Triton tries only the first waiting request."""
     rate_limiter = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
-    (small,) = rate_limiter.ask(1, 0, "small")
+    (small_ticket,) = rate_limiter.ask(1, 0, "small")
     assert rate_limiter.ask(0, 0, "large") == []
     assert rate_limiter.ask(2, 0, "other") == [(2, "other")]
-    assert rate_limiter.release(*small, True) == [(0, "large")]
+    assert rate_limiter.release(*small_ticket, True) == [(0, "large")]
 
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
@@ -165,9 +165,9 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
         *[[Needs(resources, 1 + n) for n, resources in enumerate(m)] for m in members]
     )
     needs: dict[Any, dict[tuple[str, int], int]] = {}
-    held: dict[Any, None] = {}
+    held_tickets: dict[Any, None] = {}
     waiting: dict[Any, None] = {}
-    passed: dict[Any, int] = {}
+    overtaken: dict[Any, int] = {}
     for number, (action, member, index) in enumerate(steps):
         member %= len(members)
         if action < 2:
@@ -175,29 +175,29 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
             waiting[member, number] = None
             needs[member, number] = members[member][index]
             granted = rate_limiter.ask(member, index, number)
-        elif action == 2 and (held or waiting):
-            key = random.Random(number).choice([*held, *waiting])
-            held.pop(key, None)
+        elif action == 2 and (held_tickets or waiting):
+            key = random.Random(number).choice([*held_tickets, *waiting])
+            held_tickets.pop(key, None)
             waiting.pop(key, None)
             granted = rate_limiter.release(key[0], key[1], bool(index % 2))
         else:
-            for key in [key for key in (*held, *waiting) if key[0] == member]:
-                held.pop(key, None)
+            for key in [key for key in (*held_tickets, *waiting) if key[0] == member]:
+                held_tickets.pop(key, None)
                 waiting.pop(key, None)
             granted = rate_limiter.disconnect(member)
         for key in granted:
             del waiting[key]
-            held[key] = None
-            for other in waiting:
-                passed[other] = passed.get(other, 0) + 1
+            held_tickets[key] = None
+            for other_ticket in waiting:
+                overtaken[other_ticket] = overtaken.get(other_ticket, 0) + 1
         used: dict[tuple[str, int], int] = {}
-        for key in held:
+        for key in held_tickets:
             for resource, count in needs[key].items():
                 used[resource] = used.get(resource, 0) + count
         capacity = rate_limiter.capacity()
         assert rate_limiter.used() == used
         assert all(count <= capacity[resource] for resource, count in used.items())
-        if max(passed.values(), default=0) < PATIENCE:
+        if max(overtaken.values(), default=0) < PATIENCE:
             for key in waiting:
                 assert any(used.get(r, 0) + n > capacity[r] for r, n in needs[key].items())
 

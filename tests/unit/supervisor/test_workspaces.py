@@ -121,13 +121,13 @@ def test_a_holder_that_dies_is_started_again() -> None:
         processes.context.workspaces.handle(10, lease_request(1, MB))
         assert sent.messages == []
         await turns()
-        first, second = processes.started
+        first_process, second_process = processes.started
         ((_, message),) = sent.messages
         memory_range = unpack_range(list(message.payload["place"]))
-        assert memory_range.memory.pid == second.pid != first.pid
+        assert memory_range.memory.pid == second_process.pid != first_process.pid
         assert memory_range.memory.cuda == CudaHandle(bytes(64), 1, bytes(16))
         holders.retire()
-        second.kill()
+        second_process.kill()
         await turns()
         assert len(processes.started) == 2
 
@@ -218,12 +218,12 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
 
     def take(granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
-            first = waiting.popleft()
-            assert (owner, ticket) == first[:2]  # no request overtakes an earlier one
-            for at, (_, size) in leases.items():
-                assert offset + first[2] <= at or at + size <= offset
-            assert offset + first[2] <= CAPACITY
-            leases[offset] = owner, first[2]
+            first_waiting = waiting.popleft()
+            assert (owner, ticket) == first_waiting[:2]  # no request overtakes an earlier one
+            for leased_offset, (_, size) in leases.items():
+                assert offset + first_waiting[2] <= leased_offset or leased_offset + size <= offset
+            assert offset + first_waiting[2] <= CAPACITY
+            leases[offset] = owner, first_waiting[2]
 
     for number, (action, worker, size) in enumerate(steps):
         if action == "ask":
@@ -234,7 +234,11 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
             owner, _ = leases.pop(offset)
             take(pool.release(owner, offset))
         elif action == "drop":
-            leases = {at: lease for at, lease in leases.items() if lease[0] != worker}
+            leases = {
+                leased_offset: lease
+                for leased_offset, lease in leases.items()
+                if lease[0] != worker
+            }
             waiting = deque(lease for lease in waiting if lease[0] != worker)
             take(pool.drop(worker))
         pool.check_integrity()
@@ -255,22 +259,22 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
     pool = opened()
     sizes: dict[int, int] = {}
     leased: list[tuple[int, int]] = []
-    done = 0
+    granted_count = 0
     for ticket in range(100_000):
         sizes[ticket] = min(CAPACITY, int(2 ** chance.uniform(0, 12.1)))
         granted = pool.ask(ticket, ticket, sizes[ticket])
         while granted or pool.waiting > 8:
             leased += [(owner, offset) for owner, _, offset in granted]
-            done += len(granted)
+            granted_count += len(granted)
             granted = []
             if pool.waiting > 8:
                 granted = pool.release(*leased.pop(chance.randrange(len(leased))))
     while leased:
         granted = pool.release(*leased.pop())
-        done += len(granted)
+        granted_count += len(granted)
         leased += [(owner, offset) for owner, _, offset in granted]
     pool.check_integrity()
-    assert done == 100_000 and pool.used == 0
+    assert granted_count == 100_000 and pool.used == 0
     assert pool.ask(1, 1, CAPACITY)
 
 

@@ -259,17 +259,17 @@ def test_texts_of_what_is_refused(model: Model) -> None:
     model.begin(0)
     assert model.responses(1) == [[1], "end"]
     needed = "Inference Response object must be provided when the response flags is set to zero."
-    *refused, sent, again, ended = model.records
-    assert refused[:3] == [
+    *refusals, sent, retry_error, ended_error = model.records
+    assert refusals[:3] == [
         f"TritonModelException: {needed}",
         f"TritonModelException: {needed}",
         "TritonModelException: Unable to send response. Unsupported flag provided.",
     ]
     assert all(
         text.startswith("TypeError: send(): incompatible function arguments. The following")
-        for text in refused[3:]
+        for text in refusals[3:]
     )
-    assert (sent, again, ended) == (None, *[f"TritonModelException: {CLOSED}"] * 2)
+    assert (sent, retry_error, ended_error) == (None, *[f"TritonModelException: {CLOSED}"] * 2)
 
 
 # --- streams without a final flag
@@ -348,13 +348,13 @@ def test_a_request_ends_once(model: Model, is_kept: bool) -> None:
         """
     )
     model.begin(0)
-    kept = model.backend._model.kept
+    kept_requests = model.backend._model.kept
     if not is_kept:
         model.cancel(1)
-        kept.clear()
+        kept_requests.clear()
     model.rig.instance._writer.end_abandoned()
     if is_kept:
-        kept[0].get_response_sender().send(flags=1)
+        kept_requests[0].get_response_sender().send(flags=1)
     assert model.responses(1) == ["end"]
 
 
@@ -489,15 +489,15 @@ def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
         """
     )
     model.begin(0)
-    old = model.backend._model.kept
+    old_request = model.backend._model.kept
     model.rig.scheduler.close()
-    assert old.is_cancelled()
+    assert old_request.is_cancelled()
     model.rig.attach()
     model.begin(0)
-    new = model.backend._model.kept
-    assert not new.is_cancelled()
-    old.send(flags=1)
-    new.send(flags=1)
+    new_request = model.backend._model.kept
+    assert not new_request.is_cancelled()
+    old_request.send(flags=1)
+    new_request.send(flags=1)
     assert model.responses(1) == ["end"]
 
 
@@ -679,24 +679,24 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     (opened,) = link._open_requests.values()
     opened.window.sent(1)
     opened.window.sent(MAX_UNREAD_BYTES)
-    looks: list[float] = []
+    timeouts_s: list[float] = []
 
     def look(*fds: int, timeout_s: float) -> None:
-        looks.append(timeout_s)
+        timeouts_s.append(timeout_s)
         readable(*fds, timeout_s=min(timeout_s, 0.05))
 
     monkeypatch.setattr(scheduler_link, "readable", look)
-    waits = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
-    waits.start()
+    waiter = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
+    waiter.start()
     until("it waits", lambda: bool(link._waiting_by_eventfd))
     model.credit(1, 1)
     until("it was granted", lambda: opened.window.unread == 1)
-    looks.clear()
-    until("it has looked again", lambda: len(looks) > 2)
-    assert waits.is_alive()
-    assert len(looks) < 100, "each time it sleeps"
+    timeouts_s.clear()
+    until("it has looked again", lambda: len(timeouts_s) > 2)
+    assert waiter.is_alive()
+    assert len(timeouts_s) < 100, "each time it sleeps"
     model.credit(1, 1)
-    waits.join(10)
-    assert not waits.is_alive()
+    waiter.join(10)
+    assert not waiter.is_alive()
     model.backend._model.sender.send(flags=1)
     assert model.responses(1) == ["end"]

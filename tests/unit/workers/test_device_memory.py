@@ -75,12 +75,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake_device
 
 
-def twice(worker: Rig, most: int = 8, body: str = "        return x * 2\n") -> Rig:
+def twice(worker: Rig, max_batch_size: int = 8, body: str = "        return x * 2\n") -> Rig:
     """Serve a torch module that doubles X to Y."""
     text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
     (worker.context.version_dir / "model.py").write_text(text)
     config = model_config(
-        [tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], most
+        [tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], max_batch_size
     )
     return worker.serve(PytorchBackend(worker.context), config)
 
@@ -105,30 +105,30 @@ def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     mappings = Mappings(memory.open)
     exported = cuda.export(64)
-    first, second = exported.memory(), exported.memory(32)
+    first_memory, second_memory = exported.memory(), exported.memory(32)
     exported.write(0, np.arange(64, dtype=np.uint8))
-    assert mappings.view(Range(first, 60, 4)).tolist() == [60, 61, 62, 63]
-    assert mappings.view(Range(second, 8, 2)).tolist() == [8, 9]
-    mappings.view(Range(first, 0, 1)).fill_(99)
+    assert mappings.view(Range(first_memory, 60, 4)).tolist() == [60, 61, 62, 63]
+    assert mappings.view(Range(second_memory, 8, 2)).tolist() == [8, 9]
+    mappings.view(Range(first_memory, 0, 1)).fill_(99)
     assert exported.content[0] == 99
     assert cuda.calls == [("open", 0)]
-    mappings.unmap(first.id)
+    mappings.unmap(first_memory.id)
     assert cuda.opened == 1
-    mappings.unmap(second.id)
+    mappings.unmap(second_memory.id)
     assert cuda.calls == [("open", 0), ("close", 0)]
-    mappings.unmap(second.id)  # without effect: the memory is unknown by now
+    mappings.unmap(second_memory.id)  # without effect: the memory is unknown by now
 
 
 def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     mappings = Mappings(memory.open)
     region = cuda.export(64).memory()
-    kept = mappings.view(Range(region, 8, 8)).view(torch.float32)
+    kept_view = mappings.view(Range(region, 8, 8)).view(torch.float32)
     mappings.unmap(region.id)
     assert (cuda.opened, memory.handle_count) == (1, 1)
     # A thread of the model drops the last reference. The main thread closes the handle.
-    references = [kept]
-    del kept
+    references = [kept_view]
+    del kept_view
 
     def let_go() -> None:
         references.clear()
@@ -157,7 +157,7 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inside", "size", "offset", "length", "fits"),
+    ("allocation_offset", "size", "offset", "length", "is_inside"),
     [
         (0, 64, 0, 64, True),
         (0, 65, 0, 1, False),  # the region is larger than the allocation
@@ -171,11 +171,11 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
     ],
 )
 def test_bounds(
-    cuda: FakeCuda, inside: int, size: int, offset: int, length: int, fits: bool
+    cuda: FakeCuda, allocation_offset: int, size: int, offset: int, length: int, is_inside: bool
 ) -> None:
-    exported = cuda.export(64, inside=inside)
+    exported = cuda.export(64, inside=allocation_offset)
     memory = cuda.device_memory()
-    if fits:
+    if is_inside:
         assert len(view(memory, exported.memory(size), offset, length)) == length
     else:
         with pytest.raises((InvalidArgument, MalformedMessage)):
@@ -188,9 +188,9 @@ def test_bounds(
 def test_handles_that_open_nothing(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported = cuda.export(64, device=1)
-    wrong = Memory.on_device(1, 64, CudaHandle(exported.raw, 0))
+    wrong_memory = Memory.on_device(1, 64, CudaHandle(exported.raw, 0))
     with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
-        memory.open(wrong)
+        memory.open(wrong_memory)
     cuda.revoke(exported)
     with pytest.raises(InvalidArgument, match="its owner has exited"):
         memory.open(exported.memory())
@@ -329,17 +329,17 @@ def test_a_batch_of_one_is_computed_on_the_device(
 
 def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     twice(worker)
-    one, two = cuda.export(64), cuda.export(64)
-    first, second = one.memory(), two.memory()
-    one.write(0, ROW)
-    two.write(0, ROW + 10)
+    first_export, second_export = cuda.export(64), cuda.export(64)
+    first_memory, second_memory = first_export.memory(), second_export.memory()
+    first_export.write(0, ROW)
+    second_export.write(0, ROW + 10)
     replies = worker.batch(
-        inference(at(first, 0, ROW), outputs=out(first, 32)),
-        inference(at(second, 0, ROW), outputs=out(second, 48)),
+        inference(at(first_memory, 0, ROW), outputs=out(first_memory, 32)),
+        inference(at(second_memory, 0, ROW), outputs=out(second_memory, 48)),
     )
     assert [reply.code for reply in replies] == ["", ""], replies
-    assert (one.read(32, ROW) == ROW * 2).all()
-    assert (two.read(48, ROW) == (ROW + 10) * 2).all()
+    assert (first_export.read(32, ROW) == ROW * 2).all()
+    assert (second_export.read(48, ROW) == (ROW + 10) * 2).all()
     assert (device.put_bytes, device.fetched_bytes) == (0, 0)
     assert worker.finished.copied_in == 32
 
@@ -395,9 +395,9 @@ def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeD
         assert reply.code == ""
     worker.context.mappings.unmap(memory.id)
     assert cuda.opened == 1, "the model still has its input"
-    again = cuda.export(64)
+    new_export = cuda.export(64)
     for _ in range(2):
-        worker.batch(inference(at(again.memory(), 0, ROW)))
+        worker.batch(inference(at(new_export.memory(), 0, ROW)))
     gc.collect()
     assert worker.context.device_memory is not None
     worker.context.device_memory.close_unused()
@@ -486,9 +486,9 @@ class _Lost(RuntimeError):
     """An exception like torch's AcceleratorError."""
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
 def test_a_device_that_is_not_read_any_more(
-    worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, lost: bool
+    worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     """A worker whose device has failed exits, so that a working process replaces it."""
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
@@ -499,7 +499,7 @@ def test_a_device_that_is_not_read_any_more(
 
     monkeypatch.setattr(torch.Tensor, "to", fail)
     request = inference(at(cuda.export(64).memory(), 0, ROW))
-    if lost:
+    if is_lost:
         monkeypatch.setattr(torch, "AcceleratorError", _Lost, raising=False)
         with pytest.raises(_Lost):
             worker.batch(request)
@@ -542,8 +542,8 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
     assert (exported.read(32, wire) == wire).all()
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
+@pytest.mark.parametrize("stays_on_device", [False, True])
+def test_a_python_model(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> None:
     """As in Triton, inputs are copied to the host unless the configuration forbids it."""
     text = (
         "import triton_python_backend_utils as pb\n"
@@ -558,7 +558,7 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
         "        return made\n"
     )
     (worker.context.version_dir / "model.py").write_text(text)
-    parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}} if stays else {}
+    parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}} if stays_on_device else {}
     config = model_config(
         [tensor_config("x", "FP32", [4])],
         [tensor_config("y", "FP32", [4])],
@@ -574,7 +574,7 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
     backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
-    assert worker.finished.copied_in == (0 if stays else 16)
+    assert worker.finished.copied_in == (0 if stays_on_device else 16)
 
 
 def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
@@ -619,16 +619,16 @@ def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unma
     mappings = Mappings(None, partial(cuda.device_memory().pin, device=1))
     region = Region(8192)
     memory = pinned(region)
-    kept = mappings.view(Range(memory, 4096, 8))
+    kept_view = mappings.view(Range(memory, 4096, 8))
     mappings.view(Range(memory, 0, 8192))
     assert list(cuda.pinned.values()) == [8192] and cuda.calls == [("pin", 1)]
-    plain = Region(4096)
-    mappings.view(Range(plain.memory, 0, 8))
+    plain_region = Region(4096)
+    mappings.view(Range(plain_region.memory, 0, 8))
     assert len(cuda.pinned) == 1, "nobody asked for it"
     mappings.unmap(memory.id)
-    assert not cuda.pinned and bytes(kept) == bytes(8), "a view of it stays valid"
+    assert not cuda.pinned and bytes(kept_view) == bytes(8), "a view of it stays valid"
     mappings.unmap_all()
-    for block in (region, plain):
+    for block in (region, plain_region):
         block.close()
 
 

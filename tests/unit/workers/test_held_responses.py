@@ -149,7 +149,7 @@ class Sender(Streams):
         """Return the messages sent since the last call, by request."""
         router = self.rig.scheduler
         messages = [message for _, message in router.receive()] if router.wait(0) else []
-        return [(each.key, *self._show(each, each.key)) for each in messages]
+        return [(message.key, *self._show(message, message.key)) for message in messages]
 
 
 @pytest.fixture
@@ -211,9 +211,9 @@ def test_responses_with_arena_memory_are_sent_immediately(model: Sender, clock: 
     model.begin(0)
     model.send(1)
     assert model.new_messages == [(1, [1])]
-    large = np.arange(32 * 1024, dtype=np.float32)
-    model.send(*large)
-    assert model.new_messages == [(1, large.tolist())]
+    large_array = np.arange(32 * 1024, dtype=np.float32)
+    model.send(*large_array)
+    assert model.new_messages == [(1, large_array.tolist())]
     model.send(2)
     assert model.new_messages == []
 

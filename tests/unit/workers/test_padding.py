@@ -31,13 +31,13 @@ PADDING = {
 DIMS = [3, -1, -1]
 
 
-def config(padding: dict[str, Any] = PADDING, **more: Any) -> dict[str, Any]:
+def config(padding: dict[str, Any] = PADDING, **fields: Any) -> dict[str, Any]:
     return model_config(
         [tensor_config("IMAGE", "FP32", DIMS)],
         [tensor_config("FEATURES", "FP32", DIMS), tensor_config("SUM", "FP32", [1])],
         8,
         parameters={"padding": {"string_value": json.dumps(padding)}},
-        **more,
+        **fields,
     )
 
 
@@ -91,17 +91,17 @@ class TritonPythonModel:
 """
 
 
-@pytest.mark.parametrize("form", ["pytorch", "native", "python"])
-def test_images_of_224_and_336_share_a_batch(worker: Rig, form: str) -> None:
+@pytest.mark.parametrize("model_kind", ["pytorch", "native", "python"])
+def test_images_of_224_and_336_share_a_batch(worker: Rig, model_kind: str) -> None:
     """Images are padded to the smallest common bucket, with lengths and a mask.
 
     Each output has the size of its request's image.
     """
     path = worker.context.version_dir / "model.py"
-    if form == "pytorch":
+    if model_kind == "pytorch":
         path.write_text(TORCH)
         worker.serve(PytorchBackend(worker.context), config())
-    elif form == "python":
+    elif model_kind == "python":
         path.write_text(PYTHON)
         worker.serve(PythonBackend(worker.context), config())
     else:
@@ -165,9 +165,11 @@ def test_inputs_on_a_device_are_padded_there() -> None:
     rows = [torch.arange(1, 1 + n, dtype=torch.float32).reshape(1, n) for n in (1, 3)]
     requests = [request(row) for row in rows]
     padder({"IMAGE": {"value": 7}}).pad(requests)
-    whole = requests[0].inputs["IMAGE"].batch
-    assert isinstance(whole, torch.Tensor) and whole is requests[1].inputs["IMAGE"].batch
-    assert whole.view(torch.float32).tolist() == [1, 7, 7, 1, 2, 3]
+    padded_batch = requests[0].inputs["IMAGE"].batch
+    assert (
+        isinstance(padded_batch, torch.Tensor) and padded_batch is requests[1].inputs["IMAGE"].batch
+    )
+    assert padded_batch.view(torch.float32).tolist() == [1, 7, 7, 1, 2, 3]
     assert requests[1].inputs["IMAGE"].torch().tolist() == [[1, 2, 3]]
 
 

@@ -51,9 +51,9 @@ class TritonPythonModel:
 """
 
 
-def config(**more: Any) -> dict[str, Any]:
+def config(**fields: Any) -> dict[str, Any]:
     configuration = model_config(
-        [tensor_config("X", "FP32", [-1])], [tensor_config("Y", "FP32", [-1])], **more
+        [tensor_config("X", "FP32", [-1])], [tensor_config("Y", "FP32", [-1])], **fields
     )
     return {**configuration, "backend": "python"}
 
@@ -70,19 +70,19 @@ class Model:
         path.write_text(PREAMBLE + "".join(f"    {line}\n" for line in dedent(body).splitlines()))
         return self
 
-    def serve(self, body: str, **more: Any) -> Model:
+    def serve(self, body: str, **fields: Any) -> Model:
         self.write(body)
-        self.rig.serve(self.backend, config(**more))
+        self.rig.serve(self.backend, config(**fields))
         return self
 
-    def infer(self, *values: Any, **more: Any) -> list[str | list[float]]:
+    def infer(self, *values: Any, **fields: Any) -> list[str | list[float]]:
         """Return the outputs of one batch of requests with small inputs, or their error texts."""
-        return self.run(*(x(value) for value in values), **more)
+        return self.run(*(x(value) for value in values), **fields)
 
-    def run(self, *inputs: TensorRef, **more: Any) -> list[str | list[float]]:
-        parameters = more.pop("parameters", {})
+    def run(self, *inputs: TensorRef, **fields: Any) -> list[str | list[float]]:
+        parameters = fields.pop("parameters", {})
         requests = [Inference((item,), (), parameters) for item in inputs]
-        replies = self.rig.batch(*requests, **more)
+        replies = self.rig.batch(*requests, **fields)
         return [
             reply.message if reply.code else reply.array("Y", self.rig).tolist()
             for reply in replies
@@ -138,8 +138,8 @@ def test_the_arguments_of_initialize(model: Model) -> None:
     assert reply.answer is not None
     seen_request = json.loads(reply.answer.parameters["told"])
     context = model.rig.context
-    given = json.loads(seen_request["args"].pop("model_config"))
-    assert given == config()
+    received_config = json.loads(seen_request["args"].pop("model_config"))
+    assert received_config == config()
     assert seen_request == {
         "args": {
             "model_instance_kind": "CPU",
@@ -189,7 +189,7 @@ def test_another_file_name(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "more", "kind", "text"),
+    ("body", "fields", "kind", "text"),
     [
         (None, {}, Unavailable, "Python model file not found in '1/model.py'"),
         ("pass", {"default_model_filename": "m.pt"}, InvalidArgument, "must end with '.py'"),
@@ -203,12 +203,12 @@ def test_another_file_name(model: Model) -> None:
     ],
 )
 def test_models_that_do_not_load(
-    model: Model, body: str | None, more: dict[str, Any], kind: type[Exception], text: str
+    model: Model, body: str | None, fields: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
     if body is not None:
         model.write(body)
     with pytest.raises(kind, match=text):
-        model.backend.load(ModelSpec.of(config(**more)))
+        model.backend.load(ModelSpec.of(config(**fields)))
 
 
 @pytest.mark.parametrize("character", ";|&$`<>()[]{}\\\"'*?~#!")
@@ -278,16 +278,16 @@ def test_auto_complete_with_what_is_no_json(model: Model) -> None:
 
 
 def test_finalize(model: Model, tmp_path: Path) -> None:
-    mark = tmp_path / "finalized"
+    marker_file = tmp_path / "finalized"
     model.serve(
         f"""
         def execute(self, requests): return [response(np.ones(1, 'f4'))]
-        def finalize(self): open({str(mark)!r}, "w").close()
+        def finalize(self): open({str(marker_file)!r}, "w").close()
         """
     )
     assert model.infer(0) == [[1]]
     model.backend.unload()
-    assert mark.exists()
+    assert marker_file.exists()
     model.backend = PythonBackend(model.rig.context)
 
 
@@ -378,9 +378,9 @@ def test_an_entry_of_a_batch_that_is_none(model: Model) -> None:
             return [response(given(r)) if given(r)[0] else None for r in requests]
         """
     )
-    good, bad = model.infer(1, 0)
-    assert good == [1]
-    assert isinstance(bad, str) and "found type '<class 'NoneType'>'" in bad
+    good_output, bad_output = model.infer(1, 0)
+    assert good_output == [1]
+    assert isinstance(bad_output, str) and "found type '<class 'NoneType'>'" in bad_output
 
 
 NOT_ITERATIVE = (
@@ -511,9 +511,9 @@ def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> 
             raise ValueError("mine")
         """
     )
-    one, two = model.infer(1, 2)
-    assert one == [1]
-    assert isinstance(two, str) and two.endswith("message: ValueError: mine")
+    first_output, second_output = model.infer(1, 2)
+    assert first_output == [1]
+    assert isinstance(second_output, str) and second_output.endswith("message: ValueError: mine")
 
 
 def test_an_unused_sender_ends_its_request(model: Model) -> None:
@@ -665,7 +665,7 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
 
 
 @pytest.mark.parametrize(
-    ("keep", "late"),
+    ("keep", "first_kept"),
     [
         ("given(r)", 0),
         ("given(r)[:5]", 0),
@@ -678,22 +678,24 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
         ("torch.from_numpy(given(r))", 20),
     ],
 )
-def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, late: int) -> None:
-    """With `late`, the model begins to keep its inputs only after a while."""
+def test_a_model_that_keeps_its_inputs(
+    model: Model, region: Region, keep: str, first_kept: int
+) -> None:
+    """Values from `first_kept` on are kept: a model may begin to keep its inputs late."""
     model.serve(
         f"""
         kept = []
         def execute(self, requests):
             import torch
             for r in requests:
-                if given(r)[0] >= {late}:
+                if given(r)[0] >= {first_kept}:
                     self.kept.append({keep})
             return [response(np.array([first(k) for k in self.kept] or [-1], "f4"))]
         """
     )
     for number in range(24):
         (response,) = model.run(big(region, number))
-        assert response == (list(range(late, number + 1)) or [-1])
+        assert response == (list(range(first_kept, number + 1)) or [-1])
 
 
 WRITES: dict[str, str] = {
@@ -704,9 +706,9 @@ WRITES: dict[str, str] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("late", [0, 20])
+@pytest.mark.parametrize("first_written", [0, 20])
 def test_a_model_that_writes_into_its_inputs(
-    model: Model, region: Region, write: str, late: int
+    model: Model, region: Region, write: str, first_written: int
 ) -> None:
     """Models may write to their inputs. The client's memory does not change."""
     model.serve(
@@ -714,7 +716,7 @@ def test_a_model_that_writes_into_its_inputs(
         def execute(self, requests):
             array = given(requests[0])
             first = array[0]
-            if first >= {late}:
+            if first >= {first_written}:
                 {WRITES[write]}
             return [response(np.array([first], "f4"))]
         """

@@ -71,18 +71,22 @@ PAIRS: dict[str, tuple[list[Any], Any]] = {
 @pytest.mark.parametrize("kind", ["START", "END", "READY"])
 @pytest.mark.parametrize("batched", [True, False])
 def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
-    (false, true), dtype = PAIRS[pair]
+    (false_value, true_value), dtype = PAIRS[pair]
     for row, control_values in (
         (SequenceRow(0, 1, START), {"START"}),
         (SequenceRow(0, 1, END), {"END"}),
         (SequenceRow(0, 1, START | END), {"START", "END"}),
         (SequenceRow(0, 1), set[str]()),
     ):
-        value = values(row, control(kind, **{pair: [false, true]}), batched=batched)[kind]
+        value = values(row, control(kind, **{pair: [false_value, true_value]}), batched=batched)[
+            kind
+        ]
         assert value.dtype == dtype
-        assert value == (true if kind in control_values or kind == "READY" else false)
-    null = values(SequenceRow(1, 0, START | END), control(kind, **{pair: [false, true]}))
-    assert null[kind] == false
+        assert value == (true_value if kind in control_values or kind == "READY" else false_value)
+    null = values(
+        SequenceRow(1, 0, START | END), control(kind, **{pair: [false_value, true_value]})
+    )
+    assert null[kind] == false_value
 
 
 @pytest.mark.parametrize("datatype", NUMBERS)
@@ -102,17 +106,23 @@ def test_3_3_ids_that_are_texts(text: str) -> None:
 
 
 def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
-    one = {"input_name": "I", "output_name": "O", "data_type": "TYPE_INT64", "dims": [-1, 2]}
-    two = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
+    first_state = {
+        "input_name": "I",
+        "output_name": "O",
+        "data_type": "TYPE_INT64",
+        "dims": [-1, 2],
+    }
+    second_state = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
     source = config(
-        control_input=[control("START", bool_false_true=[False, True])], state=[one, two]
+        control_input=[control("START", bool_false_true=[False, True])],
+        state=[first_state, second_state],
     )
     model_spec = ModelSpec.of(source)
-    seen = with_generated_tensors(model_spec)
-    assert [tensor.name for tensor in seen.input] == ["X", "START", "I", "J"]
-    assert [tensor.name for tensor in seen.output] == ["Y", "O"]
-    assert seen.input[1] == TensorSpec("START", "BOOL", (1,))
-    assert seen.input[2] == TensorSpec("I", "INT64", (-1, 2))
+    generated_spec = with_generated_tensors(model_spec)
+    assert [tensor.name for tensor in generated_spec.input] == ["X", "START", "I", "J"]
+    assert [tensor.name for tensor in generated_spec.output] == ["Y", "O"]
+    assert generated_spec.input[1] == TensorSpec("START", "BOOL", (1,))
+    assert generated_spec.input[2] == TensorSpec("I", "INT64", (-1, 2))
     assert generated_names(model_spec) == {"START", "I", "O", "J", "Y"}
 
 
@@ -121,8 +131,8 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
 
 def spec(**fields: Any) -> dict[str, Any]:
     """Return the specification of a state of one FP32."""
-    given = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
-    return {**given, **fields}
+    state_fields = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
+    return {**state_fields, **fields}
 
 
 class Model:
@@ -239,9 +249,9 @@ def test_3_5_files_that_will_not_do(tmp_path: Path, name: str, text: str) -> Non
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "f").write_bytes(b"1234")
     initial = {"name": "n", "data_type": "TYPE_FP32", "dims": [2], "data_file": name}
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as caught:
         Model(spec(dims=[2], initial_state=[initial]), folder=tmp_path)
-    assert raised.value.message == text
+    assert caught.value.message == text
 
 
 def test_3_5_one_buffer_for_input_and_output() -> None:
@@ -253,12 +263,12 @@ def test_3_5_one_buffer_for_input_and_output() -> None:
     array = model.add_inputs(0, START).inputs["I"].numpy()
     array += 3
     model.give(Output("O", "FP32", array))
-    again = model.add_inputs().inputs["I"].numpy()
-    assert again.tolist() == [[3.0]]
-    assert again.ctypes.data == array.ctypes.data
-    other = Model(spec())
-    other.add_inputs(0, START).inputs["I"].numpy()[:] = 9
-    assert other.value() == [[0.0]]
+    reused_input = model.add_inputs().inputs["I"].numpy()
+    assert reused_input.tolist() == [[3.0]]
+    assert reused_input.ctypes.data == array.ctypes.data
+    other_model = Model(spec())
+    other_model.add_inputs(0, START).inputs["I"].numpy()[:] = 9
+    assert other_model.value() == [[0.0]]
 
 
 def test_tensors_of_torch_are_kept_as_bytes() -> None:
@@ -281,14 +291,14 @@ class Sequences:
         self.fails = False
         self._worker_rig = worker_rig
         self._keys = itertools.count(1)
-        more: dict[str, Any] = {"state": [spec()], "direct": {}}
-        given = model_config(
+        sequence_batching: dict[str, Any] = {"state": [spec()], "direct": {}}
+        configuration = model_config(
             [tensor_config("X", "FP32", [1])],
             [tensor_config("Y", "FP32", [1])],
             4,
-            sequence_batching=more,
+            sequence_batching=sequence_batching,
         )
-        worker_rig.serve(FunctionBackend(worker_rig.context, self._execute), given)
+        worker_rig.serve(FunctionBackend(worker_rig.context, self._execute), configuration)
         self.states: sequence_inputs.States = worker_rig.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:
@@ -302,10 +312,10 @@ class Sequences:
     def run(self, *rows: tuple[int, int]) -> None:
         """Execute a batch of requests in these slots, with these flags."""
         keyed = [(next(self._keys), *row) for row in rows]
-        one = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
-        works = [Work(key, CLIENT_PID, *one) for key, *_ in keyed]
+        packed_request = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
+        executed_work = [Work(key, CLIENT_PID, *packed_request) for key, *_ in keyed]
         sequence_rows = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed]
-        self.receive(Execute(1, works, rows=sequence_rows))
+        self.receive(Execute(1, executed_work, rows=sequence_rows))
 
     def receive(self, message: Any) -> None:
         self._worker_rig.instance.link._dispatch(message)

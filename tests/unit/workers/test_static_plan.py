@@ -26,13 +26,13 @@ F32 = np.float32
 ROW = 256 * 1024  # number of floats in a row
 
 
-def config(dims: tuple[int, ...] = (3,), most: int = 8, **more: Any) -> dict[str, Any]:
+def config(dims: tuple[int, ...] = (3,), max_batch_size: int = 8, **fields: Any) -> dict[str, Any]:
     return model_config(
         [tensor_config("X", "FP32", dims)],
         [tensor_config("Y", "FP32", dims)],
-        most,
+        max_batch_size,
         dynamic_batching={},
-        **more,
+        **fields,
     )
 
 
@@ -42,15 +42,15 @@ def plan(config_fields: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
 
 
 def test_the_plan_in_mb() -> None:
-    placed = plan(config((1000, 250), 4), 3_000_000)
-    assert placed is not None
-    assert placed.buckets == (1, 2, 4)
-    assert placed.byte_size(2) == (2_000_000, 2_000_000)
-    assert replace(placed, workspace=500_000).text() == (
+    static_plan = plan(config((1000, 250), 4), 3_000_000)
+    assert static_plan is not None
+    assert static_plan.buckets == (1, 2, 4)
+    assert static_plan.byte_size(2) == (2_000_000, 2_000_000)
+    assert replace(static_plan, workspace=500_000).text() == (
         "11.50 MB: weights 3.00, inputs + outputs by batch "
         "(1: 1.00 + 1.00, 2: 2.00 + 2.00, 4: 4.00 + 4.00), workspace 0.50"
     )
-    assert placed.text().endswith("workspace not known")
+    assert static_plan.text().endswith("workspace not known")
 
 
 @pytest.mark.parametrize(
@@ -70,22 +70,22 @@ def test_requests_of_variable_size_are_not_planned(free: dict[str, Any]) -> None
 
 @given(st.integers(0, 100), st.sets(st.integers(1, 120), max_size=4), st.booleans())
 def test_every_batch_has_the_smallest_bucket_that_holds_it(
-    most: int, named: set[int], by_graph: bool
+    max_batch_size: int, named: set[int], by_graph: bool
 ) -> None:
-    configuration = config(most=most) | {
+    configuration = config(max_batch_size=max_batch_size) | {
         "dynamic_batching": {"preferred_batch_size": sorted(named)}
     }
     if by_graph:
         specs = [{"batch_size": size} for size in named]
         configuration["optimization"] = {"cuda": {"graph_spec": specs}}
     sizes = buckets(ModelSpec.of(configuration))
-    placed = plan(configuration)
-    assert placed is not None and placed.buckets == sizes
-    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, most)
+    static_plan = plan(configuration)
+    assert static_plan is not None and static_plan.buckets == sizes
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, max_batch_size)
     for rows in range(1, sizes[-1] + 1):
-        assert placed.bucket_of(rows) == min(size for size in sizes if size >= rows)
+        assert static_plan.bucket_of(rows) == min(size for size in sizes if size >= rows)
     with pytest.raises(ValueError, match="more than the"):
-        placed.bucket_of(sizes[-1] + 1)
+        static_plan.bucket_of(sizes[-1] + 1)
 
 
 # --- a steady stream ---------------------------------------------------------------------------
@@ -126,9 +126,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return allocations
 
 
-@pytest.mark.parametrize("form", ["native", "pytorch"])
+@pytest.mark.parametrize("model_kind", ["native", "pytorch"])
 def test_a_steady_stream_allocates_nothing(
-    worker: Rig, form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    worker: Rig, model_kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches of every size are gathered and written to a client's region.
 
@@ -138,8 +138,8 @@ def test_a_steady_stream_allocates_nothing(
     allocations = counted(monkeypatch)
     caplog.set_level(logging.INFO)
     path = worker.context.version_dir / "model.py"
-    y = "output" if form == "native" else "Y"
-    if form == "native":
+    y = "output" if model_kind == "native" else "Y"
+    if model_kind == "native":
         path.write_text(NUMPY)
         backend = NativeBackend(worker.context)
         worker.serve(backend, backend.complete_config(model_config([], [])))
@@ -152,12 +152,16 @@ def test_a_steady_stream_allocates_nothing(
     region = Region(8 * ROW * 4)
     try:
         requests = []
-        for at in range(4):
+        for index in range(4):
             # In reverse order, so that no row is adjacent to the next row of the batch.
-            memory_range = region.write((3 - at) * ROW * 4, np.full(ROW, at, F32))
-            out = RequestedOutput(y, region.memory_range((4 + at) * ROW * 4, ROW * 4))
+            memory_range = region.write((3 - index) * ROW * 4, np.full(ROW, index, F32))
+            requested_output = RequestedOutput(
+                y, region.memory_range((4 + index) * ROW * 4, ROW * 4)
+            )
             requests.append(
-                inference(TensorRef("X", "FP32", (1, ROW), memory_range), outputs=[out])
+                inference(
+                    TensorRef("X", "FP32", (1, ROW), memory_range), outputs=[requested_output]
+                )
             )
 
         def stream(times: int) -> None:
@@ -233,8 +237,10 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
     assert not fake.replayed and "workspace 4.00" in caplog.text  # graphs for 1, 2, 4 and 5 rows
     rows = [np.full((n, 3), n, F32) for n in (1, 2)]
     for sizes, bucket in (((0, 1), 4), ((1, 1), 4), ((0,), 1), ((0, 1, 1), 5), ((1,), 2)):
-        replies = worker.batch(*(inference(tensor("X", rows[at])) for at in sizes))
-        assert [r.array("Y").tolist() for r in replies] == [(rows[at] + 1).tolist() for at in sizes]
+        replies = worker.batch(*(inference(tensor("X", rows[size])) for size in sizes))
+        assert [r.array("Y").tolist() for r in replies] == [
+            (rows[size] + 1).tolist() for size in sizes
+        ]
         assert fake.replayed.pop() == bucket and not fake.replayed
 
 

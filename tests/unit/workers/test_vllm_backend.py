@@ -33,17 +33,17 @@ from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until
 
 
-def sample(text: str = "", tokens: Sequence[int] = (), **more: Any) -> SimpleNamespace:
+def sample(text: str = "", tokens: Sequence[int] = (), **fields: Any) -> SimpleNamespace:
     """Return a part of a sample in the form of vLLM's `CompletionOutput`."""
-    plain = {"index": 0, "finish_reason": None, "logprobs": None, "cumulative_logprob": None}
-    plain["stop_reason"] = None
-    return SimpleNamespace(text=text, token_ids=list(tokens), **{**plain, **more})
+    defaults = {"index": 0, "finish_reason": None, "logprobs": None, "cumulative_logprob": None}
+    defaults["stop_reason"] = None
+    return SimpleNamespace(text=text, token_ids=list(tokens), **{**defaults, **fields})
 
 
-def output(*samples: SimpleNamespace, finished: bool = False, **more: Any) -> SimpleNamespace:
+def output(*samples: SimpleNamespace, finished: bool = False, **fields: Any) -> SimpleNamespace:
     """Return a part of a request in the form of vLLM's `RequestOutput`."""
-    plain = {"prompt_token_ids": [7, 8, 9], "num_cached_tokens": 2, "prompt_logprobs": None}
-    return SimpleNamespace(outputs=list(samples), finished=finished, **{**plain, **more})
+    defaults = {"prompt_token_ids": [7, 8, 9], "num_cached_tokens": 2, "prompt_logprobs": None}
+    return SimpleNamespace(outputs=list(samples), finished=finished, **{**defaults, **fields})
 
 
 class Refused(Exception):
@@ -63,12 +63,12 @@ class FakeEngine:
         self.ended = False
 
     async def make_call(
-        self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
     ) -> VllmCall:
         self.calls.append((parameters, echoes, openai))
         if parameters.get("temperature", 0) < 0:
             raise Refused("temperature")
-        return VllmCall(given.get("text_input"), None, text="")
+        return VllmCall(inputs.get("text_input"), None, text="")
 
     async def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
         self.priorities.append(priority)
@@ -86,12 +86,12 @@ class FakeEngine:
             raise
 
     async def convert(
-        self, task: str, given: Mapping[str, Any], parameters: Mapping[str, Any]
+        self, task: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> list[Output]:
         assert parameters["add_special_tokens"] is False
         return [
             Output.of_values("token_ids", "INT32", [1, 2]),
-            Output.of_values("text_output", "BYTES", [task, given["text_input"]]),
+            Output.of_values("text_output", "BYTES", [task, inputs["text_input"]]),
         ]
 
     @staticmethod
@@ -123,16 +123,20 @@ class Model(Streams):
         self.rig.serve(self.backend, self.config)
 
     def infer(
-        self, given: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **work: Any
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        key: int = 1,
+        **work_fields: Any,
     ) -> None:
         tensors = []
-        for name, value in given.items():
+        for name, value in inputs.items():
             kind = {bool: np.bool_, int: np.int32}.get(type(value), np.object_)
             raw = value.encode() if isinstance(value, str) else value
             tensors.append(tensor(name, np.array([raw], kind)))
         requested = tuple(RequestedOutput(name) for name in outputs)
         packed = pack_inference(Inference(tuple(tensors), requested))
-        self.rig.execute([m.Work(key, CLIENT_PID, *packed, f"id-{key}", **work)])
+        self.rig.execute([m.Work(key, CLIENT_PID, *packed, f"id-{key}", **work_fields)])
 
     def send_message(self, message: Any) -> None:
         """Send a message of the scheduler, which the pumping thread reads."""
@@ -192,18 +196,18 @@ def test_outputs_of_the_openai_doors(model: Model) -> None:
     expected = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
     expected.append("stop_reason")
     model.infer({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, expected)
-    one, other, two, three, end = model.responses(1)
+    first_response, second_response, third_response, fourth_response, end = model.responses(1)
     assert end == "end"
-    assert (one["text_output"], other["text_output"]) == (["a"], ["b"])
-    assert (one["index"], other["index"]) == ([0], [1])
-    assert (one["token_ids"], other["token_ids"]) == ([1], [2, 3])
-    assert one["prompt_token_ids"] == [7, 8, 9]
-    assert one["usage"] == [""]
-    assert two["finish_reason"] == ["length"]
-    assert two["prompt_token_ids"] == []
-    assert (three["finish_reason"], three["stop_reason"]) == (["stop"], ['"x"'])
+    assert (first_response["text_output"], second_response["text_output"]) == (["a"], ["b"])
+    assert (first_response["index"], second_response["index"]) == ([0], [1])
+    assert (first_response["token_ids"], second_response["token_ids"]) == ([1], [2, 3])
+    assert first_response["prompt_token_ids"] == [7, 8, 9]
+    assert first_response["usage"] == [""]
+    assert third_response["finish_reason"] == ["length"]
+    assert third_response["prompt_token_ids"] == []
+    assert (fourth_response["finish_reason"], fourth_response["stop_reason"]) == (["stop"], ['"x"'])
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2, "samples": [2, 2]}
-    assert json.loads(three["usage"][0]) == usage
+    assert json.loads(fourth_response["usage"][0]) == usage
     assert model.engine.calls[0][1:] == (False, True)
 
 
@@ -216,18 +220,18 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
     flags = ("finish_reason", "cumulative_logprob", "num_input_tokens", "num_output_tokens")
     request = {f"return_{name}": True for name in (*flags, "logprobs")}
     model.infer({"text_input": "hi", "stream": True, **request})
-    first, last, _ = model.responses(1)
-    assert first["finish_reason"] == ["None"]
-    assert last["finish_reason"] == ["stop"]
-    assert first["cumulative_logprob"] == [-0.5]
-    assert (first["num_input_tokens"], first["num_output_tokens"]) == ([3], [1])
+    first_response, last_response, _ = model.responses(1)
+    assert first_response["finish_reason"] == ["None"]
+    assert last_response["finish_reason"] == ["stop"]
+    assert first_response["cumulative_logprob"] == [-0.5]
+    assert (first_response["num_input_tokens"], first_response["num_output_tokens"]) == ([3], [1])
     prompt_logprobs = [{"5": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
-    assert json.loads(first["logprobs"][0]) == prompt_logprobs
-    assert last["logprobs"] == ["null"]
+    assert json.loads(first_response["logprobs"][0]) == prompt_logprobs
+    assert last_response["logprobs"] == ["null"]
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("inputs", "problem"),
     [
         ({"text_input": "hi", "image": "..."}, "image: it is not supported"),
         ({"text_input": "hi", "embedding_request": "{}"}, "embedding_request: it is not"),
@@ -238,8 +242,8 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
         ),
     ],
 )
-def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> None:
-    model.infer(given)
+def test_refused_requests(model: Model, inputs: dict[str, Any], problem: str) -> None:
+    model.infer(inputs)
     response, end = model.responses(1)
     assert response.startswith(problem)
     assert end == "end"
@@ -248,8 +252,8 @@ def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> 
 def test_an_unexpected_error_fails_only_its_request(model: Model) -> None:
     model.engine.outputs = [output(sample("a", [1])), RuntimeError("broken")]
     model.infer({"text_input": "hi"})
-    first, error, end = model.responses(1)
-    assert first == {"text_output": ["a"]}
+    first_response, error, end = model.responses(1)
+    assert first_response == {"text_output": ["a"]}
     assert "RuntimeError: broken" in error
     assert end == "end"
     assert model.backend.is_ready()
@@ -341,11 +345,15 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     outputs = {tensor.name: tensor.data[0] for tensor in answer.responses(answer_parts)[0]}
     assert outputs["text_output"] == b"abc"
     document = json.loads(outputs["logprobs"])
-    first, second, third = document["content"]
-    assert (first["token"], first["logprob"]) == ("<1>", None)
-    assert second["logprob"] == -9999.0
-    assert [tensor["token_id"] for tensor in second["top_logprobs"]] == [4]
-    assert (third["token"], third["logprob"], third["text_offset"]) == ("<3>", -1.0, 6)
+    first_entry, second_entry, third_entry = document["content"]
+    assert (first_entry["token"], first_entry["logprob"]) == ("<1>", None)
+    assert second_entry["logprob"] == -9999.0
+    assert [tensor["token_id"] for tensor in second_entry["top_logprobs"]] == [4]
+    assert (third_entry["token"], third_entry["logprob"], third_entry["text_offset"]) == (
+        "<3>",
+        -1.0,
+        6,
+    )
     assert document["prompt"][0] is None
     assert document["prompt"][1]["rank"] == 5
 
@@ -404,7 +412,7 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "given", "expected"),
+    ("kind", "size", "device_ids", "expected"),
     [
         ("GPU", 1, "", "1"),
         ("GPU", 2, "", "instance_group: with tensor_parallel_size, the kind must be KIND_MODEL"),
@@ -412,8 +420,8 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
         ("MODEL", 1, "", ""),
     ],
 )
-def test_devices(kind: str, size: int, given: str, expected: str) -> None:
-    parameters = {"GPU_DEVICE_IDS": {"string_value": given}} if given else {}
+def test_devices(kind: str, size: int, device_ids: str, expected: str) -> None:
+    parameters = {"GPU_DEVICE_IDS": {"string_value": device_ids}} if device_ids else {}
     spec = ModelSpec.of({"name": "m", "parameters": parameters})
     context: Any = SimpleNamespace(kind=kind, device_id=1)
     arguments = {"tensor_parallel_size": size}

@@ -61,21 +61,21 @@ def worker(tmp_path: Path) -> Iterator[OnDevice]:
     mappings = Mappings(device_memory.open)
     workspace = Workspace(control, mappings, "cuda:0", device_memory.synchronize)
     on_device = OnDevice(cuda, exported, workspace, mappings)
-    ended = threading.Event()
-    thread = threading.Thread(target=supervise, args=(router, on_device, memory, ended))
+    stopped = threading.Event()
+    thread = threading.Thread(target=supervise, args=(router, on_device, memory, stopped))
     thread.start()
     yield on_device
-    ended.set()
+    stopped.set()
     thread.join()
     mappings.unmap_all()
     control.close(0)
     router.close()
 
 
-def supervise(router: Router, device: OnDevice, memory: Memory, ended: threading.Event) -> None:
+def supervise(router: Router, device: OnDevice, memory: Memory, stopped: threading.Event) -> None:
     pools = Workspaces({"cuda:0": 2 * MB}, lambda pid, message: router.post(NAME, message))
     pools.allocated("cuda:0", memory)
-    while not ended.is_set():
+    while not stopped.is_set():
         for _, message in arrived(router, 0.02):
             device.received.append((message, len(device.cuda.calls)))
             pools.handle(1, message)
@@ -156,12 +156,12 @@ async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
 
 
 async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevice) -> None:
-    holds = asyncio.Event()
+    holds_block = asyncio.Event()
     leave = asyncio.Event()
 
     async def hold() -> None:
         async with worker.workspace.lease(2 * MB):
-            holds.set()
+            holds_block.set()
             await leave.wait()
 
     async def use() -> None:
@@ -169,7 +169,7 @@ async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevi
             raise AssertionError
 
     holder = asyncio.ensure_future(hold())
-    await holds.wait()
+    await holds_block.wait()
     waiting = asyncio.ensure_future(use())
     # The supervisor has received the lease request.
     await asyncio.to_thread(settled, worker, 2, LeaseWorkspace)

@@ -54,15 +54,15 @@ def arrive(
 
     arriving = RequestSink(find)
     view = memoryview(raw)
-    at = 0
+    start = 0
     for number, end in enumerate((*sorted(cut % (len(raw) + 1) for cut in cuts), len(raw))):
-        memory_range = arriving.next_buffer(end - at) if number in in_place else None
+        memory_range = arriving.next_buffer(end - start) if number in in_place else None
         if memory_range is not None:
-            memory_range[:] = view[at : at + len(memory_range)]
+            memory_range[:] = view[start : start + len(memory_range)]
             arriving.feed(memory_range)
-            at += len(memory_range)
-        arriving.feed(view[at:end])
-        at = end
+            start += len(memory_range)
+        arriving.feed(view[start:end])
+        start = end
     return arriving, recorded, heads
 
 
@@ -94,14 +94,16 @@ def test_tensors_of_unexpected_sizes_are_collected(
 ) -> None:
     raw = request(contents).SerializeToString()
     arriving, recorded, _ = arrive(raw, cuts, sizes, in_place)
-    fits = sizes == [len(content) for content in contents]
-    assert arriving.finish() == (recorded[0] if fits else raw)
-    assert all(tensors.releases == (not fits) for tensors in recorded)
+    sizes_match = sizes == [len(content) for content in contents]
+    assert arriving.finish() == (recorded[0] if sizes_match else raw)
+    assert all(tensors.releases == (not sizes_match) for tensors in recorded)
 
 
-@given(junk=st.binary(max_size=600), cuts=CUTS, behind=st.booleans())
-def test_malformed_messages_are_collected(junk: bytes, cuts: list[int], behind: bool) -> None:
-    raw = request([b"a" * 40]).SerializeToString() + junk if behind else junk
+@given(junk=st.binary(max_size=600), cuts=CUTS, after_request=st.booleans())
+def test_malformed_messages_are_collected(
+    junk: bytes, cuts: list[int], after_request: bool
+) -> None:
+    raw = request([b"a" * 40]).SerializeToString() + junk if after_request else junk
     arriving, recorded, _ = arrive(raw, cuts, [40])
     message = arriving.finish()
     if isinstance(message, RecordedTensors):

@@ -128,8 +128,8 @@ def test_a_response_has_the_models_name_and_version(scheduler: Scheduler, stream
 def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("silent")
     stream.send_request("said", **{EMPTY_FINAL: True})
-    (peer, silent), (_, second) = first_requests(scheduler, 2)
-    scheduler.send(peer, end(silent), end(second))
+    (peer, silent_call), (_, second_call) = first_requests(scheduler, 2)
+    scheduler.send(peer, end(silent_call), end(second_call))
     stream.end()
     (only,) = stream.call
     inferred = only.infer_response
@@ -145,9 +145,9 @@ def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream:
         peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True)
     )
     stream.end()
-    first, mid, second, last = stream.call
-    assert values([first, second]) == [("a", 1, False), ("a", 2, False)]
-    for streamed, text, final in ((mid, "mid", False), (last, "end", True)):
+    first_response, mid, second_response, last_response = stream.call
+    assert values([first_response, second_response]) == [("a", 1, False), ("a", 2, False)]
+    for streamed, text, final in ((mid, "mid", False), (last_response, "end", True)):
         assert streamed.error_message == text
         inferred = streamed.infer_response
         assert (inferred.model_name, inferred.model_version, inferred.id) == ("repeat", "", "a")
@@ -208,8 +208,8 @@ def granted(scheduler: Scheduler, number: int) -> int:
     return sum(grant.responses for grant in grants if grant.id == number)
 
 
-def until_granted(scheduler: Scheduler, number: int, least: int) -> None:
-    until("there is credit", lambda: granted(scheduler, number) >= least)
+def until_granted(scheduler: Scheduler, number: int, min_credit: int) -> None:
+    until("there is credit", lambda: granted(scheduler, number) >= min_credit)
 
 
 def test_credit_is_returned_for_responses_that_are_read(
@@ -218,10 +218,10 @@ def test_credit_is_returned_for_responses_that_are_read(
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.send_request("a")
     ((peer, a),) = first_requests(scheduler, 1)
-    got: list[Any] = []
+    responses: list[Any] = []
 
     def read() -> None:
-        got.extend(stream.call)
+        responses.extend(stream.call)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -234,7 +234,7 @@ def test_credit_is_returned_for_responses_that_are_read(
     scheduler.send(peer, end(a))
     stream.end()
     reader.join(20)
-    assert values(got) == [("a", value, False) for value in range(1000)]
+    assert values(responses) == [("a", value, False) for value in range(1000)]
     grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
     assert len(grants) <= 1000 // 16
 
@@ -243,26 +243,26 @@ def test_a_client_that_does_not_read_receives_no_credit(
     gateway: Rig, scheduler: Scheduler, tmp_path: Path
 ) -> None:
     """The bytes that gRPC buffers for a slow client are bounded, and other streams continue."""
-    deaf, other = Stream(gateway), Stream(gateway)
+    deaf, other_stream = Stream(gateway), Stream(gateway)
     deaf.send_request("deaf")
     ((peer, number),) = first_requests(scheduler, 1)
-    big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
-    message = m.Responded(number, "", "", *pack_inferred(big), False)
+    large_outputs = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
+    message = m.Responded(number, "", "", *pack_inferred(large_outputs), False)
     credit, sent, count_of_other = FIRST_CREDIT, 0, 0
     while credit > sent and sent < 100_000:
         scheduler.send(peer, *[message] * (credit - sent))
         sent = credit
         count_of_other += 1
-        other.send_request(f"other {count_of_other}")
-        peer, last = first_requests(scheduler, 1 + count_of_other)[-1]
-        scheduler.send(peer, response(last, sent, final=True))
-        assert values(take(other, 1)) == [(f"other {count_of_other}", sent, True)]
+        other_stream.send_request(f"other {count_of_other}")
+        peer, last_call = first_requests(scheduler, 1 + count_of_other)[-1]
+        scheduler.send(peer, response(last_call, sent, final=True))
+        assert values(take(other_stream, 1)) == [(f"other {count_of_other}", sent, True)]
         credit = FIRST_CREDIT + granted(scheduler, number)
     assert sent * 16000 < 64 << 20
     deaf.call.cancel()
     until("it is cancelled", lambda: number in _cancelled(scheduler))
     deaf.close()
-    other.close()
+    other_stream.close()
 
 
 def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: Stream) -> None:
@@ -285,8 +285,11 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     stream.send_request("a")
     ((peer, a),) = first_requests(scheduler, 1)
     scheduler.send(peer, large(a), large(a), response(a, 1))
-    first, second, _ = take(stream, 3)
-    assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [data, data]
+    first_response, second_response, _ = take(stream, 3)
+    assert [r.infer_response.raw_output_contents[0] for r in (first_response, second_response)] == [
+        data,
+        data,
+    ]
     until("they are released", lambda: released() == 2)
     stream.call.cancel()
     until("it is cancelled", lambda: a in _cancelled(scheduler))

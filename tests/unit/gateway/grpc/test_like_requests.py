@@ -56,21 +56,21 @@ class Read:
 
 @pytest.fixture
 def model() -> GatewayModel:
-    nobody: Any = SimpleNamespace(endpoint="ipc:///nowhere")
-    return GatewayModel(publication(identity_config("m", "INT8", [1]), nobody))
+    endpoint: Any = SimpleNamespace(endpoint="ipc:///nowhere")
+    return GatewayModel(publication(identity_config("m", "INT8", [1]), endpoint))
 
 
 @pytest.fixture
 def gateway(model: GatewayModel) -> Any:
     models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model, revision=0)
     settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
-    nothing: dict[str, Any] = {"arena": None, "body_budget": None, "regions": None}
-    nothing["malloc_trim"] = SimpleNamespace(schedule=lambda size: None)
-    return SimpleNamespace(models=models, settings=settings, draining=False, **nothing)
+    no_services: dict[str, Any] = {"arena": None, "body_budget": None, "regions": None}
+    no_services["malloc_trim"] = SimpleNamespace(schedule=lambda size: None)
+    return SimpleNamespace(models=models, settings=settings, draining=False, **no_services)
 
 
 def check(build_request: Callable[[Any], BuiltRequest]) -> None:
-    works = set()
+    payloads = set()
     for turn in range(5):
         for request_fields in IDENTITIES[turn % 2 :]:
             request_id, sequence, start, end = request_fields
@@ -78,15 +78,15 @@ def check(build_request: Callable[[Any], BuiltRequest]) -> None:
             wire = built_request.infer_request
             assert (wire.id, wire.flags) == (request_id, start | end * 2)
             assert (wire.correlation_id, wire.timeout_us) == (sequence, 5)
-            works.add((built_request.schema, tuple(built_request.data)))
+            payloads.add((built_request.schema, tuple(built_request.data)))
             built_request.release()
-    assert len(works) == 1
+    assert len(payloads) == 1
 
 
 def test_similar_http_requests_are_not_confused(
     monkeypatch: pytest.MonkeyPatch, gateway: Any, model: GatewayModel
 ) -> None:
-    read = Read(monkeypatch, http, "parse_request")
+    parse_count = Read(monkeypatch, http, "parse_request")
 
     def build_request(request_fields: Any) -> BuiltRequest:
         request_id, sequence, start, end = request_fields
@@ -103,13 +103,13 @@ def test_similar_http_requests_are_not_confused(
 
     check(build_request)
     # With and without an id, and in a sequence and not: each form twice.
-    assert read.count == 4 * 2
+    assert parse_count.count == 4 * 2
 
 
 def test_similar_grpc_requests_are_not_confused(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
-    read = Read(monkeypatch, grpc, "decode_request")
+    parse_count = Read(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
     def build_request(request_fields: Any) -> BuiltRequest:
@@ -128,7 +128,7 @@ def test_similar_grpc_requests_are_not_confused(
         return inferences._decode(request.SerializeToString(), {}, streamed=False)
 
     check(build_request)
-    assert read.count == 1
+    assert parse_count.count == 1
 
 
 def _of(request_id: str, content: bytes) -> bytes:
@@ -150,15 +150,15 @@ ODD: dict[str, Callable[[int], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("form", ODD)
-def test_a_message_in_another_notation_is_parsed(gateway: Any, form: str) -> None:
+@pytest.mark.parametrize("notation", ODD)
+def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) -> None:
     """Ids and contents are parsed as in the message, though its size equals that of known
     messages.
     """
     inferences = grpc.Inferences(gateway)
     for _ in range(4):
         for number in range(1, 4):
-            raw = ODD[form](number)
+            raw = ODD[notation](number)
             request_fields = pb.ModelInferRequest.FromString(raw)
             built_request = inferences._decode(raw, {}, streamed=False)
             assert built_request.infer_request.id == request_fields.id
@@ -189,25 +189,27 @@ def test_ids_and_values_are_cut_at_any_position(
         inferences._decode(broken, {}, streamed=False)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
+@pytest.mark.parametrize("first_index", [0, 1])
+def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> None:
     """Though messages of one size have them in one place."""
     named = _of("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
-    plain = pb.ModelInferRequest(model_name="m")
-    plain.inputs.add(name="IN", datatype="INT8", shape=[1])
-    two = plain.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
-    assert len(named) == len(two)
+    plain_request = pb.ModelInferRequest(model_name="m")
+    plain_request.inputs.add(name="IN", datatype="INT8", shape=[1])
+    two_contents = plain_request.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
+    assert len(named) == len(two_contents)
     prepared = TemplateCache(gateway.models)
     built_request = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
     for turn in range(4):
-        for which in (first, 1 - first):
-            raw, seen = (named, two)[which], built_request[which]
+        for index in (first_index, 1 - first_index):
+            raw, payload = (named, two_contents)[index], built_request[index]
             parts = split_message(raw)
             assert parts is not None
             template: Any = SimpleNamespace(
-                fill=lambda datas, seen=seen: (
-                    seen.contents.append(list(datas))
-                    or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
+                fill=lambda datas, payload=payload: (
+                    payload.contents.append(list(datas))
+                    or SimpleNamespace(
+                        identify=lambda itself: payload.ids.append(itself.request_id)
+                    )
                 )
             )
             matched = prepared.find_by_layout(raw) or prepared.find_by_fingerprint(raw, parts)

@@ -56,11 +56,11 @@ def test_messages_are_assembled_for_any_split(
 ) -> None:
     stream = b"".join(message(data, compressed=flag) for data, flag in sent)
     pieces: list[bytes] = []
-    at = 0
-    while at < len(stream):
+    offset = 0
+    while offset < len(stream):
         step = steps[len(pieces) % len(steps)]
-        pieces.append(stream[at : at + step])
-        at += step
+        pieces.append(stream[offset : offset + step])
+        offset += step
     assert assemble(pieces) == [(data, flag, 0) for data, flag in sent]
 
 
@@ -76,19 +76,19 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
     stream = b"".join(map(message, sent))
     assembly = Assembly(WINDOW, HEAD, None)
     errors = []
-    at = count = 0
-    while at < len(stream):
-        step, takes = steps[count % len(steps)]
-        buffer = bytearray(stream[at : at + step])
+    offset = count = 0
+    while offset < len(stream):
+        step, take_count = steps[count % len(steps)]
+        buffer = bytearray(stream[offset : offset + step])
         assembly.feed(memoryview(buffer))
         errors += [
             received.data
-            for received in (assembly.take_message() for _ in range(takes))
+            for received in (assembly.take_message() for _ in range(take_count))
             if received is not None
         ]
         assembly.keep_piece()
         buffer[:] = bytes(len(buffer))
-        at, count = at + step, count + 1
+        offset, count = offset + step, count + 1
     errors += [received.data for received in iter(assembly.take_message, None)]
     assert errors == sent
     assert not assembly.received_bytes
@@ -97,9 +97,9 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
 def test_pieces_of_all_sizes_are_one_message() -> None:
     sizes = [1, 4095, 4096, 5000, 1, 1, 70000, 3]
     data = bytes(range(256)) * 400
-    cut = [data[sum(sizes[:at]) : sum(sizes[: at + 1])] for at in range(len(sizes))]
-    cut.append(data[sum(sizes) :])
-    assert assemble([PREFIX.pack(0, len(data)), *cut])[0].data == data
+    pieces = [data[sum(sizes[:index]) : sum(sizes[: index + 1])] for index in range(len(sizes))]
+    pieces.append(data[sum(sizes) :])
+    assert assemble([PREFIX.pack(0, len(data)), *pieces])[0].data == data
 
 
 def test_tiny_pieces_use_no_additional_memory() -> None:
@@ -158,7 +158,7 @@ class Kept:
         self.data = b""
         self.dropped = False
 
-    def next_buffer(self, most: int) -> memoryview | None:
+    def next_buffer(self, max_size: int) -> memoryview | None:
         return None
 
     def feed(self, piece: memoryview) -> None:
@@ -190,7 +190,7 @@ def test_large_messages_are_received_by_a_sink() -> None:
         b"y" * (2 * LARGE_MESSAGE_BYTES),
     ]
     stream = b"".join(map(message, sent)) + message(bytes(LARGE_MESSAGE_BYTES), compressed=True)
-    pieces = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
+    pieces = [stream[offset : offset + 1000] for offset in range(0, len(stream), 1000)]
     parts: list[Any] = [received.data for received in assemble(pieces, find)]
     assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
     assert pending_calls == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
@@ -260,35 +260,35 @@ def test_the_encoding_is_chosen_from_accepted_encodings() -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_decompression_bomb_is_refused(encoding: str) -> None:
     """A message that inflates beyond the limit is refused, however few bytes are sent."""
-    _, bomb = Deflater(9).frame(bytes(50 << 20), encoding)
+    _, decompression_bomb = Deflater(9).frame(bytes(50 << 20), encoding)
     with pytest.raises(BrokenMessage) as caught:
-        inflate(bomb, encoding, 1 << 20)
+        inflate(decompression_bomb, encoding, 1 << 20)
     assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_concurrent_decompression_bombs_are_refused() -> None:
     """Each message is within the limit, but their sum exceeds the budget."""
     size = 4 << 20
-    _, bomb = Deflater(9).frame(bytes(size), "gzip")
+    _, decompression_bomb = Deflater(9).frame(bytes(size), "gzip")
     budget = BodyBudget(2 * size, MallocTrim())
-    bombs = (inflate_message(bomb, "gzip", size, budget) for _ in range(20))
+    bombs = (inflate_message(decompression_bomb, "gzip", size, budget) for _ in range(20))
     results = await asyncio.gather(*bombs, return_exceptions=True)
     assert budget._used == 0
-    fine = [received for received in results if received == bytes(size)]
-    refused = [received for received in results if isinstance(received, BrokenMessage)]
-    assert len(fine) >= 1
-    assert len(refused) >= 17
-    assert {received.ending[0] for received in refused} == {StatusCode.UNAVAILABLE}
-    assert len(fine) + len(refused) == 20
+    decompressed = [received for received in results if received == bytes(size)]
+    refusals = [received for received in results if isinstance(received, BrokenMessage)]
+    assert len(decompressed) >= 1
+    assert len(refusals) >= 17
+    assert {received.ending[0] for received in refusals} == {StatusCode.UNAVAILABLE}
+    assert len(decompressed) + len(refusals) == 20
 
 
 def test_data_in_another_encoding_is_refused() -> None:
-    small = gzip.compress(b"x" * 100)
-    for broken in (b"", b"x", small[:-1], small[:5], small[:-4] + b"1234"):
+    compressed = gzip.compress(b"x" * 100)
+    for broken in (b"", b"x", compressed[:-1], compressed[:5], compressed[:-4] + b"1234"):
         with pytest.raises(BrokenMessage):
             inflate(broken, "gzip")
     with pytest.raises(BrokenMessage) as caught:
-        inflate(small, "identity")
+        inflate(compressed, "identity")
     assert caught.value.ending[0] is StatusCode.INTERNAL
 
 

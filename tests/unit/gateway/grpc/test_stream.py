@@ -81,8 +81,8 @@ def test_a_queued_refusal_keeps_no_references() -> None:
 
     with pytest.raises(RequestRefused) as caught:
         refuse(b"large")
-    refused = caught.value.without_traceback()
-    for error in (refused, refused.error):
+    refusal = caught.value.without_traceback()
+    for error in (refusal, refusal.error):
         assert error.__traceback__ is None and error.__context__ is None
 
 
@@ -122,9 +122,10 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "most"), [(10, 1024), (30_000, 1024), (1 << 20, 32), (10 << 20, 4), (40 << 20, 1)]
+    ("size", "max_requests"),
+    [(10, 1024), (30_000, 1024), (1 << 20, 32), (10 << 20, 4), (40 << 20, 1)],
 )
-def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int) -> None:
+def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, max_requests: int) -> None:
     """Further requests are not read; one request of any size is."""
     cancelled: list[str] = []
     request = bytes(size)
@@ -143,7 +144,7 @@ def test_requests_in_flight_are_bounded_in_bytes_and_number(size: int, most: int
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
         asyncio.run(streaming(inferences, Deaf(requests()), 0.05))
-    assert request_count == most + 1  # one request was answered
+    assert request_count == max_requests + 1  # one request was answered
 
 
 def test_memory_is_trimmed_when_the_call_ends() -> None:

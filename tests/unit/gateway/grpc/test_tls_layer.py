@@ -105,11 +105,11 @@ def test_records_are_decrypted_for_any_split(tls_context: ssl.SSLContext, steps:
     data = bytes(range(256)) * 600
     client.tls.write(data)
     sent = client.outgoing.read()
-    received, at, count = b"", 0, 0
-    while at < len(sent):
+    received, offset, count = b"", 0, 0
+    while offset < len(sent):
         step = steps[count % len(steps)]
-        received += layer.receive(sent[at : at + step])
-        at, count = at + step, count + 1
+        received += layer.receive(sent[offset : offset + step])
+        offset, count = offset + step, count + 1
     assert received == data
 
 
@@ -161,9 +161,9 @@ def test_certificates_of_clients(mutual_tls: ssl.SSLContext, keys: Path) -> None
     known_client, layer = Client(["h2"], certificate=keys / "client.pem"), TlsLayer(mutual_tls)
     known_client.shake_hands(layer)
     assert layer.ready
-    for stranger in (Client(["h2"]), Client(["h2"], certificate=keys / "stranger.pem")):
+    for client in (Client(["h2"]), Client(["h2"], certificate=keys / "stranger.pem")):
         with pytest.raises(BrokenTls):
-            stranger.shake_hands(TlsLayer(mutual_tls))
+            client.shake_hands(TlsLayer(mutual_tls))
 
 
 def test_closing_tls_is_accepted(tls_context: ssl.SSLContext) -> None:
@@ -173,10 +173,10 @@ def test_closing_tls_is_accepted(tls_context: ssl.SSLContext) -> None:
     client.incoming.write(layer.outgoing())
     assert client.read() == b""
     layer.send(b"late")
-    other, layer = connected(tls_context)
+    other_client, layer = connected(tls_context)
     with pytest.raises(ssl.SSLWantReadError):
-        other.tls.unwrap()
-    assert layer.receive(other.outgoing.read()) == b""
+        other_client.tls.unwrap()
+    assert layer.receive(other_client.outgoing.read()) == b""
     layer.send(b"the rest")
     layer.close()
-    other.incoming.write(layer.outgoing())
+    other_client.incoming.write(layer.outgoing())

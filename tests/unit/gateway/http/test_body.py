@@ -63,13 +63,13 @@ class Client:
 
     async def upload(self, arena: Arena, size: int) -> None:
         """Allocate a block of the arena, and wait for the bytes that fill it."""
-        holds = resources_in(arena)
+        resources = resources_in(arena)
         try:
-            with self.body.arrival.registered_block(holds.release):
-                (memory_range,) = holds.allocate([size])
+            with self.body.arrival.registered_block(resources.release):
+                (memory_range,) = resources.allocate([size])
                 await self.body.read_tensors(tensors([arena.view(memory_range)]))
         finally:
-            holds.release()
+            resources.release()
 
 
 @contextmanager
@@ -93,10 +93,10 @@ def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
 
 
 async def started(
-    clock: Clock, *ways: Coroutine[object, object, object]
+    clock: Clock, *coroutines: Coroutine[object, object, object]
 ) -> list[asyncio.Task[object]]:
     """Return tasks that have waited for 50 ms."""
-    tasks = [asyncio.create_task(way) for way in ways]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     await clock.advance(0)
     await clock.advance(0.05)
     return tasks
@@ -113,8 +113,8 @@ def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], C
         tasks = await started(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
         json.content.feed_data(bytes(1000))
         await clock.advance(0.02)
-        holds = resources_in(arena)
-        holds.allocate([MIB])
+        resources = resources_in(arena)
+        resources.allocate([MIB])
         await clock.advance(0.01)
         assert [task.done() for task in tasks] == [False, True]
         with pytest.raises(BodyTimeout, match="too slowly"):
@@ -123,7 +123,7 @@ def test_only_bodies_with_a_block_are_evicted_for_one(make_clock: Callable[[], C
             resources_in(arena).allocate([MIB])
         await clock.advance(0.01)
         assert not tasks[0].done()
-        holds.release()
+        resources.release()
         tasks[0].cancel()
 
     with arena_of(MIB) as arena:
@@ -134,17 +134,17 @@ def test_time_of_the_server_does_not_count(make_clock: Callable[[], Clock]) -> N
     async def run(arena: Arena) -> None:
         clock = make_clock()
         client = Client()
-        holds = resources_in(arena)
-        (memory_range,) = holds.allocate([MIB])
+        resources = resources_in(arena)
+        (memory_range,) = resources.allocate([MIB])
         client.content.feed_data(bytes(100))
-        with client.body.arrival.registered_block(holds.release):
+        with client.body.arrival.registered_block(resources.release):
             await client.body.next()
             await clock.advance(0.1)  # decompression takes this long
             with pytest.raises(Unavailable):
                 resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
             assert await client.body.read_tensors(tensors([arena.view(memory_range)[:100]]))
-        holds.release()
+        resources.release()
 
     with arena_of(MIB) as arena:
         asyncio.run(run(arena))
@@ -160,13 +160,13 @@ def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]
         outcomes: list[BaseException | None] = []
 
         def allocate_all() -> None:
-            holds = resources_in(arena)
+            resources = resources_in(arena)
             try:
-                holds.allocate([MIB])
+                resources.allocate([MIB])
                 outcomes.append(None)
             except BaseException as error:
                 outcomes.append(error)
-            holds.release()
+            resources.release()
 
         # Both timers expire in one turn of the loop.
         asyncio.get_running_loop().call_later(0.06, allocate_all)
@@ -186,17 +186,17 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
         with ExitStack() as stack:
             for _ in range(4000):
                 client = Client()
-                holds = resources_in(arena)
-                holds.allocate([16 << 10])
+                resources = resources_in(arena)
+                resources.allocate([16 << 10])
                 # Some bodies may stay if the remaining memory suffices.
-                stack.callback(holds.release)
-                stack.enter_context(client.body.arrival.registered_block(holds.release))
+                stack.callback(resources.release)
+                stack.enter_context(client.body.arrival.registered_block(resources.release))
                 client.body.arrival._earlier_waits_s = 1.0
-            began = time.monotonic()
-            holds = resources_in(arena)
-            holds.allocate([63 * MIB])
-            assert time.monotonic() - began < 1
-            holds.release()
+            start = time.monotonic()
+            resources = resources_in(arena)
+            resources.allocate([63 * MIB])
+            assert time.monotonic() - start < 1
+            resources.release()
 
     with arena_of(64 * MIB) as arena:
         asyncio.run(run(arena))
@@ -209,8 +209,8 @@ def test_a_tensor_in_pieces_is_copied_between_other_requests(
     arriving = tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
     arriving.built_request = "built"  # type: ignore[attr-defined]
     monkeypatch.setattr(prepare, "reserve_tensors", lambda *_: arriving)
-    large = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"], 5)
-    request = InferRequest("", [large, InferInput("B", "BYTES", (1,), 1, [b"f"], 1)], [])
+    large_input = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"], 5)
+    request = InferRequest("", [large_input, InferInput("B", "BYTES", (1,), 1, [b"f"], 1)], [])
 
     async def copy_repeatedly() -> None:
         while True:
@@ -219,10 +219,13 @@ def test_a_tensor_in_pieces_is_copied_between_other_requests(
 
     async def built() -> Any:
         task = asyncio.create_task(copy_repeatedly())
-        found = await prepare.build_in_turns(cast("Any", None), cast("Any", None), request)
+        built_request = await prepare.build_in_turns(cast("Any", None), cast("Any", None), request)
         task.cancel()
-        return found
+        return built_request
 
     assert asyncio.run(built()) == "built"
     assert copied == [b"ab", b"abc", b"abcde", b"abcdef"]
-    assert [(each.data, each.binary_size) for each in request.inputs] == [(None, 5), (None, 1)]
+    assert [(tensor.data, tensor.binary_size) for tensor in request.inputs] == [
+        (None, 5),
+        (None, 1),
+    ]

@@ -77,17 +77,19 @@ class Answering(App):
         self.answer = answer
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
-        begun, request.begun_request = request.begun_request, None
-        if begun is None:
+        begun_request, request.begun_request = request.begun_request, None
+        if begun_request is None:
             self.active += 1
-        response = await (self.answer(request) if begun is None else begun.response())
+        response = await (
+            self.answer(request) if begun_request is None else begun_request.response()
+        )
         response.on_sent = self.decrement
         return response
 
 
 def echo(request: HttpRequest, body: bytes) -> HttpResponse:
-    long = request.headers.get("X-Long", "")
-    return json_response([request.method, request.target, len(long), body.decode("latin-1")])
+    long_header = request.headers.get("X-Long", "")
+    return json_response([request.method, request.target, len(long_header), body.decode("latin-1")])
 
 
 async def repeat(request: HttpRequest) -> HttpResponse:
@@ -107,13 +109,19 @@ class Underway:
     """
 
     def __init__(
-        self, request: HttpRequest, body: bytes, answer: WriteResponse, turns: int, *, whole: bool
+        self,
+        request: HttpRequest,
+        body: bytes,
+        answer: WriteResponse,
+        turns: int,
+        *,
+        whole_body: bool,
     ) -> None:
         self.request = request
         self.cancelled = False
         self._response = echo(request, body)
         self._answer = answer
-        self._whole = whole
+        self._whole = whole_body
         if turns >= 0:
             asyncio.get_running_loop().call_soon(self.go_on, turns)
         elif turns == AT_ONCE:
@@ -144,15 +152,19 @@ class Repeats:
     turns, or None for a task.
     """
 
-    def __init__(self, *ways: tuple[int, bool] | None) -> None:
-        self._ways = itertools.cycle(ways or (None,))
+    def __init__(self, *turns_and_wholeness: tuple[int, bool] | None) -> None:
+        self._ways = itertools.cycle(turns_and_wholeness or (None,))
         self.begun: list[Underway] = []
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
         def begin(body: bytes, answer: WriteResponse) -> Underway | None:
-            if (way := next(self._ways)) is None:
+            if (turns_and_wholeness := next(self._ways)) is None:
                 return None
-            self.begun.append(Underway(request, body, answer, way[0], whole=way[1]))
+            self.begun.append(
+                Underway(
+                    request, body, answer, turns_and_wholeness[0], whole_body=turns_and_wholeness[1]
+                )
+            )
             return self.begun[-1]
 
         request.repeat = begin
@@ -188,8 +200,8 @@ def connected(
 ) -> tuple[HttpConnection, Transport]:
     """Return a new connection whose requests are repeated, or answered by another handler."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-    make = partial(HttpConnection, app=Answering(answer), settings=settings)
-    connection = Acceptor(make, listener, 10)()
+    make_connection = partial(HttpConnection, app=Answering(answer), settings=settings)
+    connection = Acceptor(make_connection, listener, 10)()
     assert isinstance(connection, HttpConnection)
     transport = Transport()
     connection.connection_made(transport)
@@ -226,11 +238,11 @@ def app_of(connection: HttpConnection) -> Any:
 def replies(written: bytes) -> list[Any]:
     responses: list[Any] = []
     while written:
-        head, _, rest = written.partition(b"\r\n\r\n")
+        head, _, remaining = written.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: "), head
         size = int(head.split(b"\r\n")[1].partition(b": ")[2])
-        responses.append(json.loads(rest[:size]))
-        written = rest[size:]
+        responses.append(json.loads(remaining[:size]))
+        written = remaining[size:]
     return responses
 
 
@@ -248,31 +260,31 @@ def replies(written: bytes) -> list[Any]:
 def test_every_request_receives_its_own_response(
     sent_requests: list[SentRequest],
     cuts: list[tuple[int, int]],
-    behind: list[bool],
+    pipelined: list[bool],
     turns: int,
-    ways: list[tuple[int, bool] | None],
+    request_turns: list[tuple[int, bool] | None],
 ) -> None:
     """Cut anywhere, with heads and bodies apart or together, and more than one at a time; by the
     connection's task or without it."""
-    marks: dict[int, int] = {}  # where a piece ends, and the turns after it
+    turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, body_framing), apart in zip(sent_requests, behind, strict=False):
+    for (head, body, body_framing), is_pipelined in zip(sent_requests, pipelined, strict=False):
         raw = packed(*head, body, body_framing)
-        if apart:
-            marks[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
+        if is_pipelined:
+            turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
-        marks[len(stream)] = turns
-    marks.update((cut, after) for cut, after in cuts if 0 < cut < len(stream))
+        turns_at[len(stream)] = turns
+    turns_at.update((cut, turn_count) for cut, turn_count in cuts if 0 < cut < len(stream))
     pieces: list[tuple[bytes, int]] = []
     start = 0
-    for mark in sorted(marks):
-        pieces.append((stream[start:mark], marks[mark]))
-        start = mark
+    for end in sorted(turns_at):
+        pieces.append((stream[start:end], turns_at[end]))
+        start = end
     expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
         for (method, path, lines), body, _ in sent_requests
     ]
-    assert asyncio.run(answers(pieces, len(sent_requests), Repeats(*ways))) == expected
+    assert asyncio.run(answers(pieces, len(sent_requests), Repeats(*request_turns))) == expected
 
 
 _OFFERS = (
@@ -292,22 +304,22 @@ def test_upgrade_offers_lose_no_request(
 ) -> None:
     """Every request has its own answer until an answer closes the connection."""
     stream = b"".join(packed(*head, body, "length") for head, body in sent_requests)
-    marks = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
-    bounds = [0, *marks, len(stream)]
+    turns_at = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
+    bounds = [0, *turns_at, len(stream)]
 
     async def written() -> bytes:
         connection, transport = connected()
         for begin, end in itertools.pairwise(bounds):
             connection.data_received(stream[begin:end])
-            for _ in range(marks.get(end, 0)):
+            for _ in range(turns_at.get(end, 0)):
                 await asyncio.sleep(0)
         for _ in range(200):
             await asyncio.sleep(0)
         connection.connection_lost(None)
         return transport.written
 
-    before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
-    answers = replies(before + behind)
+    head_bytes, closes, body_bytes = uvloop.run(written()).partition(b"Connection: close\r\n")
+    answers = replies(head_bytes + body_bytes)
     expected = [
         [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
     ]
@@ -363,9 +375,11 @@ async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
 KNOWN = packed("POST", "/a", (), b"{}", "length")
 
 
-async def begun(way: tuple[int, bool]) -> tuple[HttpConnection, Transport, Underway]:
+async def begun(
+    turns_and_wholeness: tuple[int, bool],
+) -> tuple[HttpConnection, Transport, Underway]:
     """Return a connection with an unanswered request that has no task."""
-    repeats = Repeats(way)
+    repeats = Repeats(turns_and_wholeness)
     connection, transport = connected(repeats)
     await settle()
     for _ in range(3):
@@ -403,22 +417,22 @@ async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
 
 async def test_a_closing_connection_receives_no_response() -> None:
     connection, transport, underway = await begun((-1, True))
-    before = len(transport.written)
+    written_before = len(transport.written)
     connection.force_close()
     underway.go_on(0)
     await settle()
     connection.connection_lost(None)
     assert not underway.cancelled
-    assert (len(transport.written) - before, app_of(connection).active) == (0, 0)
+    assert (len(transport.written) - written_before, app_of(connection).active) == (0, 0)
 
 
 async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> None:
     """Though it asks for nothing more."""
 
     aborted = asyncio.Event()
-    way = GatewaySettings(body_timeout_s=0.05)
+    gateway_settings = GatewaySettings(body_timeout_s=0.05)
     repeats = Repeats((0, True))
-    connection, transport = connected(repeats, way)
+    connection, transport = connected(repeats, gateway_settings)
     transport.abort = aborted.set  # type: ignore[method-assign]
     await settle()
     for _ in range(2):
@@ -432,45 +446,51 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
     assert bool(repeats.begun)
 
 
-@pytest.mark.parametrize("meanwhile", [0, 20])
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_known_head_inside_another_request_is_ignored(apart: bool, meanwhile: int) -> None:
+@pytest.mark.parametrize("turns_between", [0, 20])
+@pytest.mark.parametrize("separately", [False, True])
+def test_a_known_head_inside_another_request_is_ignored(
+    separately: bool, turns_between: int
+) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
-    known = packed("POST", "/a", (), b"{}", "length")
-    half = b"POST /b HTTP/1.1\r\nX-Long: "
-    pieces = [(known, 20), (known, 20)]
-    pieces += [(known, meanwhile), (half, 20)] if apart else [(known + half, 20)]
-    pieces.append((known, 20))
-    first = ["POST", "/a", 0, "{}"]
-    assert asyncio.run(answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
+    known_request = packed("POST", "/a", (), b"{}", "length")
+    half_head = b"POST /b HTTP/1.1\r\nX-Long: "
+    pieces = [(known_request, 20), (known_request, 20)]
+    pieces += (
+        [(known_request, turns_between), (half_head, 20)]
+        if separately
+        else [(known_request + half_head, 20)]
+    )
+    pieces.append((known_request, 20))
+    first_response = ["POST", "/a", 0, "{}"]
+    assert asyncio.run(answers(pieces, 4)) == [first_response] * 3 + [["POST", "/b", 16, "{}"]]
 
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-    greedy, other = connected(), connected()
+    greedy, other_connection = connected(), connected()
     await asyncio.sleep(0)
     greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
-    other[0].data_received(packed("GET", "/b", (), b"", "length"))
+    other_connection[0].data_received(packed("GET", "/b", (), b"", "length"))
     for _ in range(1000):
-        if other[1].written:
+        if other_connection[1].written:
             break
         await asyncio.sleep(0)
-    before = len(replies(greedy[1].written))
+    early_count = len(replies(greedy[1].written))
     await settle(1000)
-    after = len(replies(greedy[1].written))
-    for connection, _ in (greedy, other):
+    final_count = len(replies(greedy[1].written))
+    for connection, _ in (greedy, other_connection):
         connection.connection_lost(None)
     await asyncio.sleep(0)
-    assert before < 5
-    assert after == 100
+    assert early_count < 5
+    assert final_count == 100
 
 
 async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> None:
     """A connection that is closing and waits for its client to read counts as idle."""
     connection, transport = connected()
     await asyncio.sleep(0)
-    last = packed("GET", "/a", ("Connection: close",), b"", "length")
-    connection.data_received(packed("GET", "/a", (), b"", "length") + last)
+    closing_request = packed("GET", "/a", ("Connection: close",), b"", "length")
+    connection.data_received(packed("GET", "/a", (), b"", "length") + closing_request)
     connection.data_received(packed("GET", "/b", (), b"", "length"))
     assert connection.idle_since is None
     await settle()
@@ -488,19 +508,19 @@ async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     """A connection has one coarse timer, which ends it only if the state lasted for the whole
     limit.
     """
-    known = packed("POST", "/a", (), b"{}", "length")
+    known_request = packed("POST", "/a", (), b"{}", "length")
     connection, transport = connected()
     await settle()
     for _ in range(2):
-        connection.data_received(known)
+        connection.data_received(known_request)
         await settle()
-    connection.data_received(known[:-2])  # starts the clock
-    connection.data_received(known[-2:])
+    connection.data_received(known_request[:-2])  # starts the clock
+    connection.data_received(known_request[-2:])
     await settle()
-    connection.data_received(known[:-2])
+    connection.data_received(known_request[:-2])
     connection._check_timeout()  # as if its time limit had just expired
     await settle()
-    connection.data_received(known[-2:])
+    connection.data_received(known_request[-2:])
     await settle()
     connection.connection_lost(None)
     await settle()
@@ -509,7 +529,7 @@ async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
 
 async def test_each_request_has_its_own_time_limit() -> None:
     """Its clock still runs, and ends in the middle of the next one's head."""
-    first, second = (
+    first_request, second_request = (
         packed("POST", "/a", (), b"{}", "length"),
         packed("GET", "/b", (), b"", "length"),
     )
@@ -518,27 +538,27 @@ async def test_each_request_has_its_own_time_limit() -> None:
         settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4)
     )
     await settle()
-    connection.data_received(first[:-2])
+    connection.data_received(first_request[:-2])
     await clock.advance(1)
-    connection.data_received(first[-2:])
+    connection.data_received(first_request[-2:])
     await clock.advance(2)
-    connection.data_received(second[:10])
+    connection.data_received(second_request[:10])
     await clock.advance(1.5)
     await clock.advance(2)
-    connection.data_received(second[10:])
+    connection.data_received(second_request[10:])
     await settle()
     answered = len(replies(transport.written))
-    connection.data_received(second[:10])
+    connection.data_received(second_request[:10])
     await clock.advance(4.5)
-    ended = not connection.open
+    is_closed = not connection.open
     connection.connection_lost(None)
     await settle()
-    assert (answered, ended) == (2, True)
+    assert (answered, is_closed) == (2, True)
 
 
 @pytest.mark.parametrize("sent", [0, 1])
 async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> None:
-    known = packed("POST", "/a", (), b"{}", "length")
+    known_request = packed("POST", "/a", (), b"{}", "length")
 
     async def answer(request: HttpRequest) -> HttpResponse:
         try:
@@ -550,9 +570,9 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
     connection, transport = connected(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
     await settle()
     for _ in range(2):
-        connection.data_received(known)
+        connection.data_received(known_request)
         await settle()
-    connection.data_received(known[: len(known) - 2 + sent])
+    connection.data_received(known_request[: len(known_request) - 2 + sent])
     requests = []
     for seconds in (1.9, 0.2):
         await clock.advance(seconds)
@@ -565,12 +585,12 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
 def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any], None]) -> None:
     """Otherwise the connection could stay open beyond every limit."""
-    ended = asyncio.Event()
+    closed = asyncio.Event()
 
     class Kept(Acceptor):
         def connection_lost(self, connection: LimitedConnection) -> None:
             super().connection_lost(connection)
-            ended.set()
+            closed.set()
 
     async def flood(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, (bytes(1 << 10),))
@@ -579,8 +599,8 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
         loop = asyncio.get_running_loop()
         listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
         settings = GatewaySettings(body_timeout_s=0.1)
-        make = partial(HttpConnection, app=Answering(flood), settings=settings)
-        server = Kept(make, listener, 10)
+        make_connection = partial(HttpConnection, app=Answering(flood), settings=settings)
+        server = Kept(make_connection, listener, 10)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             accepting = await loop.create_server(server, sock=listening)
@@ -593,7 +613,7 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
                         client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     await asyncio.sleep(0.001)
                 end(server.connections[0])
-                await asyncio.wait_for(ended.wait(), 20)
+                await asyncio.wait_for(closed.wait(), 20)
             accepting.close()
 
     uvloop.run(run())

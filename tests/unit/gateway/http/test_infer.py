@@ -105,11 +105,13 @@ class ClientIdentity(threading.Thread):
         return self._reply
 
 
-def fail(scheduler: Scheduler, message: str = "no", *, early: bool = False, **more: Any) -> Submit:
+def fail(
+    scheduler: Scheduler, message: str = "no", *, early: bool = False, **fields: Any
+) -> Submit:
     """Fail the first request that is kept."""
     peer, submit = scheduler.waiting.pop(0)
-    code, after = more.get("code", "UNAVAILABLE"), more.get("retry_after_s", 0)
-    scheduler.send(peer, Failed(submit.id, code, message, after, early))
+    code, retry_after_s = fields.get("code", "UNAVAILABLE"), fields.get("retry_after_s", 0)
+    scheduler.send(peer, Failed(submit.id, code, message, retry_after_s, early))
     return submit
 
 
@@ -146,25 +148,25 @@ def test_failures_have_the_status_of_their_code(
 def test_repeated_json_with_other_numbers(gateway: Rig, simple: Scheduler) -> None:
     """From the third request on, templates replace parsing and encoding, with the same result."""
 
-    def infer_sums(first: list[Any], second: list[Any], **members: Any) -> Reply:
+    def infer_sums(first_values: list[Any], second_values: list[Any], **members: Any) -> Reply:
         text = simple_body(**members).decode()
-        for values in (first, second):
+        for values in (first_values, second_values):
             text = text.replace(json.dumps([1] * 16), json.dumps(values), 1)
         return gateway.http.infer("simple", text.encode())
 
     rng = np.random.default_rng(7)
-    some = [{"name": "OUTPUT1"}]
+    one_output = [{"name": "OUTPUT1"}]
     binary = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
-    for members in ({}, {"outputs": some}, {"outputs": binary, "id": "7"}):
+    for members in ({}, {"outputs": one_output}, {"outputs": binary, "id": "7"}):
         for _ in range(5):
             a, b = rng.integers(2, 2**30, (2, 16))
             reply = infer_sums(a.tolist(), b.tolist(), **members)
             sent = reply.tensors()
             assert sent.pop("OUTPUT1").ravel().tolist() == (a - b).tolist()
             assert all(received.ravel().tolist() == (a + b).tolist() for received in sent.values())
-            assert len(sent) == (members.get("outputs") is not some)
-        wrong = infer_sums([2] * 15 + [2.5], [3] * 16, **members)
-        assert "attempt to access JSON non-signed-integer as signed-integer" in wrong.error
+            assert len(sent) == (members.get("outputs") is not one_output)
+        refusal = infer_sums([2] * 15 + [2.5], [3] * 16, **members)
+        assert "attempt to access JSON non-signed-integer as signed-integer" in refusal.error
 
 
 def test_a_full_queue_sends_retry_after(gateway: Rig, simple: Scheduler) -> None:
@@ -212,12 +214,12 @@ def test_the_shortest_deadline_counts(
         scheduler = gateway.scheduler(add_sub)
         gateway.publish(SIMPLE, scheduler)
         gateway.open()
-        own = {"deadline_us": request_us, "timeout": 1}
-        parameters = {**own, "priority": 3, "other": "x"} if request_us else {}
-        before = time.monotonic_ns()
+        own_deadline = {"deadline_us": request_us, "timeout": 1}
+        parameters = {**own_deadline, "priority": 3, "other": "x"} if request_us else {}
+        before_ns = time.monotonic_ns()
         gateway.http.infer("simple", simple_body(parameters=parameters, id="7")).ok()
         (submit,) = scheduler.submits
-    assert before < submit.arrived_ns < time.monotonic_ns()
+    assert before_ns < submit.arrived_ns < time.monotonic_ns()
     assert submit.deadline_ns == (submit.arrived_ns + limit_us * 1000 if limit_us else 0)
     assert submit.request_id == "7"
     inference = inference_of(submit)
@@ -243,7 +245,9 @@ def test_a_connection_responds_in_order(gateway: Rig, simple: Scheduler) -> None
     body = [simple_body(id=f"r{number}") for number in range(40)]
     head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with raw_connection(gateway.port) as connection:
-        connection.sendall(b"".join(head % len(one) + one for one in body))
+        connection.sendall(
+            b"".join(head % len(request_body) + request_body for request_body in body)
+        )
         stream = connection.makefile("rb")
         for number in range(40):
             size = 0
@@ -298,7 +302,7 @@ def test_the_loss_of_a_scheduler_loses_no_response(
     simple.held = True
     callers = [ClientIdentity(gateway.port, "simple", simple_body(id=str(n))) for n in range(5)]
     until("the requests are there", lambda: len(simple.waiting) == 5)
-    first = {submit.id: submit for _, submit in simple.waiting}
+    first_submits = {submit.id: submit for _, submit in simple.waiting}
     simple.close()
     successor = Scheduler(gateway.run_dir, 99, add_sub)
     gateway.schedulers.append(successor)
@@ -310,8 +314,8 @@ def test_the_loss_of_a_scheduler_loses_no_response(
         assert gateway.http.infer("simple", simple_body(id="new")).ok().json()["id"] == "new"
         gateway.publish(SIMPLE, successor)
     assert {caller.reply().ok().json()["id"] for caller in callers} == set("01234")
-    again = {s.id: s for s in successor.submits if s.request_id != "new"}
-    assert again == first
+    resubmits = {s.id: s for s in successor.submits if s.request_id != "new"}
+    assert resubmits == first_submits
     gateway.http.infer("simple", simple_body()).ok()
 
 
@@ -353,10 +357,10 @@ def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple: Scheduler
 def test_a_moved_scheduler_receives_later_requests(gateway: Rig, simple: Scheduler) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
-    moved = gateway.scheduler(add_sub)
-    gateway.publish(SIMPLE, moved)
+    moved_scheduler = gateway.scheduler(add_sub)
+    gateway.publish(SIMPLE, moved_scheduler)
     http.infer("simple", simple_body()).ok()
-    assert (len(simple.submits), len(moved.submits)) == (1, 1)
+    assert (len(simple.submits), len(moved_scheduler.submits)) == (1, 1)
 
 
 # --- memory of the gateway
@@ -387,8 +391,10 @@ def any_size(gateway: Rig) -> Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize("form", ["binary", "chunked", "json", "mixed", "gzip"])
-def test_large_tensors_go_through_the_arena(gateway: Rig, any_size: Scheduler, form: str) -> None:
+@pytest.mark.parametrize("encoding", ["binary", "chunked", "json", "mixed", "gzip"])
+def test_large_tensors_go_through_the_arena(
+    gateway: Rig, any_size: Scheduler, encoding: str
+) -> None:
     a = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
     strings = b"".join(len(s).to_bytes(4, "little") + s for s in (b"x" * 5001, b"", b"yy"))
     texts = ["x" * 5001, "", "yy"]
@@ -397,12 +403,12 @@ def test_large_tensors_go_through_the_arena(gateway: Rig, any_size: Scheduler, f
         {"name": "B", "datatype": "BYTES", "shape": [3]},
     ]
     tail = b""
-    if form == "json":
+    if encoding == "json":
         inputs[0]["data"] = a.astype(np.float64).tolist()
     else:
         inputs[0]["parameters"] = {"binary_data_size": a.nbytes}
         tail += a.tobytes()
-    if form in ("json", "mixed"):
+    if encoding in ("json", "mixed"):
         inputs[1]["data"] = texts
     else:
         inputs[1]["parameters"] = {"binary_data_size": len(strings)}
@@ -410,20 +416,20 @@ def test_large_tensors_go_through_the_arena(gateway: Rig, any_size: Scheduler, f
     header = json.dumps({"inputs": inputs}).encode()
     headers = {"Inference-Header-Content-Length": str(len(header))}
     body: Any = header + tail
-    if form == "json":
+    if encoding == "json":
         headers = {}
-    elif form == "gzip":
+    elif encoding == "gzip":
         body = gzip.compress(body, 1)
         headers["Content-Encoding"] = "gzip"
-    elif form == "chunked":
-        body = iter([body[at : at + 50_000] for at in range(0, len(body), 50_000)])
+    elif encoding == "chunked":
+        body = iter([body[offset : offset + 50_000] for offset in range(0, len(body), 50_000)])
     any_size.held = True
     caller = ClientIdentity(gateway.port, "large", body, headers)
     until("the request is there", lambda: any_size.waiting)
-    first, second = inference_of(any_size.waiting[0][1]).inputs
-    assert content(first.data) == a.tobytes()
-    assert content(second.data) == strings
-    assert first.data.offset % 64 == second.data.offset % 64 == 0  # type: ignore[union-attr]
+    first_input, second_input = inference_of(any_size.waiting[0][1]).inputs
+    assert content(first_input.data) == a.tobytes()
+    assert content(second_input.data) == strings
+    assert first_input.data.offset % 64 == second_input.data.offset % 64 == 0  # type: ignore[union-attr]
     any_size.answer_all()
     assert caller.reply().ok().json()["outputs"][0]["data"] == [7]
 
@@ -461,26 +467,26 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Sc
     submit = fail(any_size, "Request timeout expired", early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
     any_size.held = False
-    refused = http.infer("large", *large_body(ARENA - 12 * MIB))
-    assert refused.status == 503
-    assert "server memory for tensors is full" in refused.error
+    refusal = http.infer("large", *large_body(ARENA - 12 * MIB))
+    assert refusal.status == 503
+    assert "server memory for tensors is full" in refusal.error
     any_size.send(peer, Settled(submit.id))
     until("there is room", lambda: http.infer("large", *large_body(ARENA - 12 * MIB)).status == 200)
 
 
 def test_tensors_larger_than_the_arena_are_refused(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
-    refused = http.infer("large", *large_body(ARENA + 8 * MIB))
-    assert refused.status == 400
-    assert refused.error == (
+    refusal = http.infer("large", *large_body(ARENA + 8 * MIB))
+    assert refusal.status == 400
+    assert refusal.error == (
         f"server memory for tensors is too small: {ARENA + 8 * MIB} bytes are needed, "
         f"--arena-byte-size allows {ARENA}"
     )
     body, headers = large_body(ARENA + 8 * MIB)
-    chunks = (body[at : at + MIB] for at in range(0, len(body), MIB))
-    refused = http.infer("large", chunks, headers)
-    assert refused.status == 400
-    assert refused.error.endswith(
+    chunks = (body[offset : offset + MIB] for offset in range(0, len(body), MIB))
+    refusal = http.infer("large", chunks, headers)
+    assert refusal.status == 400
+    assert refusal.error.endswith(
         f"the {ARENA} bytes of server memory for tensors (--arena-byte-size)"
     )
     http.infer("large", *large_body(MIB)).ok()
@@ -614,14 +620,14 @@ def test_an_exited_process_is_unmapped(gateway: Rig, arena: Arena) -> None:
                 events += "memfd:shmserve-arena" in os.readlink(fd)
         return events
 
-    before = arenas()
+    arenas_before = arenas()
     answer, _ = answer_from(arena, bytes(20_000))
     gateway.publish(identity_config("m", "FP32", [-1]), gateway.scheduler(lambda request: answer))
     request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
     gateway.http.infer("m", request).ok()
-    assert arenas() > before
+    assert arenas() > arenas_before
     gateway.send(ProcessExited(os.getpid(), ""))
-    until("the mapping is dropped", lambda: arenas() == before)
+    until("the mapping is dropped", lambda: arenas() == arenas_before)
 
 
 # --- memory of clients
@@ -647,10 +653,10 @@ def through_regions(gateway: Rig) -> Scheduler:
 def region_request(
     name: str = "r", size: int = 40, offset: int = 8, **output: Any
 ) -> dict[str, Any]:
-    where = output or in_region(name, 40, 96)
+    output_parameters = output or in_region(name, 40, 96)
     return {
         "inputs": [shm_input("IN", "FP32", [10], name, size, offset)],
-        "outputs": [{"name": "OUT", "parameters": where}],
+        "outputs": [{"name": "OUT", "parameters": output_parameters}],
     }
 
 
@@ -732,10 +738,10 @@ def test_a_retired_region_is_usable_and_its_use_is_reported(
     through_regions.answer_all()
     for caller in callers:
         caller.reply().ok()
-    once = [RegionInUse(5, True), RegionInUse(5, False)]
-    until("it is not used", lambda: gateway.received_of(RegionInUse) == once)
+    reports = [RegionInUse(5, True), RegionInUse(5, False)]
+    until("it is not used", lambda: gateway.received_of(RegionInUse) == reports)
     http.infer("m", region_request()).ok()
-    until("its use is reported again", lambda: gateway.received_of(RegionInUse) == once * 2)
+    until("its use is reported again", lambda: gateway.received_of(RegionInUse) == reports * 2)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     until("it is released", lambda: gateway.received_of(RegionReleased) == [RegionReleased(5)])
     assert http.infer("m", region_request()).status == 404
@@ -753,12 +759,12 @@ def test_a_region_generation_lasts_as_long_as_its_requests(
     assert http.infer("m", region_request()).status == 404
     assert http.regions().json() == []
     gateway.apply(region("r", 6))  # the name is free
-    later = ClientIdentity(gateway.port, "m", region_request())
+    later_call = ClientIdentity(gateway.port, "m", region_request())
     until("the second request is there", lambda: len(through_regions.waiting) == 2)
     assert not gateway.received_of(RegionReleased)
     through_regions.answer_all()
     caller.reply().ok()
-    later.reply().ok()
+    later_call.reply().ok()
     until("the old one is released", lambda: gateway.received_of(RegionReleased))
     ids = [range_of(submit).memory.id for submit in through_regions.submits]
     assert ids == [5, 6]
@@ -769,13 +775,13 @@ def test_a_region_generation_lasts_as_long_as_its_requests(
     )
 
 
-@pytest.mark.parametrize("given", ["in the region", "as JSON"])
+@pytest.mark.parametrize("request_kind", ["in the region", "as JSON"])
 def test_a_changed_region_invalidates_templates(
-    gateway: Rig, through_regions: Scheduler, given: str
+    gateway: Rig, through_regions: Scheduler, request_kind: str
 ) -> None:
     """The same request again and again is not read anew, unless a name means something else."""
     body = region_request()
-    if given == "as JSON":
+    if request_kind == "as JSON":
         numbers = [1.5] * 10
         body["inputs"] = [{"name": "IN", "datatype": "FP32", "shape": [10], "data": numbers}]
     for memory_id in (5, 6):
@@ -872,8 +878,8 @@ def test_a_drain_finishes_requests_in_flight(gateway: Rig, simple: Scheduler) ->
     http.infer("simple", simple_body()).ok()
     gateway.send(HealthChanged(live=True, ready=False, exiting=True))
     until("health says so", lambda: http.get("/v2/health/ready").status == 503)
-    live = http.get("/v2/health/live")
-    assert (live.status, live.error) == (503, "Server exiting")
+    liveness = http.get("/v2/health/live")
+    assert (liveness.status, liveness.error) == (503, "Server exiting")
     http.infer("simple", simple_body()).ok()  # no drain was requested yet
     simple.held = True
     caller = ClientIdentity(gateway.port, "simple", simple_body())

@@ -60,23 +60,23 @@ def one_input(**members: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", [b"NaN", b"[Infinity, -Infinity, Inf, -Inf]", b'["Inf", NaN]'])
 def test_numbers_that_are_not_finite_are_accepted(text: bytes) -> None:
-    plain = text.replace(b"Inf,", b"Infinity,").replace(b"Inf]", b"Infinity]")
-    assert repr(loads(text)) == repr(json.loads(plain))
+    standard_text = text.replace(b"Inf,", b"Infinity,").replace(b"Inf]", b"Infinity]")
+    assert repr(loads(text)) == repr(json.loads(standard_text))
 
 
 def test_a_large_text_is_parsed_without_garbage_collection() -> None:
     """The collector of cycles would look at its arrays again and again, for most of the time."""
-    seen: list[Any] = []
+    collections: list[Any] = []
 
     def look(phase: str, info: dict[str, int]) -> None:
-        seen.append(info)
+        collections.append(info)
 
     gc.callbacks.append(look)
     try:
         assert len(loads(b"[" + b"[]," * 500_000 + b"[]]")) == 500_001
     finally:
         gc.callbacks.remove(look)
-    assert len(seen) < 20  # in pieces: a thousand
+    assert len(collections) < 20  # in pieces: a thousand
     assert gc.isenabled()
 
 
@@ -140,7 +140,7 @@ def test_malformed_json_is_refused(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "at"),
+    ("text", "offset"),
     [
         *(("", 0), ("\0", 0), ("{", 1), ("{'a':1}", 1), ('{"a" 1}', 5), ('{"a":1 "b":2}', 7)),
         *(("[1,2", 4), ("[1 2]", 3), ('{"a":1}}', 7), ("}", 0), ("[", 1), ('{"a":+1}', 5)),
@@ -149,12 +149,12 @@ def test_malformed_json_is_refused(text: bytes) -> None:
         ('["\\ud83d\\ude00", NaN, 1.5E-3, true, {"": null}, false, "\\"", x]', 61),
     ],
 )
-def test_errors_contain_the_offset(text: str, at: int) -> None:
+def test_errors_contain_the_offset(text: str, offset: int) -> None:
     """In the parser's own words, which may change with it."""
     with pytest.raises(JsonFault) as caught:
         loads(text.encode())
     assert re.fullmatch(
-        rf"failed to parse the request JSON buffer: .+\. at {at}", caught.value.message
+        rf"failed to parse the request JSON buffer: .+\. at {offset}", caught.value.message
     )
 
 
@@ -191,7 +191,7 @@ def test_arbitrary_bytes_are_parsed_or_refused(raw: bytes) -> None:
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        lambda children: st.lists(children) | st.dictionaries(st.text(), children),
         max_leaves=20,
     )
 )
@@ -327,8 +327,8 @@ def test_a_range_without_a_region_is_checked(field: str) -> None:
         header = one_input() | {"outputs": [{"name": "Y", "parameters": {field: value}}]}
         with pytest.raises(JsonFault, match=f"'{field}': attempt to access JSON non-unsigned"):
             parse_request(header, 0, "m", LIMIT)
-    fine = one_input() | {"outputs": [{"name": "Y", "parameters": {field: 8}}]}
-    assert parse_request(fine, 0, "m", LIMIT).outputs
+    valid_request = one_input() | {"outputs": [{"name": "Y", "parameters": {field: 8}}]}
+    assert parse_request(valid_request, 0, "m", LIMIT).outputs
 
 
 def test_classification() -> None:
@@ -479,7 +479,7 @@ def test_long_tensors_are_encoded_in_parts(datatype: str) -> None:
 
 numbers = st.recursive(
     st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False, width=16),
-    lambda inner: st.lists(inner, max_size=4),
+    lambda children: st.lists(children, max_size=4),
     max_leaves=30,
 )
 
@@ -503,9 +503,9 @@ def test_slices_have_the_same_values(values: list[Any], indent: int | None) -> N
     body = json.dumps({"id": "x", "inputs": [tensor, {"data": values}]}, indent=indent).encode()
     header = loads_large(body)
     assert isinstance(header["inputs"][1]["data"], parser.Numbers)
-    for found in header["inputs"]:
-        assert read_back(found["data"]) == tensors.flatten(values)
-        found["data"] = values
+    for sliced in header["inputs"]:
+        assert read_back(sliced["data"]) == tensors.flatten(values)
+        sliced["data"] = values
     assert header == json.loads(body)
 
 
@@ -514,8 +514,8 @@ def test_slices_have_the_same_values(values: list[Any], indent: int | None) -> N
 @given(st.lists(numbers, min_size=1, max_size=6), st.data())
 def test_malformed_slices_are_refused(values: list[Any], data: st.DataObject) -> None:
     text = bytearray(json.dumps({"inputs": [{"data": values}]}).encode())
-    at = data.draw(st.integers(0, len(text) - 1))
-    text[at : at + data.draw(st.integers(0, 2))] = data.draw(
+    offset = data.draw(st.integers(0, len(text) - 1))
+    text[offset : offset + data.draw(st.integers(0, 2))] = data.draw(
         st.sampled_from([b"", b",", b"]", b"[", b"}", b" ", b"1", b'"'])
     )
     body = bytes(text)
@@ -524,10 +524,10 @@ def test_malformed_slices_are_refused(values: list[Any], data: st.DataObject) ->
     except (ShmserveError, LookupError, TypeError):
         expected = None
     try:
-        found = read_back(loads_large(body)["inputs"][0]["data"])
+        raw_data = read_back(loads_large(body)["inputs"][0]["data"])
     except (ShmserveError, LookupError, TypeError):
-        found = None
-    assert found == expected
+        raw_data = None
+    assert raw_data == expected
 
 
 @pytest.mark.usefixtures("tiny_slices")
@@ -686,8 +686,8 @@ def test_the_response_has_its_keys_in_order() -> None:
     wire = InferRequest("", [], [])
     text = JsonResponseTemplate(wire, "m", "1", Inferred((), {"p": 1})).encode_json("7", ())
     assert list(json.loads(text)) == ["id", "model_name", "model_version", "parameters", "outputs"]
-    bare = JsonResponseTemplate(wire, "m", "1", Inferred(())).encode_json("", ())
-    assert list(json.loads(bare)) == ["model_name", "model_version", "outputs"]
+    empty_response = JsonResponseTemplate(wire, "m", "1", Inferred(())).encode_json("", ())
+    assert list(json.loads(empty_response)) == ["model_name", "model_version", "outputs"]
 
 
 def test_a_response_contains_the_requested_outputs() -> None:
@@ -696,15 +696,20 @@ def test_a_response_contains_the_requested_outputs() -> None:
     answer = Inferred(tuple(TensorRef(name, "INT8", (2,), data) for name, data in datas.items()))
     region = RegionRange("r", 0, 2)
     wire = InferRequest("", [], [InferOutput("A", True), InferOutput("C", False, region)])
-    form = JsonResponseTemplate(wire, "m", "1", answer)
-    assert [(output.name, output.binary) for output in form.outputs] == [("A", True), ("B", False)]
-    filled = form.fill("", list(datas.values()))  # C's bytes are in the answer, and are not sent
+    template = JsonResponseTemplate(wire, "m", "1", answer)
+    assert [(output.name, output.binary) for output in template.outputs] == [
+        ("A", True),
+        ("B", False),
+    ]
+    filled = template.fill(
+        "", list(datas.values())
+    )  # C's bytes are in the answer, and are not sent
     assert filled is not None and filled[1] == [b"\1\2"]
-    assert form.fill("", [b"\1", b"\3\4", b""]) is None  # the size contradicts the shape
+    assert template.fill("", [b"\1", b"\3\4", b""]) is None  # the size contradicts the shape
     # The number of values differs from that of the outputs.
-    assert form.fill("", [b"\1\2", b"\3\4"]) is None
-    assert form.fill("", [b"\1\2", b"\3\4", b"", b""]) is None
-    entries = json.loads(form.encode_json("", (b"[1,2]",)))["outputs"]
+    assert template.fill("", [b"\1\2", b"\3\4"]) is None
+    assert template.fill("", [b"\1\2", b"\3\4", b"", b""]) is None
+    entries = json.loads(template.encode_json("", (b"[1,2]",)))["outputs"]
     assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]
     assert entries[0]["parameters"] == {"binary_data_size": 2} and entries[1]["data"] == [1, 2]
 
@@ -724,7 +729,7 @@ def test_an_output_must_fit_its_region() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "chosen"),
+    ("header", "expected_encoding"),
     [
         *(
             ("gzip", "gzip"),
@@ -752,13 +757,15 @@ def test_an_output_must_fit_its_region() -> None:
         ),
     ],
 )
-def test_the_encoding_with_the_highest_weight_is_used(header: str, chosen: str) -> None:
-    assert preferred_encoding(header) == chosen
+def test_the_encoding_with_the_highest_weight_is_used(header: str, expected_encoding: str) -> None:
+    assert preferred_encoding(header) == expected_encoding
 
 
 def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
     inflater = Inflater(limit)
-    pieces = [p for at in range(0, len(raw), step) for p in inflater.feed(raw[at : at + step])]
+    pieces = [
+        p for offset in range(0, len(raw), step) for p in inflater.feed(raw[offset : offset + step])
+    ]
     inflater.finish()
     return b"".join(pieces)
 
@@ -783,19 +790,19 @@ def test_arbitrary_bytes_are_inflated_or_refused(raw: bytes) -> None:
 
 def test_compressed_bodies_without_output_are_refused() -> None:
     """R13: members, or blocks, with nothing in them are not read for ever."""
-    nothing = gzip.compress(b"") * 100
+    empty_streams = gzip.compress(b"") * 100
     with pytest.raises(InvalidArgument, match="mostly overhead"):
-        list(Inflater(LIMIT).feed(nothing))
+        list(Inflater(LIMIT).feed(empty_streams))
     blocks = zlib.compress(b"")[:2] + b"\0\0\0\xff\xff" * (LIMIT // 2)
     with pytest.raises(InvalidArgument, match="mostly overhead"):
         list(Inflater(LIMIT).feed(blocks))
-    many = b"".join(gzip.compress(random.Random(n).randbytes(2000)) for n in range(100))
-    assert sum(map(len, Inflater(LIMIT).feed(many))) == 200_000
+    many_members = b"".join(gzip.compress(random.Random(n).randbytes(2000)) for n in range(100))
+    assert sum(map(len, Inflater(LIMIT).feed(many_members))) == 200_000
 
 
 def test_a_decompression_bomb_stops_at_the_limit() -> None:
-    bomb = zlib.compress(bytes(200 * 1024 * 1024), 9)
-    pieces = Inflater(LIMIT).feed(bomb)
+    decompression_bomb = zlib.compress(bytes(200 * 1024 * 1024), 9)
+    pieces = Inflater(LIMIT).feed(decompression_bomb)
     assert sum(len(next(pieces)) for _ in range(4)) == LIMIT
     with pytest.raises(
         InvalidArgument, match=f"exceeds the maximum allowed value of {LIMIT} bytes"

@@ -65,9 +65,11 @@ def _references(node: Any) -> Any:
             yield from _references(child)
 
 
-@pytest.mark.parametrize(("path", "form"), [("/v1/models", "OpenAIError"), ("/v2", "Error")])
-def test_errors_have_the_form_of_their_api(path: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "error_schema"), [("/v1/models", "OpenAIError"), ("/v2", "Error")]
+)
+def test_errors_have_the_form_of_their_api(path: str, error_schema: str) -> None:
     replies = DOCUMENT["paths"][path]["get"]["responses"]
     for status in ("4XX", "5XX"):
         schema = replies[status]["content"]["application/json"]["schema"]
-        assert schema == {"$ref": f"#/components/schemas/{form}"}
+        assert schema == {"$ref": f"#/components/schemas/{error_schema}"}

@@ -141,8 +141,8 @@ def test_numbers_without_json_representation_are_refused(repeated: RepeatedConne
         repeated.scheduler.compute = compute(value)
         assert repeated.send_request(50).ok().tensors()["OUTPUT0"].ravel().tolist() == [value] * 16
     repeated.scheduler.compute = compute(float("nan"))
-    first, second = repeated.send_request(50), repeated.send_request(51)
-    assert (first.status, first.body) == (second.status, second.body)
+    first_reply, second_reply = repeated.send_request(50), repeated.send_request(51)
+    assert (first_reply.status, first_reply.body) == (second_reply.status, second_reply.body)
 
 
 def test_a_disconnect_cancels_the_request(repeated: RepeatedConnection) -> None:
@@ -158,8 +158,8 @@ def test_a_disconnect_cancels_the_request(repeated: RepeatedConnection) -> None:
 def test_pipelined_requests_are_answered_in_order(repeated: RepeatedConnection) -> None:
     """Whether it is like it or not, and whole or not."""
     repeated.reserve(61)
-    other = b"GET /v2/models/simple HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    repeated.connection.sendall(packed(62) + other + packed(63)[:50])
+    metadata_request = b"GET /v2/models/simple HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    repeated.connection.sendall(packed(62) + metadata_request + packed(63)[:50])
     repeated.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
     repeated.scheduler.held = False
     repeated.scheduler.answer_all()
@@ -167,8 +167,10 @@ def test_pipelined_requests_are_answered_in_order(repeated: RepeatedConnection) 
         documents = [_next_json(stream) for _ in range(3)]
         repeated.connection.sendall(packed(63)[50:])
         documents.append(_next_json(stream))
-    (first, second, model, last) = documents
-    assert [answer["outputs"][0]["data"][0] for answer in (first, second, last)] == [122, 124, 126]
+    (first_answer, second_answer, model, last_answer) = documents
+    assert [
+        answer["outputs"][0]["data"][0] for answer in (first_answer, second_answer, last_answer)
+    ] == [122, 124, 126]
     assert model["name"] == "simple"
 
 
@@ -205,23 +207,23 @@ def test_a_request_without_a_scheduler_fails_at_once(repeated: RepeatedConnectio
 
 def test_a_moved_scheduler_receives_later_requests(repeated: RepeatedConnection) -> None:
     """Holds for a scheduler that was withdrawn without a successor, too."""
-    moved = repeated.gateway.scheduler(add_sub)
-    repeated.gateway.publish(SIMPLE, moved)
+    moved_scheduler = repeated.gateway.scheduler(add_sub)
+    repeated.gateway.publish(SIMPLE, moved_scheduler)
     assert repeated.is_right(66)
-    assert len(moved.submits) == 1
+    assert len(moved_scheduler.submits) == 1
     repeated.gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
     assert repeated.send_request(67).status == 404
     assert "Request for unknown model" in repeated.send_request(67).error
-    repeated.gateway.publish(SIMPLE, moved)
+    repeated.gateway.publish(SIMPLE, moved_scheduler)
     assert repeated.is_right(68)
 
 
 def test_a_new_version_becomes_the_latest(repeated: RepeatedConnection) -> None:
     """Though the one before it is there still."""
-    later = repeated.gateway.scheduler(add_sub)
-    repeated.gateway.publish(SIMPLE, later, "2")
+    later_scheduler = repeated.gateway.scheduler(add_sub)
+    repeated.gateway.publish(SIMPLE, later_scheduler, "2")
     assert repeated.is_right(69)
-    assert len(later.submits) == 1
+    assert len(later_scheduler.submits) == 1
 
 
 def test_responses_during_a_drain_close_the_connection(repeated: RepeatedConnection) -> None:

@@ -58,9 +58,11 @@ class Request(SimpleNamespace):
         client = SimpleNamespace(
             find_access_error=refuse, find_host_error=refuse_host, listener=listener
         )
-        given = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
+        header_dict = CIMultiDict(
+            {name.replace("_", "-"): value for name, value in headers.items()}
+        )
         super().__init__(
-            method=method, target=target, headers=given, route_match=None, begun_request=None
+            method=method, target=target, headers=header_dict, route_match=None, begun_request=None
         )
         self.connection, self.repeat = SimpleNamespace(client=client), succeed
 
@@ -114,8 +116,8 @@ def test_an_error_has_the_form_of_its_route(
     responses = [handled(request) for request in requests]
     assert [response.status for response in responses] == [status, status]
     assert all(header in response.headers for response in responses)
-    other, triton_families = (json.loads(b"".join(response.pieces)) for response in responses)
-    assert other["error"]["message"] == message and "type" in other["error"]
+    api_error, triton_families = (json.loads(b"".join(response.pieces)) for response in responses)
+    assert api_error["error"]["message"] == message and "type" in api_error["error"]
     assert triton_families == {"error": message}
     assert [request.scopes for request in requests] == [["inference"]] * 2
 
@@ -136,35 +138,40 @@ def headers_of(response: HttpResponse) -> dict[str, str]:
 
 
 def test_an_unknown_path_has_the_form_of_its_api() -> None:
-    for target, form in (("/v1/nowhere", dict), ("/v1", dict), ("/v2/x", str), ("/v10/x", str)):
+    for target, error_type in (
+        ("/v1/nowhere", dict),
+        ("/v1", dict),
+        ("/v2/x", str),
+        ("/v10/x", str),
+    ):
         response = handled(Request("GET", target))
         assert response.status == 404
-        assert type(json.loads(b"".join(response.pieces))["error"]) is form
-        assert ("x-request-id" in headers_of(response)) is (form is dict)
+        assert type(json.loads(b"".join(response.pieces))["error"]) is error_type
+        assert ("x-request-id" in headers_of(response)) is (error_type is dict)
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("given_id", "is_kept"),
     [("id 1", True), ("", False), ("x" * 512, True), ("x" * 513, False), ("caf\xe9", False)],
 )
-def test_a_response_has_the_id_of_its_request(given: str, kept: bool) -> None:
-    seen = [headers_of(handled(Request("POST", "/v1/chat/bad", X_Request_Id=given)))] * 2
-    request_id = seen[0]["x-request-id"]
-    assert (request_id == given) is kept
-    assert kept or re.fullmatch("req_[0-9a-f]{32}", request_id)
-    other = headers_of(handled(Request("POST", "/v1/chat/bad")))["x-request-id"]
-    assert other != request_id
+def test_a_response_has_the_id_of_its_request(given_id: str, is_kept: bool) -> None:
+    responses = [headers_of(handled(Request("POST", "/v1/chat/bad", X_Request_Id=given_id)))] * 2
+    request_id = responses[0]["x-request-id"]
+    assert (request_id == given_id) is is_kept
+    assert is_kept or re.fullmatch("req_[0-9a-f]{32}", request_id)
+    other_id = headers_of(handled(Request("POST", "/v1/chat/bad")))["x-request-id"]
+    assert other_id != request_id
 
 
 PAGE = "https://app.example.com"
 
 
 @pytest.mark.parametrize(
-    ("origins", "allowed"),
+    ("origins", "is_allowed"),
     [((PAGE, "https://b.example"), PAGE), (("*",), "*"), (("https://b.example",), ""), ((), "")],
 )
 def test_pages_of_allowed_origins_may_use_the_server(
-    origins: tuple[str, ...], allowed: str
+    origins: tuple[str, ...], is_allowed: str
 ) -> None:
     cors = Cors(origins) if origins else None
     preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
@@ -175,19 +182,19 @@ def test_pages_of_allowed_origins_may_use_the_server(
     if cors is None:
         assert response.status == 401 and "access-control-allow-origin" not in headers
     else:
-        assert response.status == (200 if allowed else 403) and preflight.scopes == []
-    if allowed:
+        assert response.status == (200 if is_allowed else 403) and preflight.scopes == []
+    if is_allowed:
         assert headers["access-control-allow-headers"] == "authorization,x-stainless-os"
         assert headers["access-control-allow-methods"] == "GET, POST"
-        assert headers["access-control-allow-origin"] == allowed
+        assert headers["access-control-allow-origin"] == is_allowed
     assert (headers.get("vary") == "Origin") is (bool(origins) and "*" not in origins)
     post = Request("POST", "/v1/chat/bad", Origin=PAGE, Sec_Fetch_Site="cross-site")
     response = handled(post, cors=cors)
     headers = headers_of(response)
-    assert response.status == (400 if allowed else 403)
-    assert headers.get("access-control-allow-origin", "") == allowed
-    assert ("x-request-id" in headers.get("access-control-expose-headers", "")) is bool(allowed)
-    assert (post.repeat is None) is bool(allowed)
+    assert response.status == (400 if is_allowed else 403)
+    assert headers.get("access-control-allow-origin", "") == is_allowed
+    assert ("x-request-id" in headers.get("access-control-expose-headers", "")) is bool(is_allowed)
+    assert (post.repeat is None) is bool(is_allowed)
 
 
 def test_other_origins_have_no_permission() -> None:
@@ -200,8 +207,8 @@ def test_other_origins_have_no_permission() -> None:
         (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **preflight_headers), 421),
     ):
         assert handled(request, cors=cors).status == status
-    plain = headers_of(handled(Request("POST", "/v1/chat/bad"), cors=cors))
-    assert not [name for name in plain if name.startswith("access-control")]
+    plain_headers = headers_of(handled(Request("POST", "/v1/chat/bad"), cors=cors))
+    assert not [name for name in plain_headers if name.startswith("access-control")]
     preflight_headers["Access_Control_Request_Headers"] = "x\r\ny"
     strange = headers_of(
         handled(Request("OPTIONS", "/v1/chat/bad", **preflight_headers), cors=cors)
@@ -242,9 +249,9 @@ class Transport:
     `leaves`.
     """
 
-    def __init__(self, leaves: int = -1) -> None:
+    def __init__(self, lost_after: int = -1) -> None:
         self.written: list[bytes] = []
-        self.leaves = leaves
+        self.leaves = lost_after
         self.writing_paused = False
         self.transport = self
 
@@ -299,7 +306,7 @@ def test_available_chunks_are_written_together_and_an_empty_chunk_ends_nothing()
 
 
 def test_nothing_is_produced_for_a_disconnected_client() -> None:
-    batches, transport = Batches([b"a"], [b"b"], [b"c"]), Transport(leaves=2)
+    batches, transport = Batches([b"a"], [b"b"], [b"c"]), Transport(lost_after=2)
     with pytest.raises(ConnectionResetError):
         sent(batches, transport)
     assert batches.created == 1

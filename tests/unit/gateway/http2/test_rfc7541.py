@@ -20,13 +20,15 @@ def headers(block: bytes, stream: int = 1) -> bytes:
 
 def broken(section: str, title: str, *blocks: bytes) -> Case:
     """Check that the last of these blocks is malformed."""
-    sent = b"".join(headers(block, 2 * at + 1) for at, block in enumerate(blocks))
+    sent = b"".join(headers(block, 2 * index + 1) for index, block in enumerate(blocks))
     return Case(section, title, sent, ends=BROKEN)
 
 
 def fine(section: str, title: str, *blocks: bytes) -> Case:
-    sent = b"".join(headers(block, 2 * at + 1) for at, block in enumerate(blocks))
-    return Case(section, title, sent, served=tuple((2 * at + 1, b"") for at in range(len(blocks))))
+    sent = b"".join(headers(block, 2 * index + 1) for index, block in enumerate(blocks))
+    return Case(
+        section, title, sent, served=tuple((2 * index + 1, b"") for index in range(len(blocks)))
+    )
 
 
 CASES = [
@@ -136,13 +138,13 @@ EXAMPLES = {
 def test_the_examples(section: str) -> None:
     """Three requests in a row, without and with Huffman's code."""
     engine = Engine().take(OPENED)
-    for at, block in enumerate(EXAMPLES[section]):
-        engine.take(headers(bytes.fromhex(block), 2 * at + 1))
+    for index, block in enumerate(EXAMPLES[section]):
+        engine.take(headers(bytes.fromhex(block), 2 * index + 1))
     host = (b":authority", b"www.example.com")
-    first = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/"), host]
-    assert list(engine.requests[1].fields) == first
-    assert list(engine.requests[3].fields) == [*first, (b"cache-control", b"no-cache")]
+    expected_fields = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/"), host]
+    assert list(engine.requests[1].fields) == expected_fields
+    assert list(engine.requests[3].fields) == [*expected_fields, (b"cache-control", b"no-cache")]
     assert list(engine.requests[5].fields) == [
-        *(first[0], (b":scheme", b"https"), (b":path", b"/index.html"), host),
+        *(expected_fields[0], (b":scheme", b"https"), (b":path", b"/index.html"), host),
         (b"custom-key", b"custom-value"),
     ]

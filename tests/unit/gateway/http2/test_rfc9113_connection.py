@@ -177,9 +177,9 @@ def test_section(case: Case) -> None:
 def test_the_servers_settings_are_its_first_frame() -> None:
     """3.4: SETTINGS are the first that a server sends, which may come before the preface."""
     engine = Engine(Limits(streams=7, window=70000, frame=20000, header_list=5000))
-    first = engine.sent[0]
-    assert first[:3] == (SETTINGS, 0, 0)
-    values = dict(struct.iter_unpack(">HI", first.payload))
+    first_frame = engine.sent[0]
+    assert first_frame[:3] == (SETTINGS, 0, 0)
+    values = dict(struct.iter_unpack(">HI", first_frame.payload))
     assert values == {3: 7, 4: 70000, 5: 20000, 6: 5000}
 
 
@@ -204,10 +204,10 @@ def test_goaway_names_the_last_stream() -> None:
     """6.8, 5.4.1: the highest that may have been served; and nothing is handled behind it."""
     engine = Engine().take(OPENED + BEGUN + frame(HEADERS, END_HEADERS, 7, GET) + frame(PING, 0, 0))
     assert engine.sent[-1].payload[:8] == struct.pack(">II", 7, FaultCode.FRAME_SIZE_ERROR)
-    before = len(engine.sent)
+    sent_before = len(engine.sent)
     engine.take(frame(HEADERS, END_HEADERS, 9, GET) + frame(PING, 0, 0, bytes(8)))
     assert 9 not in engine.requests
-    assert len(engine.sent) == before
+    assert len(engine.sent) == sent_before
 
 
 def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:

@@ -45,17 +45,17 @@ TRAILERS = frame(HEADERS, WHOLE, 1, b"")
 SIGN = frame(PING, 0, 0, bytes(8))
 
 
-def priority(stream: int, on: int = 0) -> bytes:
-    return frame(PRIORITY, 0, stream, struct.pack(">IB", on, 16))
+def priority(stream: int, dependency: int = 0) -> bytes:
+    return frame(PRIORITY, 0, stream, struct.pack(">IB", dependency, 16))
 
 
 def continued(*pieces: bytes, flags: int = END_STREAM) -> bytes:
     """Return a header block in several frames of stream 1."""
-    first, *middle, last = pieces
+    first_piece, *middle_pieces, last_piece = pieces
     return (
-        frame(HEADERS, flags, 1, first)
-        + b"".join(frame(CONTINUATION, 0, 1, piece) for piece in middle)
-        + frame(CONTINUATION, END_HEADERS, 1, last)
+        frame(HEADERS, flags, 1, first_piece)
+        + b"".join(frame(CONTINUATION, 0, 1, piece) for piece in middle_pieces)
+        + frame(CONTINUATION, END_HEADERS, 1, last_piece)
     )
 
 
@@ -245,16 +245,18 @@ OPEN_ENDED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "late"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
-@pytest.mark.parametrize("how", ["reset", "answered early"])
-def test_frames_for_a_stream_that_the_server_has_ended(name: str, late: bytes, how: str) -> None:
+@pytest.mark.parametrize(("name", "late_frame"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
+@pytest.mark.parametrize("ending", ["reset", "answered early"])
+def test_frames_for_a_stream_that_the_server_has_ended(
+    name: str, late_frame: bytes, ending: str
+) -> None:
     """5.1, closed: frames that the client sent before it received the end are ignored."""
     engine = Engine().take(OPENED + BEGUN)
-    if how == "reset":
+    if ending == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
         engine.http2.sending.send_head(engine.stream(1), b"\x88", end=True)
-    engine.take(late)
+    engine.take(late_frame)
     assert list(engine.resets) == [1]
     engine.check_goes_on()
 
@@ -273,14 +275,14 @@ def test_header_blocks_of_ended_streams_are_decoded() -> None:
     """4.3: their fields are in the table for the blocks that follow."""
     engine = Engine().take(OPENED + BEGUN)
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
-    kept = b"\x40\x01a\x01b"  # in the table from now on
-    engine.take(frame(HEADERS, WHOLE, 1, kept) + frame(HEADERS, WHOLE, 3, GET + b"\xbe"))
+    indexed_field = b"\x40\x01a\x01b"  # in the table from now on
+    engine.take(frame(HEADERS, WHOLE, 1, indexed_field) + frame(HEADERS, WHOLE, 3, GET + b"\xbe"))
     assert engine.requests[3].fields[-1] == (b"a", b"b")
 
 
 def test_frames_for_a_completed_stream() -> None:
     """5.1, closed: both are done; only what may cross the answer is ignored."""
-    for late, ends in [
+    for late_frame, is_fatal in [
         (window(1, 1) + priority(1) + frame(RESET, 0, 1, bytes(4)), None),
         (LAST, FaultCode.STREAM_CLOSED),
         (TRAILERS, FaultCode.STREAM_CLOSED),
@@ -288,7 +290,7 @@ def test_frames_for_a_completed_stream() -> None:
         engine = Engine().take(OPENED + ASKED)
         engine.http2.sending.send_response(engine.stream(1), FORM, (b"data",))
         assert not engine.http2.streams
-        assert engine.take(late).gone is ends
+        assert engine.take(late_frame).gone is is_fatal
 
 
 def test_too_many_concurrent_streams_are_refused() -> None:
@@ -320,12 +322,12 @@ def test_a_response_may_overlap_its_request() -> None:
 def test_data_beyond_the_window_is_refused() -> None:
     """6.9.1: the window of a stream; window updates and padding count."""
     limits = Limits(window=65535, frame=16384)
-    full = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
-    assert Engine(limits).take(OPENED + BEGUN + full).resets == {}
-    one_more = Engine(limits).take(OPENED + BEGUN + full + frame(DATA, 0, 1, b"x"))
+    full_window = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
+    assert Engine(limits).take(OPENED + BEGUN + full_window).resets == {}
+    one_more = Engine(limits).take(OPENED + BEGUN + full_window + frame(DATA, 0, 1, b"x"))
     assert one_more.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
     assert one_more.requests[1].cancelled
-    granted = Engine(limits).take(OPENED + BEGUN + full)
+    granted = Engine(limits).take(OPENED + BEGUN + full_window)
     granted.http2.send_window_update(granted.stream(1), 6)
     assert granted.take(frame(DATA, PADDED, 1, b"\4" + bytes(5))).resets == {}
     granted.take(frame(DATA, PADDED, 1, b"\0"))
@@ -346,8 +348,8 @@ def test_padding_is_returned_to_the_window() -> None:
 def test_the_window_of_the_connection_is_refilled() -> None:
     """6.9.1: what streams are granted is all that holds a client back."""
     engine = Engine(Limits(frame=2**20, window=2**20))
-    first = [item for item in engine.sent if item.kind == WINDOW]
-    assert [(item.stream, item.payload) for item in first] == [
+    window_updates = [item for item in engine.sent if item.kind == WINDOW]
+    assert [(item.stream, item.payload) for item in window_updates] == [
         (0, struct.pack(">I", 2**31 - 65536))
     ]
     engine.take(OPENED + BEGUN)
@@ -363,6 +365,6 @@ def test_the_window_of_the_connection_is_refilled() -> None:
 def test_acknowledgements_are_no_requests() -> None:
     """6.5: an acknowledgement of ours is answered by nothing."""
     engine = Engine().take(OPENED)
-    before = len(engine.sent)
+    sent_before = len(engine.sent)
     engine.take(frame(SETTINGS, ACK, 0))
-    assert len(engine.sent) == before
+    assert len(engine.sent) == sent_before

@@ -25,9 +25,9 @@ def failed(rig: EnsembleRig) -> m.Failed:
     return message
 
 
-def begun_stream(**more: Any) -> tuple[EnsembleRig, int]:
+def begun_stream(**settings: Any) -> tuple[EnsembleRig, int]:
     """Return a rig whose request has begun a decoupled first step, and the step's number."""
-    rig = EnsembleRig(STREAM, STREAM_MODELS, **more)
+    rig = EnsembleRig(STREAM, STREAM_MODELS, **settings)
     rig.submit()
     return rig, rig.runs()["a"]
 
@@ -91,8 +91,8 @@ def test_a_response_that_cannot_be_read_is_counted() -> None:
 
 def test_an_unreadable_condition_fails_its_request() -> None:
     """The condition is on a device, or in a client's memory."""
-    second = {**STREAM[1], "input_map": {"X": "IN"}}
-    rig = EnsembleRig([STREAM[0], second], [model("a"), model("b")], conditions={1: "m"})
+    second_step = {**STREAM[1], "input_map": {"X": "IN"}}
+    rig = EnsembleRig([STREAM[0], second_step], [model("a"), model("b")], conditions={1: "m"})
     rig.submit()
     unsealed = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
     tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed, 0, 4))
@@ -106,8 +106,8 @@ def test_no_step_that_waited_begins_after_a_failure() -> None:
     rig, number = begun_stream(max_inflight=1)
     rig.respond("a", number, b"0000")
     rig.respond("a", number, b"0001")
-    ((_, first),) = rig.sent()
-    rig.from_step("b", m.Failed(first.id, "INTERNAL", "boom", 0, False))
+    ((_, first_step),) = rig.sent()
+    rig.from_step("b", m.Failed(first_step.id, "INTERNAL", "boom", 0, False))
     assert rig.runs() == {}
     rig.respond("a", number, b"", final=True)
     assert failed(rig).code == "INTERNAL"

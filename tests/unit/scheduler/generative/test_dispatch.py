@@ -65,27 +65,31 @@ class Llm:
         return True
 
     def _prepare(self, message: g.Prepare) -> None:
-        (work,) = message.requests
-        self.worker.prompts[work.key] = PROMPT
-        self.worker.most[work.key] = self.most
+        (request,) = message.requests
+        self.worker.prompts[request.key] = PROMPT
+        self.worker.most[request.key] = self.most
         replays = self.replays and bool(message.resumed)
         for resumed in message.resumed if not replays else ():
-            self.worker.resumed[work.key, resumed.sample] = array("i", resumed.tokens)
-        over = 0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
-        self.open[work.key] = self.samples - over
-        prepared = g.Prepared(work.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
+            self.worker.resumed[request.key, resumed.sample] = array("i", resumed.tokens)
+        finished_count = (
+            0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
+        )
+        self.open[request.key] = self.samples - finished_count
+        prepared = g.Prepared(
+            request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays
+        )
         self.rig.worker(self.peer, prepared)
 
     def _step(self, message: g.Step) -> None:
         ofs = {begin.sequence: (begin.key, begin.sample) for begin in message.new_sequences}
-        known = {
+        sequences = {
             n: (sequence.key, sequence.sample) for n, sequence in self.worker.known.items()
         } | ofs
         stepped = self.worker.step(message)
         self.rig.now += MS
         self.rig.worker(self.peer, stepped)
         for result in stepped.results:
-            key, sample = known[result.sequence]
+            key, sample = sequences[result.sequence]
             tokens = self.worker.known[result.sequence].slots[len(PROMPT) :]
             self.rig.worker(self.peer, g.ResponseSent(key, sample, len(tokens)))
             if result.finish_reason:
@@ -99,8 +103,13 @@ class Llm:
 
 
 def engine_settings(**fields: Any) -> EngineSettings:
-    small = {"block_size": 4, "kv_cache_blocks": 16, "max_waiting_requests": 3, "max_batch_size": 2}
-    return EngineSettings.of({**small, **fields})
+    small_settings = {
+        "block_size": 4,
+        "kv_cache_blocks": 16,
+        "max_waiting_requests": 3,
+        "max_batch_size": 2,
+    }
+    return EngineSettings.of({**small_settings, **fields})
 
 
 def rig_of(settings: EngineSettings) -> Rig:
@@ -170,10 +179,10 @@ def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() 
     assert (refusal.id, refusal.code, refusal.early) == (too_long, "INVALID_ARG", True)
     assert "the prompt has 8 tokens, and up to 20 follow" in refusal.message
     llm.most = 4
-    (fits,) = submit(rig)
+    (fitting,) = submit(rig)
     while llm.turn():
         pass
-    assert ended(rig) == {fits: ""}
+    assert ended(rig) == {fitting: ""}
 
 
 @pytest.mark.parametrize("turns", range(12))
@@ -181,14 +190,14 @@ def test_a_cancelled_request_leaks_nothing_in_any_state(turns: int) -> None:
     settings = engine_settings()
     rig = rig_of(settings)
     llm = Llm(rig, settings)
-    first, second = submit(rig, 2)
+    first_request, second_request = submit(rig, 2)
     for _ in range(turns):
         llm.turn()
-    rig.client(m.Cancel(first))
+    rig.client(m.Cancel(first_request))
     while llm.turn():
         pass
     codes = ended(rig)
-    assert codes[second] == "" and codes[first] in ("CANCELLED", "")
+    assert codes[second_request] == "" and codes[first_request] in ("CANCELLED", "")
     assert rig.snapshot()["executing"] == 0
     assert not llm.worker.known
 
@@ -200,8 +209,8 @@ def test_a_burst_fills_the_batch_and_the_queue() -> None:
     numbers = submit(rig, 8)
     assert ended(rig) == dict.fromkeys(numbers[6:], "UNAVAILABLE")
     llm.turn()
-    (more,) = submit(rig)
-    assert ended(rig) == {more: "UNAVAILABLE"}
+    (surplus,) = submit(rig)
+    assert ended(rig) == {surplus: "UNAVAILABLE"}
     while llm.turn():
         pass
     assert ended(rig) == dict.fromkeys(numbers[:6], "")
@@ -216,39 +225,39 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     (number,) = submit(rig)
     for _ in range(turns):
         llm.turn()
-    before = ended(rig)
+    ended_before = ended(rig)
     rig.supervisor(ProcessExited(100, "killed"))
     successor = Llm(rig, settings, pid=101, samples=samples)
     resumed = [message for message in successor.receive() if isinstance(message, g.Prepare)]
-    if not before:
+    if not ended_before:
         (prepare,) = resumed
-        for had in prepare.resumed:
-            expected, _ = alone(PROMPT, had.sample, llm.most)
-            tokens = list(array("i", had.tokens))
+        for resumed_sample in prepare.resumed:
+            expected, _ = alone(PROMPT, resumed_sample.sample, llm.most)
+            tokens = list(array("i", resumed_sample.tokens))
             assert tokens == expected[: len(tokens)]
             # Each token is reported in the step that generates it.
-            assert had.sent_characters == len(tokens)
+            assert resumed_sample.sent_characters == len(tokens)
     while successor.turn():
         pass
-    assert before | ended(rig) == {number: ""}
+    assert ended_before | ended(rig) == {number: ""}
     assert not successor.worker.known
 
 
-@pytest.mark.parametrize("second", [1, 3, 5, 40])
-@pytest.mark.parametrize("first", [4, 7, 40])
-def test_restarted_samples_keep_their_tokens(first: int, second: int) -> None:
+@pytest.mark.parametrize("second_turns", [1, 3, 5, 40])
+@pytest.mark.parametrize("first_turns", [4, 7, 40])
+def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int) -> None:
     """The next worker generates the same tokens. It receives the tokens from before all deaths."""
     settings = engine_settings()
     rig = rig_of(settings)
     (number,) = submit(rig)
-    known: dict[int, bytes] = {}
+    known_tokens: dict[int, bytes] = {}
     codes: dict[int, str] = {}
-    for pid, turns in enumerate((first, second, 10_000), 100):
+    for pid, turns in enumerate((first_turns, second_turns, 10_000), 100):
         llm = Llm(rig, settings, pid=pid, most=20, samples=2, replays=True)
         for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
             for resumed in prepare.resumed:
-                assert resumed.tokens.startswith(known.get(resumed.sample, b""))
-                known[resumed.sample] = resumed.tokens
+                assert resumed.tokens.startswith(known_tokens.get(resumed.sample, b""))
+                known_tokens[resumed.sample] = resumed.tokens
         for _ in range(turns):
             if not llm.turn():
                 break
@@ -284,10 +293,10 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     submit(rig)
     rig.supervisor(RetireInstance(2))
     rig.workers.take()
-    first = rig.start(3, 103)
+    first_requests = rig.start(3, 103)
     submit(rig, 3)
     assert {peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)} == {
-        first
+        first_requests
     }
     stay = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
@@ -338,13 +347,13 @@ def test_an_exited_client_does_not_affect_other_clients() -> None:
     rig = rig_of(settings)
     llm = Llm(rig, settings)
     submit(rig, peer=b"7001.ab")
-    (stays,) = submit(rig, peer=GATEWAY)
+    (other_request,) = submit(rig, peer=GATEWAY)
     llm.turn()
     llm.turn()
     rig.supervisor(ProcessExited(7001, ""))
     while llm.turn():
         pass
-    assert ended(rig) == {stays: ""}
+    assert ended(rig) == {other_request: ""}
     assert not llm.worker.known
 
 

@@ -40,7 +40,7 @@ def queue(rig: Rig, *units: int, **fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("most", "units", "expected"),
+    ("max_batch_size", "units", "expected"),
     [
         (8, (4, 4, 1), [2, 1]),
         (8, (5, 4), [1, 1]),
@@ -51,10 +51,10 @@ def queue(rig: Rig, *units: int, **fields: Any) -> bytes:
     ],
 )
 def test_batch_sizes_are_summed_and_no_request_is_split(
-    most: int, units: tuple[int, ...], expected: list[int]
+    max_batch_size: int, units: tuple[int, ...], expected: list[int]
 ) -> None:
     """Rule 3.1.1: a request counts as its batch size, at least 1; a maximum of 0 is one of 1."""
-    rig = Rig({}, max_batch_size=most)
+    rig = Rig({}, max_batch_size=max_batch_size)
     assert sizes(rig, queue(rig, *units)) == expected
 
 
@@ -183,10 +183,10 @@ def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int])
     numbers = rig.submit(4)
     batches = rig.executes()
     records: list[int] = []
-    for at in order:
-        peer, batch = batches[at]
+    for batch_index in order:
+        peer, batch = batches[batch_index]
         key = batch.requests[0].key
-        code = "INTERNAL" if at in fails else ""
+        code = "INTERNAL" if batch_index in fails else ""
         rig.finish(peer, batch, m.Reply(key, code, "bad" if code else ""))
         records += [answer.id for answer in rig.answers()]
         assert records == numbers[: len(records)]
@@ -223,9 +223,9 @@ def test_requests_are_numbered_as_they_come() -> None:
     """Rule 3.1.1: requests run in order of arrival, whatever their sizes."""
     rig = Rig({})
     peer = queue(rig, 3, 8, 1, 1, 7)
-    works = []
+    contents = []
     while executes := rig.executes():
         for _, batch in executes:
-            works += [request.data[0] for request in batch.requests]
+            contents += [request.data[0] for request in batch.requests]
             rig.finish(peer, batch)
-    assert works == [b"w%d" % number for number in itertools.islice(itertools.count(1), 5)]
+    assert contents == [b"w%d" % number for number in itertools.islice(itertools.count(1), 5)]

@@ -26,9 +26,9 @@ def order(rig: Rig, peer: bytes) -> list[list[int]]:
     return batches
 
 
-def busy(dynamic: dict[str, Any], **more: Any) -> tuple[Rig, bytes, m.Execute]:
+def busy(dynamic: dict[str, Any], **settings: Any) -> tuple[Rig, bytes, m.Execute]:
     """Return a rig whose only instance executes request 1."""
-    rig, peer = ready_rig(dynamic, **more)
+    rig, peer = ready_rig(dynamic, **settings)
     rig.submit()
     return rig, peer, rig.execute()[1]
 
@@ -84,8 +84,8 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
         "default_queue_policy": {"max_queue_size": 3},
     }
     rig, peer, batch = busy(dynamic)
-    for priority, room in ((3, 1), (1, 2), (2, 3)):
-        rig.submit(room, priority=priority)
+    for priority, max_queued in ((3, 1), (1, 2), (2, 3)):
+        rig.submit(max_queued, priority=priority)
         assert rig.answers() == []
         (number,) = rig.submit(priority=priority, request_id="r")
         assert rig.answers() == [refused(number, "[request id: r] Exceeds maximum queue size", 1)]
@@ -123,11 +123,11 @@ def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
         "default_queue_policy": {"default_timeout_microseconds": 3000},
     }
     rig, _, _ = busy(dynamic)
-    high, low = rig.submit(priority=1) + rig.submit(priority=3)
+    high_priority, low_priority = rig.submit(priority=1) + rig.submit(priority=3)
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refused(high, EXPIRED)]
+    assert rig.answers() == [refused(high_priority, EXPIRED)]
     rig.pass_time(2 * MS)
-    assert rig.answers() == [refused(low, EXPIRED)]
+    assert rig.answers() == [refused(low_priority, EXPIRED)]
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,13 @@ def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
 def test_delayed_requests_may_wait_for_ever() -> None:
     """Rule 3.2.4."""
     rig, peer, batch = busy({"default_queue_policy": DELAYED}, max_batch_size=1)
-    (late,) = rig.submit()
+    (delayed,) = rig.submit()
     for _ in range(20):
         rig.pass_time(MS + 1)
         rig.submit()
         rig.finish(peer, batch)
         _, batch = rig.execute()
-        assert batch.requests[0].data != [b"w%d" % late]
+        assert batch.requests[0].data != [b"w%d" % delayed]
     assert not any(isinstance(answer, m.Failed) for answer in rig.answers())
 
 
@@ -251,11 +251,11 @@ def test_an_expired_request_names_the_limit_and_its_origin(
 def test_cancelling_a_delayed_request_takes_it_out() -> None:
     """Rule 3.2.4."""
     rig, peer, batch = busy({"default_queue_policy": DELAYED})
-    late, other = rig.submit(2)
+    delayed, remaining = rig.submit(2)
     rig.pass_time(MS + 1)
-    rig.client(m.Cancel(late))
+    rig.client(m.Cancel(delayed))
     rig.finish(peer, batch)
-    assert order(rig, peer) == [[other]]
+    assert order(rig, peer) == [[remaining]]
 
 
 @pytest.mark.parametrize("policy", [{}, DELAYED])

@@ -16,7 +16,7 @@ from tests.rigs.sequence_rig import START, SequenceRig
 FEW, MANY = 200, 4_000
 
 
-def operations(work: Callable[[], None]) -> int:
+def operations(action: Callable[[], None]) -> int:
     """Return the number of executed Python instructions, including loops within one line."""
     count = 0
 
@@ -28,7 +28,7 @@ def operations(work: Callable[[], None]) -> int:
 
     sys.settrace(trace)
     try:
-        work()
+        action()
     finally:
         sys.settrace(None)
     return count
@@ -38,18 +38,18 @@ def operations(work: Callable[[], None]) -> int:
 operations(lambda: None)
 
 
-def cancelling(numbers: slice, waiting: int, anew: int = 0) -> int:
+def cancelling(numbers: slice, waiting: int, new_count: int = 0) -> int:
     """Return the cost of cancelling the requests in a slice of one sequence.
 
     Args:
         numbers: The requests to cancel.
         waiting: The number of requests of the sequence.
-        anew: The number of requests after a START that restarts the sequence.
+        new_count: The number of requests after a START that restarts the sequence.
     """
     rig = SequenceRig(rows=1)
     rig.request(1, START)
     requests = [rig.request(1) for _ in range(waiting)]
-    for index in range(anew):
+    for index in range(new_count):
         rig.request(1, 0 if index else START)
 
     def cancel() -> None:
@@ -59,17 +59,19 @@ def cancelling(numbers: slice, waiting: int, anew: int = 0) -> int:
     return operations(cancel)
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_cancellation_costs_no_more_with_many_waiting(anew: bool) -> None:
+@pytest.mark.parametrize("adds_new", [False, True])
+def test_a_cancellation_costs_no_more_with_many_waiting(adds_new: bool) -> None:
     """The last requests of the sequence are cancelled, so that no later request ends with them."""
     tail = slice(None, -20, -1)
-    few, many = (cancelling(tail, count, count if anew else 0) for count in (FEW, MANY))
-    assert many < few * 1.1
+    few_cost, many_cost = (
+        cancelling(tail, count, count if adds_new else 0) for count in (FEW, MANY)
+    )
+    assert many_cost < few_cost * 1.1
 
 
 def test_all_that_is_behind_costs_once_for_each() -> None:
-    few, many = (cancelling(slice(0, 1), count) / count for count in (FEW, MANY))
-    assert many < few * 1.1
+    few_cost, many_cost = (cancelling(slice(0, 1), count) / count for count in (FEW, MANY))
+    assert many_cost < few_cost * 1.1
 
 
 def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:
@@ -81,5 +83,5 @@ def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:
         freed_number = table._free[0][2]
         return operations(lambda: table.close(freed_number))
 
-    few, many = retiring(2), retiring(200)
-    assert many < few * 1.1
+    few_cost, many_cost = retiring(2), retiring(200)
+    assert many_cost < few_cost * 1.1

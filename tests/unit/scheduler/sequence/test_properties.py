@@ -48,18 +48,18 @@ class Watched(SequenceRig):
         return executable
 
     def check(self, peer: bytes, batch: m.Execute) -> None:
-        real = [row for row in batch.rows if row.key]
-        assert [row.key for row in real] == [request.key for request in batch.requests]
-        assert real and len(real) <= ROWS
+        used_rows = [row for row in batch.rows if row.key]
+        assert [row.key for row in used_rows] == [request.key for request in batch.requests]
+        assert used_rows and len(used_rows) <= ROWS
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
-        for row in real:
+        for row in used_rows:
             sequence = self.sequences[row.key]
             assert sequence.id == row.correlation_id
             # All requests of a sequence run in the same slot, in order of arrival.
             assert self.home.setdefault(sequence, (peer, row.slot)) == (peer, row.slot)
             assert self.last.get(sequence, 0) < row.key
             self.last[sequence] = row.key
-        assert len({self.sequences[row.key] for row in real}) == len(real)
+        assert len({self.sequences[row.key] for row in used_rows}) == len(used_rows)
 
     def note(self) -> None:
         """Record the messages to clients."""
@@ -138,5 +138,5 @@ def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
             sys.settrace(None)
         return counted
 
-    few, many = lines(10), lines(10_000)
-    assert many < few * 1.5
+    few_lines, many_lines = lines(10), lines(10_000)
+    assert many_lines < few_lines * 1.5

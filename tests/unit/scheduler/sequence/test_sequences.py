@@ -132,15 +132,15 @@ def test_3_3_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
 def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: SequenceRig) -> None:
     for sequence in (1, 2):
         rig.request(sequence, START)
-    first = [rig.request(3, START), rig.request(3, END)]
-    second = rig.request(3, START)
+    first_sequence = [rig.request(3, START), rig.request(3, END)]
+    restarted = rig.request(3, START)
     rig.request(1, END)
     rig.request(2, END)
     order = []
     while rig.runs():
         rig.done()
         order += list(rig.outcomes())
-    assert order.index(first[0]) < order.index(first[1]) and second in order
+    assert order.index(first_sequence[0]) < order.index(first_sequence[1]) and restarted in order
 
 
 def test_3_3_a_start_on_a_live_id_restarts_in_its_slot(rig: SequenceRig) -> None:
@@ -200,13 +200,13 @@ def test_3_3_who_runs_or_waits_is_not_idle() -> None:
 def test_3_3_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
-    waits = rig.request(2, START)
+    backlogged = rig.request(2, START)
     rig.pass_time(60_000 * MS)
     rig.done()
     rig.outcomes()
     rig.pass_time(1000 * MS)
     rig.done()
-    assert rig.outcomes() == {waits: None}
+    assert rig.outcomes() == {backlogged: None}
 
 
 # --- 3.3: time and cancellation -------------------------------------------------------------------
@@ -256,12 +256,12 @@ def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
 
 def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceRig) -> None:
     rig.request(1, START)
-    late = rig.request(1, timeout_ns=5 * MS)
-    behind = rig.request(1)
+    expired = rig.request(1, timeout_ns=5 * MS)
+    later = rig.request(1)
     rig.pass_time(6 * MS)
     outcomes = rig.outcomes()
-    assert outcomes[late] == EXPIRED
-    assert "an earlier request of the sequence" in outcomes[behind]
+    assert outcomes[expired] == EXPIRED
+    assert "an earlier request of the sequence" in outcomes[later]
     rig.done()
     assert not rig.runs()
     rig.answers()
@@ -275,17 +275,17 @@ def test_3_10_cancelling_a_request_cancels_later_ones_of_its_sequence(slots: int
     rig = SequenceRig(rows=1)
     if not slots:
         rig.request(9, START)
-    first = rig.request(1, START)
-    second, third = rig.request(1), rig.request(1)
-    rig.client(m.Cancel(second))
+    first_request = rig.request(1, START)
+    second_request, third_request = rig.request(1), rig.request(1)
+    rig.client(m.Cancel(second_request))
     outcomes = rig.outcomes()
-    assert set(outcomes) == {second, third}
+    assert set(outcomes) == {second_request, third_request}
     if not slots:
         rig.request(9, END)
         rig.done()
         rig.done()
     rig.done()
-    assert first in rig.outcomes()
+    assert first_request in rig.outcomes()
     # The slot is free again.
     rig.request(5, START)
     assert rig.batches()[0] == [5]
@@ -293,22 +293,22 @@ def test_3_10_cancelling_a_request_cancels_later_ones_of_its_sequence(slots: int
 
 def test_3_5_after_a_cancellation_the_next_start_is_a_new_sequence(rig: SequenceRig) -> None:
     rig.request(1, START)
-    second = rig.request(1)
-    again = rig.request(1, START)
-    rig.client(m.Cancel(second))
-    assert set(rig.outcomes()) == {second}
+    second_request = rig.request(1)
+    restarted = rig.request(1, START)
+    rig.client(m.Cancel(second_request))
+    assert set(rig.outcomes()) == {second_request}
     rig.done()
     assert [row.flags for row in rig.rows()] == [START]
     rig.done()
-    assert again in rig.outcomes()
+    assert restarted in rig.outcomes()
 
 
 def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -> None:
-    other = b"7001.ab"
+    other_client = b"7001.ab"
     rig.request(1, START)
-    rig.request(2, START, peer=other)
-    rig.request(3, START, peer=other)
-    rig.request(3, peer=other)
+    rig.request(2, START, peer=other_client)
+    rig.request(3, START, peer=other_client)
+    rig.request(3, peer=other_client)
     rig.supervisor(ProcessExited(7001, ""))
     while rig.runs():
         rig.done()
@@ -323,12 +323,12 @@ def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> 
     rig.done()
     rig.supervisor(Drain())
     rig.outcomes()
-    refused = [rig.request(1, START), rig.request(2, START)]
+    refused_starts = [rig.request(1, START), rig.request(2, START)]
     assert all("stopped accepting" in text for text in rig.outcomes().values())
-    assert len(refused) == 2
-    goes_on = rig.request(1)
+    assert len(refused_starts) == 2
+    continuing = rig.request(1)
     rig.done()
-    assert rig.outcomes() == {goes_on: None}
+    assert rig.outcomes() == {continuing: None}
 
 
 def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
@@ -362,19 +362,19 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     runs = rig.request(1, START)
     rig.request(2, START)
     rig.done(1)
-    waits = rig.request(1)
-    fresh = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
+    waiting = rig.request(1)
+    unstarted = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
     rig.outcomes()
     rig.die(0)
     outcomes = rig.outcomes()
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
-    assert text in outcomes.pop(runs) and text in outcomes.pop(waits) and not outcomes
+    assert text in outcomes.pop(runs) and text in outcomes.pop(waiting) and not outcomes
     rig.request(1)
     assert "the state of this one was lost when the model's worker died" in error(rig)
     # The other instance runs it at once.
     assert rig.batches()[1] == [None, 3]
     rig.done(1)
-    assert rig.outcomes() == {fresh: None}
+    assert rig.outcomes() == {unstarted: None}
     rig.peers[0] = rig.start(0, 200)
     rig.request(1, START)
     assert rig.batches() == {0: [1]}
@@ -402,15 +402,15 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     assert refusals[0].message == (
         "16384 sequences of this client wait for a slot of model 'm', and no more are allowed"
     )
-    mine, new = rig.request(1), rig.request(1_000_000, START)
+    open_request, new_start = rig.request(1), rig.request(1_000_000, START)
     outcomes = rig.outcomes()
-    while new not in outcomes:
+    while new_start not in outcomes:
         # Slots become free when idle sequences lose them. The clients take turns.
         while rig.runs():
             rig.done()
         rig.pass_time(1000 * MS)
         outcomes |= rig.outcomes()
-    assert outcomes[mine] is None and outcomes[new] is None
+    assert outcomes[open_request] is None and outcomes[new_start] is None
     assert len(outcomes) < 10
 
 
@@ -418,14 +418,14 @@ def test_connections_of_a_gateway_take_turns() -> None:
     """Sequences of other connections run between those of a connection that opens many."""
     rig = SequenceRig(rows=1)
     greedy = [rig.request(number, START | END, source=7) for number in range(1, 7)]
-    other = [rig.request(number, START | END, source=8) for number in (11, 12)]
-    ran: list[Any] = []
+    other_requests = [rig.request(number, START | END, source=8) for number in (11, 12)]
+    executed: list[Any] = []
     while rig.runs():
-        ran += rig.batches()[0]
+        executed += rig.batches()[0]
         rig.done()
     # Sequence 2 had the slot, and 3 was next before 11 arrived.
-    assert ran == [1, 2, 3, 11, 4, 12, 5, 6]
-    assert rig.outcomes() == dict.fromkeys([*greedy, *other])
+    assert executed == [1, 2, 3, 11, 4, 12, 5, 6]
+    assert rig.outcomes() == dict.fromkeys([*greedy, *other_requests])
 
 
 def submitted(sequence: int) -> m.Submit:
@@ -448,12 +448,12 @@ def test_3_5_iterative_requests_have_an_id_and_are_rescheduled(strategy: str) ->
     rig.done()
     assert rig.outcomes() == {number: None}
     # The sequence has ended, so its slot is free at once.
-    other = rig.request(0)
+    cancelled = rig.request(0)
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags, row.slot) == (2, START, 0)
-    rig.client(m.Cancel(other))
+    rig.client(m.Cancel(cancelled))
     rig.done(0, m.Reply(row.key, m.RESCHEDULED, ""))
-    assert rig.outcomes() == {other: "request cancelled"}
+    assert rig.outcomes() == {cancelled: "request cancelled"}
     assert not rig.runs()
 
 
@@ -531,8 +531,8 @@ def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
 def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
     begun(rig)
     rig.request(1)
-    second = rig.request(1, END)
-    rig.client(m.Cancel(second))
+    ending = rig.request(1, END)
+    rig.client(m.Cancel(ending))
     assert ended_slots(rig) == []  # the last request of the sequence still runs
     rig.done()
     assert ended_slots(rig) == [[0]]

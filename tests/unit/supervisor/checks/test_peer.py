@@ -29,7 +29,7 @@ def elsewhere(*names: str) -> access.PeerFacts:
 
 
 @pytest.mark.parametrize(
-    ("changed", "facts", "name", "state", "found"),
+    ("changed", "peer_facts", "name", "state", "expected_text"),
     [
         ({}, elsewhere("/dev/shm"), "/dev/shm", WRONG, "cannot find regions by their keys"),
         (
@@ -53,11 +53,11 @@ def elsewhere(*names: str) -> access.PeerFacts:
     ],
 )
 def test_judgement(
-    changed: dict[str, Any], facts: access.PeerFacts, name: str, state: str, found: str
+    changed: dict[str, Any], peer_facts: access.PeerFacts, name: str, state: str, expected_text: str
 ) -> None:
-    verdict = dict(access.judge_peer(SERVER._replace(**changed), facts))[f"peer's {name}"]
+    verdict = dict(access.judge_peer(SERVER._replace(**changed), peer_facts))[f"peer's {name}"]
     assert verdict.state == state
-    assert found in verdict.found
+    assert expected_text in verdict.found
     assert bool(verdict.fix) == (state != OK)
 
 
@@ -66,10 +66,14 @@ def test_a_process_like_the_server() -> None:
 
 
 def test_a_process_of_ours() -> None:
-    ours, other = access.gather_peer(CONFIG, os.getppid())
-    assert not ours.runs
-    assert other.identities["/dev/shm"] == ours.process.identities["/dev/shm"] is not None
-    assert other.uid == os.getuid()
+    own_process, other_process = access.gather_peer(CONFIG, os.getppid())
+    assert not own_process.runs
+    assert (
+        other_process.identities["/dev/shm"]
+        == own_process.process.identities["/dev/shm"]
+        is not None
+    )
+    assert other_process.uid == os.getuid()
 
 
 def test_there_is_no_such_process() -> None:
@@ -83,12 +87,12 @@ def test_a_process_with_another_shm() -> None:
     script = "mount -t tmpfs tmpfs /dev/shm && echo there && read line"
     pipe = subprocess.PIPE
     command = ["unshare", "--mount", "--net", "bash", "-c", script]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as other:
-        assert other.stdin and other.stdout and other.stderr
-        if other.stdout.readline() != b"there\n":
-            pytest.skip(f"no namespace: {other.stderr.read().decode()}")
-        verdicts = dict(access.judge_peer(*access.gather_peer(CONFIG, other.pid)))
-        other.communicate(b"\n")
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as other_process:
+        assert other_process.stdin and other_process.stdout and other_process.stderr
+        if other_process.stdout.readline() != b"there\n":
+            pytest.skip(f"no namespace: {other_process.stderr.read().decode()}")
+        verdicts = dict(access.judge_peer(*access.gather_peer(CONFIG, other_process.pid)))
+        other_process.communicate(b"\n")
     states = {name.removeprefix("peer's "): verdict.state for name, verdict in verdicts.items()}
     assert states["/dev/shm"] == WRONG
     assert states["network"] == WARNING

@@ -74,8 +74,8 @@ def test_a_group_with_bounds_has_its_minimum() -> None:
 
 def test_a_group_with_bounds_keeps_its_running_count() -> None:
     """The count is bounded by the maximum; groups without bounds have their configured count."""
-    for written, running, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
-        config = bounded(written, max_instances="4")
+    for configured, running, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
+        config = bounded(configured, max_instances="4")
         assert len(expand_instances(config, running)) == expected
     assert len(expand_instances(bounded(1), 3)) == 1
 
@@ -208,14 +208,16 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
     )
 
 
-@pytest.mark.parametrize("silent", [m.CompleteConfig, m.LoadInstance])
-def test_a_load_over_the_limit_reports_where_it_hangs(silent: type[Any]) -> None:
+@pytest.mark.parametrize("silent_type", [m.CompleteConfig, m.LoadInstance])
+def test_a_load_over_the_limit_reports_where_it_hangs(silent_type: type[Any]) -> None:
     """Both what completes the configuration and what loads, and nothing of it is left."""
 
     async def scenario(processes: Processes, model: ModelVersion) -> None:
         send = processes.send
         processes.context.control.send = (  # type: ignore[method-assign]
-            lambda address, message: None if isinstance(message, silent) else send(address, message)
+            lambda address, message: (
+                None if isinstance(message, silent_type) else send(address, message)
+            )
         )
         with pytest.raises(Unavailable, match=re.escape(OVER)):
             await model.start()

@@ -80,8 +80,8 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
     return manager, RepositoryPoller(processes.context, planner, registry, manager)
 
 
-@pytest.mark.parametrize("moment", ["reading", "waiting"])
-async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
+@pytest.mark.parametrize("load_stage", ["reading", "waiting"])
+async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
     """The unload arrives while the configuration is read, or while a second load waits, which
     is cancelled.
     """
@@ -98,10 +98,10 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
         loop.call_soon_threadsafe(unload)
 
     loads = [asyncio.ensure_future(served.load("m"))]
-    if moment == "reading":
+    if load_stage == "reading":
         repository.reading = unload_once
     await until_async(lambda: processes._held)
-    if moment == "waiting":
+    if load_stage == "waiting":
         loads.append(asyncio.ensure_future(served.load("m")))
         await turns()
         unload()
@@ -117,7 +117,7 @@ async def test_an_unload_waits_for_the_load_that_runs(moment: str) -> None:
     await served.stop()
     await processes.end()
     given_up = "failed to load 'm', no version is available"
-    expected = [None, *([given_up] if moment == "waiting" else []), None]
+    expected = [None, *([given_up] if load_stage == "waiting" else []), None]
     assert [getattr(outcome, "message", None) for outcome in outcomes] == expected
 
 
@@ -242,8 +242,8 @@ def test_only_what_differs_is_sent() -> None:
     assert sent([PUBLISHED], []) == []
     assert sent([replace(PUBLISHED, ready=False)], []) == [ReadinessChanged("m", "1", False)]
     assert sent([PUBLISHED], []) == [ReadinessChanged("m", "1", True)]
-    old = replace(PUBLISHED, latest=False)
-    assert sent([TWO, old], []) == [TWO, old]
+    old_publication = replace(PUBLISHED, latest=False)
+    assert sent([TWO, old_publication], []) == [TWO, old_publication]
     assert sent([TWO], []) == [GONE]
     assert list(publications.snapshot()) == [GONE, TWO]
 

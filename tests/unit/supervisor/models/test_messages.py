@@ -152,6 +152,6 @@ async def test_the_order_of_messages(
         await turns()
         processes.message_log.clear()
     await scenario(processes, model)
-    found = list(processes.message_log)
+    sent_messages = list(processes.message_log)
     await processes.end()
-    assert found == message_log
+    assert sent_messages == message_log

@@ -44,11 +44,11 @@ BOUNDS = st.integers(0, 20)
 @given(residents(), BOUNDS)
 def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound: int) -> None:
     by_name = {model.name: model for model in models}
-    gone: set[str] = set()
+    unloaded: set[str] = set()
     for name in select_unloads(models, bound, 10):
         assert not by_name[name].must_stay
-        assert by_name[name].users <= gone
-        gone.add(name)
+        assert by_name[name].users <= unloaded
+        unloaded.add(name)
 
 
 @given(residents(), BOUNDS)
@@ -56,7 +56,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
     models: list[Resident], bound: int
 ) -> None:
     names = select_unloads(models, bound, 10)
-    gone: set[str] = set()
+    unloaded: set[str] = set()
     resident_models = {resident.name: resident for resident in models}
 
     def is_over_bound() -> bool:
@@ -64,14 +64,14 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
             bool(bound) and sum(resident.byte_size for resident in resident_models.values()) > bound
         )
 
-    def idle(each: Resident) -> bool:
-        return 0 < each.idle_limit_ns <= 10 - each.used_ns
+    def idle(resident: Resident) -> bool:
+        return 0 < resident.idle_limit_ns <= 10 - resident.used_ns
 
     def free() -> list[Resident]:
         return [
             resident
             for resident in resident_models.values()
-            if not resident.must_stay and resident.users <= gone
+            if not resident.must_stay and resident.users <= unloaded
         ]
 
     for name in names:
@@ -79,7 +79,7 @@ def test_the_bound_holds_where_it_can_and_no_more_leave_than_must(
         if is_over_bound():
             assert resident_models[name].used_ns == min(resident.used_ns for resident in free())
         del resident_models[name]
-        gone.add(name)
+        unloaded.add(name)
     assert not (is_over_bound() and free())
     assert not any(map(idle, free()))
 

@@ -101,9 +101,9 @@ def test_a_named_configuration_overrides_the_default_one(tmp_path: Path) -> None
     assert models["without"].config_path == tmp_path / "without" / "config.pbtxt"
     assert scan([tmp_path], "other")["with"].config_path == tmp_path / "with" / "config.pbtxt"
     assert find([tmp_path], "with", "alt") == models["with"]
-    before = fingerprint(models["with"])
+    fingerprint_before = fingerprint(models["with"])
     (tmp_path / "with" / "configs" / "alt.pbtxt").write_text("max_batch_size: 5")
-    assert fingerprint(models["with"]) != before
+    assert fingerprint(models["with"]) != fingerprint_before
     config, _ = read_config(find([tmp_path], "with", "alt") or models["with"])
     assert config.max_batch_size == 5
 
@@ -249,8 +249,8 @@ def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
     override, _ = read_config(folder, '{"name": "m", "backend": "pytorch"}')
     assert (override.backend, override.max_batch_size) == ("pytorch", 0)
     make(tmp_path, "bare", "1", config=None)
-    bare, source = read_config(scan([tmp_path])["bare"])
-    assert (bare.backend, source) == ("", UNWRITTEN)
+    bare_config, source = read_config(scan([tmp_path])["bare"])
+    assert (bare_config.backend, source) == ("", UNWRITTEN)
 
 
 def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_path: Path) -> None:
@@ -296,20 +296,20 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
     from shmserve.model_config import parse_pbtxt
 
     config = parse_pbtxt("" if policy is None else f"version_policy {policy}")
-    chosen = versions_to_load(config, available)
+    chosen_versions = versions_to_load(config, available)
     have = sorted(set(available))
-    assert chosen == sorted(set(chosen))
-    assert set(chosen) <= set(have)
+    assert chosen_versions == sorted(set(chosen_versions))
+    assert set(chosen_versions) <= set(have)
     choice = config.version_policy.WhichOneof("policy_choice")
     if choice == "specific":
         expected = set(config.version_policy.specific.versions)
-        assert chosen == [v for v in have if v in expected]
+        assert chosen_versions == [v for v in have if v in expected]
         assert missing_versions(config, available) == sorted(expected - set(have))
     elif choice == "all" or policy == "{}":
-        assert chosen == have
+        assert chosen_versions == have
     else:
         count = config.version_policy.latest.num_versions if choice else 1
-        assert chosen == (have[-count:] if count else [])
+        assert chosen_versions == (have[-count:] if count else [])
 
 
 # --- changes -----------------------------------------------------------------------------------
@@ -329,10 +329,10 @@ def test_the_fingerprint_follows_every_change_but_bytecode(tmp_path: Path) -> No
     assert changed()
     os.utime(file, ns=(1, 1))
     assert changed()
-    before = file.stat()
+    stat_before = file.stat()
     copy = file.with_name("new")
     copy.write_text("x = 33\n")
-    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(copy, ns=(stat_before.st_atime_ns, stat_before.st_mtime_ns))
     copy.rename(file)  # same size, same time, another file
     assert changed()
     (file.parent / "__pycache__").mkdir()
@@ -359,9 +359,9 @@ def test_the_fingerprint_follows_links(tmp_path: Path) -> None:
     weights.write_bytes(b"1")
     (tmp_path / "m" / "1" / "model.pt").symlink_to(weights)
     folder = scan([tmp_path])["m"]
-    before = fingerprint(folder)
+    fingerprint_before = fingerprint(folder)
     weights.write_bytes(b"22")
-    assert fingerprint(folder) != before
+    assert fingerprint(folder) != fingerprint_before
 
 
 # --- folders of our own ------------------------------------------------------------------------
@@ -381,9 +381,13 @@ def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
     assert folder is not None
     assert folder.versions == (1,)
     assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
-    other = materialise_override(base, "m", "{}", {"/1/model.py": b"", ".//1/a//b": b""})
-    assert other != path
-    assert sorted(each.name for each in other.glob("1/**/*")) == ["a", "b", "model.py"]
+    other_path = materialise_override(base, "m", "{}", {"/1/model.py": b"", ".//1/a//b": b""})
+    assert other_path != path
+    assert sorted(file_path.name for file_path in other_path.glob("1/**/*")) == [
+        "a",
+        "b",
+        "model.py",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -451,17 +455,17 @@ def test_a_class_in_a_file_is_a_model(
     folder = inline_model(spec, base, {})
     assert (folder.name, folder.versions, folder.problem) == (name, (1,), "")
     config, _ = read_config(folder)
-    shown = to_dict(config)
-    assert shown["backend"] == "native"
-    assert shown["default_model_filename"] == file
-    assert shown["parameters"] == {"class": {"string_value": class_name}}
-    assert str(tmp_path) not in str(shown)
+    config_dict = to_dict(config)
+    assert config_dict["backend"] == "native"
+    assert config_dict["default_model_filename"] == file
+    assert config_dict["parameters"] == {"class": {"string_value": class_name}}
+    assert str(tmp_path) not in str(config_dict)
     assert (folder.path / "1" / file).samefile(tmp_path / file)
-    before = fingerprint(folder)
+    fingerprint_before = fingerprint(folder)
     (tmp_path / "unrelated.txt").write_text("x")
-    assert fingerprint(folder) == before
+    assert fingerprint(folder) == fingerprint_before
     (tmp_path / file).write_text("class Model: pass  # changed\n")
-    assert fingerprint(folder) != before
+    assert fingerprint(folder) != fingerprint_before
     assert inline_model(spec, base, {}) == folder
 
 

@@ -122,14 +122,14 @@ async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
     for _ in range(2):
         await office.registry.register_cuda("r", handle, 0, 64, ME)
     assert len(office.published) == 1
-    for other, offset, size in (
+    for other_handle, offset, size in (
         (CudaHandle(OTHER, 0), 0, 64),
         (CudaHandle(HANDLE, 1), 0, 64),
         (handle, 0, 63),
         (handle, 1, 64),
     ):
         with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-            await office.registry.register_cuda("r", other, offset, size, ME)
+            await office.registry.register_cuda("r", other_handle, offset, size, ME)
 
 
 def test_one_name_space_for_both_kinds() -> None:
@@ -139,12 +139,12 @@ def test_one_name_space_for_both_kinds() -> None:
     async def steps() -> None:
         office = Office()
         registry = office.registry
-        taken = pytest.raises(AlreadyExists, match="already in manager")
+        name_taken = pytest.raises(AlreadyExists, match="already in manager")
         await registry.register_cuda("device", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.register("host", key, 0, 4096, ME)
-        with taken:
+        with name_taken:
             await registry.register("device", key, 0, 4096, ME)
-        with taken:
+        with name_taken:
             await registry.register_cuda("host", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.unregister("host", ME, cuda=True)
         await registry.unregister("device", ME, cuda=False)
@@ -250,7 +250,7 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     office = Office()
     registry = office.registry
     gc.collect()  # objects of earlier tests are finalized now and not during this test
-    before = len(os.listdir("/proc/self/fd"))
+    fds_before = len(os.listdir("/proc/self/fd"))
     for number, exporter in enumerate(exporters):
         handle = CudaHandle(HANDLE, number)
         await registry.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
@@ -262,12 +262,12 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     assert office.workers == [], "requests in flight finish"
     registry.draining.gateway_exited(7)
     assert len(office.workers) == 2
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(os.listdir("/proc/self/fd")) == fds_before + 1
     exporters[0].wait()
     with pytest.raises(InvalidArgument, match="the process that exported it has exited"):
         await registry.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
     registry.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
 # --- the workers' checks of a handle
@@ -500,10 +500,10 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
         "outputs": [{"name": "OUT", "parameters": in_region("device", 16)}],
     }
     http.infer("identity", request).ok()
-    work = inference_of(scheduler.submits[-1])
+    inference = inference_of(scheduler.submits[-1])
     memory = Memory.on_device(5, 1100, CudaHandle(HANDLE, 1, UUID))
-    assert work.inputs[0].data == Range(memory, 1084, 16)
-    assert work.outputs[0].memory_range == Range(memory, 100, 16)
+    assert inference.inputs[0].data == Range(memory, 1084, 16)
+    assert inference.outputs[0].memory_range == Range(memory, 100, 16)
     for offset, size, error in (
         (1000, 16, "Invalid offset for shared memory region: 'device' (offset 1000; "),
         (
@@ -556,9 +556,9 @@ def test_without_a_device_every_call_answers_as_a_triton_that_finds_none(tmp_pat
     with rig(tmp_path) as gateway:
         gateway.payloads = {UnregisterRegion: {}}
         gateway.open()
-        none = "(failed to register CUDA shared memory region: 'r', GPUs not supported)"
+        no_gpus = "(failed to register CUDA shared memory region: 'r', GPUs not supported)"
         for sent, text in (
-            (body(), f"{INVALID} {none}"),
+            (body(), f"{INVALID} {no_gpus}"),
             ({}, "Shared memory register request has no 'raw_handle' field"),
             (body(raw_handle={"b64": "!"}), BAD_HANDLE),
         ):
@@ -612,8 +612,12 @@ async def test_grpc() -> None:
     call = AdminCall(stub, stub)
     for name in ("", "device"):
         status = pb.CudaSharedMemoryStatusRequest(name=name)
-        (shown,) = (await call.cuda_status(status)).regions.values()
-        assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
+        (region_status,) = (await call.cuda_status(status)).regions.values()
+        assert (region_status.name, region_status.device_id, region_status.byte_size) == (
+            "device",
+            1,
+            1000,
+        )
         unregister_request = pb.CudaSharedMemoryUnregisterRequest(name=name)
         await call.cuda_unregister(unregister_request)
         message = stub.sent.pop()
@@ -630,12 +634,12 @@ async def test_grpc() -> None:
     whose = (ME.uid, list(ME.groups))
     assert stub.sent == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
     for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
-        bad = pb.CudaSharedMemoryRegisterRequest()
-        bad.CopyFrom(request)
+        bad_request = pb.CudaSharedMemoryRegisterRequest()
+        bad_request.CopyFrom(request)
         for field, value in changed.items():
-            setattr(bad, field, value)
+            setattr(bad_request, field, value)
         with pytest.raises(InvalidArgument, match=re.escape(f"{INVALID} (")):
-            await call.cuda_register(bad)
+            await call.cuda_register(bad_request)
     stub.settings = GatewaySettings()
     with pytest.raises(InvalidArgument, match="GPUs not supported"):
         await call.cuda_register(request)

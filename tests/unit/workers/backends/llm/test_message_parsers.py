@@ -150,19 +150,19 @@ LATE = {
 
 
 def parsed(
-    family: str, chunks: list[str], stream: bool, **more: Any
+    family: str, chunks: list[str], stream: bool, **options: Any
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Return the content, the reasoning, and the name and arguments of each call."""
-    parser = MessageParser(MessageFormat(FAMILIES[family], TOOLS, **more), stream)
+    parser = MessageParser(MessageFormat(FAMILIES[family], TOOLS, **options), stream)
     message = {"content": "", "reasoning": ""}
     calls: list[list[str]] = []
     ids: set[str] = set()
     for index, chunk in enumerate([*chunks, ""]):
         parser.feed(chunk, index == len(chunks))
-        taken = parser.take()
+        delta = parser.take()
         for part in message:
-            message[part] += taken.get(part, "")
-        for call in taken.get("tool_calls", ()):
+            message[part] += delta.get(part, "")
+        for call in delta.get("tool_calls", ()):
             if "id" in call:
                 assert call["index"] == len(calls)
                 calls.append([call["name"], ""])
@@ -213,7 +213,10 @@ def test_calls_that_are_malformed_late(case: str) -> None:
 def test_any_split_of_a_text_is_parsed_to_the_same(family: str) -> None:
     draw = random.Random(family)
     pieces = [
-        piece for case in (GOOD, BAD) for each in case.values() for piece in split(str(each[1]), 7)
+        piece
+        for case in (GOOD, BAD)
+        for example in case.values()
+        for piece in split(str(example[1]), 7)
     ]
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
@@ -263,14 +266,14 @@ THOUGHT = {
 @pytest.mark.parametrize("tools", [{}, TOOLS], ids=["", "tools"])
 def test_reasoning_is_split(text: str, tools: dict[str, Any]) -> None:
     for seed in range(5):
-        form = MessageFormat(FAMILIES["hermes"], tools, REASONING["qwen3"])
-        parser = MessageParser(form, stream=True)
+        message_format = MessageFormat(FAMILIES["hermes"], tools, REASONING["qwen3"])
+        parser = MessageParser(message_format, stream=True)
         content = reasoning = ""
         for chunk in [*split(text, seed), ""]:
             parser.feed(chunk, not chunk)
-            taken = parser.take()
-            content += taken.get("content", "")
-            reasoning += taken.get("reasoning", "")
+            delta = parser.take()
+            content += delta.get("content", "")
+            reasoning += delta.get("reasoning", "")
         assert (content, reasoning) == THOUGHT[text]
 
 

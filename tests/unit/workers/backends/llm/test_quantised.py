@@ -43,9 +43,9 @@ def spread(scales: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> 
     ]
 
 
-def drawn(rows: int, columns: int, most: int, seed: int = 0, least: int = 0) -> torch.Tensor:
+def drawn(rows: int, columns: int, limit: int, seed: int = 0, lowest: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows + 31 * columns + seed)
-    return torch.randint(least, most, (rows, columns), generator=generator)
+    return torch.randint(lowest, limit, (rows, columns), generator=generator)
 
 
 def scales_of(rows: int, columns: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -77,7 +77,7 @@ def fp8_tensor(weight: torch.Tensor) -> Made:
 def exponents(weight: torch.Tensor) -> Made:
     quantised, _ = fp8(weight, (16, 16))
     rows, columns = quantised["weight_scale_inv"].shape
-    powers = drawn(rows, columns, 130, least=124).byte()
+    powers = drawn(rows, columns, 130, lowest=124).byte()
     scales = 2.0 ** (powers.float() - 127)
     exact = quantised["weight"].float() * spread(scales, weight.shape, 16, 16)
     return quantised | {"weight_scale_inv": powers}, exact
@@ -88,9 +88,9 @@ def plain_ints(
 ) -> Made:
     rows, columns = weight.shape
     counts = math.ceil(rows / block[0]), math.ceil(columns / block[1])
-    half = 1 << bits - 1
-    values = drawn(rows, columns, half, least=-half)
-    zeros = drawn(*counts, half, 3, -half) * (not symmetric)
+    half_range = 1 << bits - 1
+    values = drawn(rows, columns, half_range, lowest=-half_range)
+    zeros = drawn(*counts, half_range, 3, -half_range) * (not symmetric)
     scales = scales_of(*counts, torch.bfloat16)
     exact = (values - spread(zeros, weight.shape, *block)).float()
     exact = exact * spread(scales.float(), weight.shape, *block)
@@ -101,15 +101,15 @@ def plain_ints(
 def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> Made:
     block = (1, columns)
     quantised, exact = plain_ints(weight, block, symmetric, bits)
-    half = 1 << bits - 1
+    half_range = 1 << bits - 1
     tensors = {
-        "weight_packed": packed(quantised["weight"].int() + half, bits),
+        "weight_packed": packed(quantised["weight"].int() + half_range, bits),
         "weight_scale": quantised["weight_scale"],
         "weight_shape": torch.tensor(weight.shape),
         "weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32),
     }
     if not symmetric:
-        zeros = packed((quantised["weight_zero_point"].int() + half).t(), bits)
+        zeros = packed((quantised["weight_zero_point"].int() + half_range).t(), bits)
         tensors["weight_zero_point"] = zeros.t().contiguous()
     return tensors, exact
 
@@ -117,9 +117,11 @@ def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) 
 def ordered_ints(weight: torch.Tensor) -> Made:
     quantised, _ = packed_ints(weight, 4, GROUP, False)
     ordered = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
-    plain, _ = plain_ints(weight, (1, GROUP), False, 4)
-    exact = (plain["weight"].int() - plain["weight_zero_point"].int()[:, ordered]).float()
-    exact = exact * plain["weight_scale"].float()[:, ordered]
+    plain_tensors, _ = plain_ints(weight, (1, GROUP), False, 4)
+    exact = (
+        plain_tensors["weight"].int() - plain_tensors["weight_zero_point"].int()[:, ordered]
+    ).float()
+    exact = exact * plain_tensors["weight_scale"].float()[:, ordered]
     return quantised | {"weight_g_idx": ordered.int()}, exact
 
 
@@ -137,8 +139,8 @@ def gptq(
 ) -> Made:
     rows, columns = weight.shape
     group = group if group > 0 else columns
-    values, most = drawn(columns, rows, 1 << bits), (1 << bits) - offset
-    points = drawn(columns // group, rows, most, 3) if zeros else (1 << bits - 1) - offset
+    values, max_point = drawn(columns, rows, 1 << bits), (1 << bits) - offset
+    points = drawn(columns // group, rows, max_point, 3) if zeros else (1 << bits - 1) - offset
     scales = scales_of(columns // group, rows, torch.float16)
     groups = torch.arange(columns) // group
     if ordered:
@@ -195,7 +197,9 @@ def awq(
     return tensors if zeros else without(tensors, "qzeros"), exact
 
 
-def folder_of(path: Path, make: Callable[[torch.Tensor], Made], fields: dict[str, Any]) -> Tensors:
+def folder_of(
+    path: Path, quantise: Callable[[torch.Tensor], Made], fields: dict[str, Any]
+) -> Tensors:
     """Write a folder with quantised layers; return their dequantised weights."""
     write_folder(path)
     edit(path, "config.json", quantization_config=fields)
@@ -205,7 +209,7 @@ def folder_of(path: Path, make: Callable[[torch.Tensor], Made], fields: dict[str
         stored[name] = exact[name] = weight
         # This layer is not quantised.
         if name.endswith("_proj.weight") and "layers.1.mlp.up" not in name:
-            quantised, exact[name] = make(weight)
+            quantised, exact[name] = quantise(weight)
             del stored[name]
             prefix = name.removesuffix("weight")
             stored |= {prefix + part: tensor.contiguous() for part, tensor in quantised.items()}
@@ -213,8 +217,8 @@ def folder_of(path: Path, make: Callable[[torch.Tensor], Made], fields: dict[str
     return exact
 
 
-def compressed(kind: str, group: int | None = None, **more: Any) -> dict[str, Any]:
-    arguments = {"num_bits": 8, "group_size": group, **more}
+def compressed(kind: str, group: int | None = None, **fields: Any) -> dict[str, Any]:
+    arguments = {"num_bits": 8, "group_size": group, **fields}
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -292,18 +296,18 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Made], dict[str, Any]]] = {
 def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) -> None:
     exact = folder_of(tmp_path / "m", *CASES[name])
     checkpoint = Checkpoint.open(tmp_path / "m")
-    for each, weight in exact.items():
-        mine = checkpoint.weight(each)
-        assert mine.dtype == torch.float32 and torch.equal(mine, weight), each
+    for tensor_name, weight in exact.items():
+        dequantised = checkpoint.weight(tensor_name)
+        assert dequantised.dtype == torch.float32 and torch.equal(dequantised, weight), tensor_name
 
 
 @pytest.mark.parametrize(
-    ("file", "make"), [("quantize_config.json", gptq), ("quant_config.json", awq)]
+    ("file", "quantise"), [("quantize_config.json", gptq), ("quant_config.json", awq)]
 )
 def test_older_folders_have_a_file_of_their_own(
-    tmp_path: Path, file: str, make: Callable[[torch.Tensor], Made]
+    tmp_path: Path, file: str, quantise: Callable[[torch.Tensor], Made]
 ) -> None:
-    exact = folder_of(tmp_path / "m", make, {})
+    exact = folder_of(tmp_path / "m", quantise, {})
     edit(tmp_path / "m", file, q_group_size=GROUP, w_bit=4, version="GEMM")
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(Checkpoint.open(tmp_path / "m").weight(name), exact[name])
@@ -314,7 +318,7 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
 
 
 @pytest.mark.parametrize(
-    ("make", "fields", "message"),
+    ("quantise", "fields", "message"),
     [
         (gptq, NF4, f"quant_method: 'bitsandbytes' is not supported, {SUPPORTED}"),
         (gptq, {"load_in_8bit": True}, "quant_method: 'bitsandbytes' is not supported"),
@@ -368,18 +372,18 @@ SUPPORTED = "supported: fp8, compressed-tensors, gptq, awq"
 )
 def test_unknown_quantisations_are_refused(
     tmp_path: Path,
-    make: Callable[[torch.Tensor], Made],
+    quantise: Callable[[torch.Tensor], Made],
     fields: dict[str, Any],
     message: str,
 ) -> None:
-    folder_of(tmp_path / "m", make, fields)
-    with pytest.raises(InvalidArgument) as raised:
+    folder_of(tmp_path / "m", quantise, fields)
+    with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(tmp_path / "m")
-    assert message in raised.value.message
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("make", "fields"),
+    ("quantise", "fields"),
     [
         (lambda w: gptq(w[:, :16]), GPTQ),
         (lambda w: (gptq(w)[0] | {"g_idx": torch.full((w.shape[1],), 99)}, w), GPTQ),
@@ -387,9 +391,9 @@ def test_unknown_quantisations_are_refused(
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
-    tmp_path: Path, make: Callable[[torch.Tensor], Made], fields: dict[str, Any]
+    tmp_path: Path, quantise: Callable[[torch.Tensor], Made], fields: dict[str, Any]
 ) -> None:
-    folder_of(tmp_path / "m", make, fields)
+    folder_of(tmp_path / "m", quantise, fields)
     checkpoint = Checkpoint.open(tmp_path / "m")
     with pytest.raises(InvalidArgument, match=r"q_proj.weight: .* tensors do not make"):
         Transformer(checkpoint)

@@ -23,9 +23,11 @@ def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Pat
                 key, input_ids=[key, 60, 7], temperature=temperature, max_tokens=41, seed=5
             )
         scheduler.run()
-        full = [len(result.tokens) for result in scheduler.results if result.draft_count == 3]
-        assert set(full) == {4}  # the three proposed tokens, and one more
-        assert len(full) == 30
+        full_counts = [
+            len(result.tokens) for result in scheduler.results if result.draft_count == 3
+        ]
+        assert set(full_counts) == {4}  # the three proposed tokens, and one more
+        assert len(full_counts) == 30
         assert scheduler.tokens(1) == generated(path, [1, 60, 7], max_new_tokens=41)
 
 
@@ -86,13 +88,13 @@ def test_proposals_without_chance_leave_seeded_texts_as_they_are(
 
 def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path) -> None:
     path = folder()
-    whole = generated(path, [5, 77, 130], max_new_tokens=20)
-    end = whole[7]
-    first = whole.index(end) + 1
+    full_tokens = generated(path, [5, 77, 130], max_new_tokens=20)
+    end = full_tokens[7]
+    first_count = full_tokens.index(end) + 1
     with llm_rig(tmp_path / "rig", path, draft_of(path, 8), draft=8) as scheduler:
         scheduler.add(1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end])
         scheduler.run()
-        assert scheduler.tokens(1) == whole[:first]
+        assert scheduler.tokens(1) == full_tokens[:first_count]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
 
 
