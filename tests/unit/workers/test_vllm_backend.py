@@ -46,7 +46,7 @@ def output(*samples: SimpleNamespace, finished: bool = False, **fields: Any) -> 
     return SimpleNamespace(outputs=list(samples), finished=finished, **{**defaults, **fields})
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An exception that the fake engine raises for a request."""
 
 
@@ -67,7 +67,7 @@ class FakeEngine:
     ) -> VllmCall:
         self.calls.append((parameters, echoes, openai))
         if parameters.get("temperature", 0) < 0:
-            raise Refused("temperature")
+            raise RefusedError("temperature")
         return VllmCall(inputs.get("text_input"), None, text="")
 
     async def generate(self, call: VllmCall, request_id: str, priority: int) -> AsyncIterator[Any]:
@@ -96,7 +96,7 @@ class FakeEngine:
 
     @staticmethod
     def client_error(error: BaseException) -> ShmserveError | None:
-        return InvalidArgument(f"{error}: refused") if isinstance(error, Refused) else None
+        return InvalidArgument(f"{error}: refused") if isinstance(error, RefusedError) else None
 
     def shutdown(self) -> None:
         self.ended = True
@@ -329,7 +329,7 @@ def test_metrics_of_prometheus() -> None:
 # --- answers
 
 
-def likeliest(token: int, logprob: float, rank: int) -> SimpleNamespace:
+def logprob_entry(token: int, logprob: float, rank: int) -> SimpleNamespace:
     return SimpleNamespace(logprob=logprob, rank=rank, decoded_token=f"<{token}>")
 
 
@@ -337,10 +337,13 @@ def test_logprobs_of_an_echoed_prompt() -> None:
     call = VllmCall(None, None, text="ab", first_token="<1>", top_logprobs=1, prompt_logprobs=1)
     answer = VllmAnswer(call, ["text_output", "logprobs"], [], stream=False)
     answer_parts = output(
-        sample("c", [3], finish_reason="stop", logprobs=[{3: likeliest(3, -1.0, 1)}]),
+        sample("c", [3], finish_reason="stop", logprobs=[{3: logprob_entry(3, -1.0, 1)}]),
         finished=True,
         prompt_token_ids=[1, 2],
-        prompt_logprobs=[None, {2: likeliest(2, float("-inf"), 5), 4: likeliest(4, -0.1, 1)}],
+        prompt_logprobs=[
+            None,
+            {2: logprob_entry(2, float("-inf"), 5), 4: logprob_entry(4, -0.1, 1)},
+        ],
     )
     outputs = {tensor.name: tensor.data[0] for tensor in answer.responses(answer_parts)[0]}
     assert outputs["text_output"] == b"abc"

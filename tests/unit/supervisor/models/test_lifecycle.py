@@ -159,16 +159,16 @@ def ensemble(*loaded: str) -> LifecycleRig:
     return rig
 
 
-def ends(rig: LifecycleRig) -> list[str]:
+def pending_ends(rig: LifecycleRig) -> list[str]:
     return sorted(kind.split()[1] for kind, _ in rig.pending if kind.startswith("end"))
 
 
 def test_a_step_ends_after_its_ensemble_and_both_once_all_know() -> None:
     rig = ensemble("e")
     unload = rig.lifecycle.unload("s")
-    assert ends(rig) == []
+    assert pending_ends(rig) == []
     rig.happen("known")
-    assert not unload.is_answered and ends(rig) == ["e"]
+    assert not unload.is_answered and pending_ends(rig) == ["e"]
     rig.happen("end")
     assert unload.is_answered and not rig.alive
 
