@@ -163,14 +163,14 @@ def gptq_with_carry(weight: torch.Tensor, bits: int) -> Made:
     A zero point of 0 then borrows from the next one.
     """
     rows, columns = weight.shape
-    values, groups = drawn(columns, rows, 1 << bits), torch.arange(columns) // GROUP
-    points = drawn(columns // GROUP, rows, 3)
-    scales = scales_of(columns // GROUP, rows, torch.float16)
+    values, groups = draw_ints(columns, rows, 1 << bits), torch.arange(columns) // GROUP
+    points = draw_ints(columns // GROUP, rows, 3)
+    scales = draw_scales(columns // GROUP, rows, torch.float16)
     exact = ((values - points[groups]).float() * scales.float()[groups]).t()
     offsets = torch.tensor(sum(1 << shift for shift in range(0, 32, bits)), dtype=torch.int32)
     tensors = {
-        "qweight": packed(values.t(), bits).t().contiguous(),
-        "qzeros": packed(points, bits) - offsets,
+        "qweight": pack_bits(values.t(), bits).t().contiguous(),
+        "qzeros": pack_bits(points, bits) - offsets,
         "scales": scales,
     }
     return tensors, exact
