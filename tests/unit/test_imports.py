@@ -48,23 +48,23 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
+def is_within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def test_there_are_files_to_look_at() -> None:
-    assert all(len(sources(room)) > 5 for room in ROOMS)
+    assert all(len(sources(package)) > 5 for package in ROOMS)
     assert len(sources("shmserve")) > 20
     assert set(imports(ROOT / "shmserve" / "__main__.py")) == {"shmserve.cli.main"}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_lower_rooms(room: str) -> None:
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_room_imports_only_lower_rooms(package: str) -> None:
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)
-        for path in sources(room)
+        for path in sources(package)
         for name in imports(path)
-        if within(name, {"shmserve", *ROOMS}) and not within(name, ROOMS[room])
+        if is_within(name, {"shmserve", *ROOMS}) and not is_within(name, ROOMS[package])
     ]
     assert wrong_cases == []
 
@@ -74,7 +74,7 @@ def test_the_control_plane_does_not_import_workers() -> None:
         (str(path.relative_to(ROOT)), name)
         for path in sources("shmserve")
         for name in imports(path)
-        if within(name, {"shmserve.workers", "torch", *ROOMS})
+        if is_within(name, {"shmserve.workers", "torch", *ROOMS})
     ]
     assert wrong_cases == []
 
@@ -83,17 +83,17 @@ def test_leaf_modules_import_nothing_of_shmserve() -> None:
     for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
         imported = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
         imported.discard("shmserve.serving.serve")  # imported when a program asks for it
-        assert not [name for name in imported if within(name, {"shmserve"})], leaf
+        assert not [name for name in imported if is_within(name, {"shmserve"})], leaf
 
 
 def test_nothing_pickles() -> None:
     """R1: no format that executes is imported anywhere."""
-    files = [*sources("shmserve"), *(path for room in ROOMS for path in sources(room))]
+    files = [*sources("shmserve"), *(path for package in ROOMS for path in sources(package))]
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)
         for path in files
         for name in imports(path)
-        if within(name, PICKLES | PICKLING)
+        if is_within(name, PICKLES | PICKLING)
     ]
     assert wrong_cases == [DUPLICATED]
 
@@ -118,24 +118,28 @@ PUBLIC = (
 def test_each_name_of_all_exists(name: str) -> None:
     """Otherwise `from MODULE import *` fails."""
     module = importlib.import_module(name)
-    assert [each for each in getattr(module, "__all__", ()) if not hasattr(module, each)] == []
+    assert [
+        exported_name
+        for exported_name in getattr(module, "__all__", ())
+        if not hasattr(module, exported_name)
+    ] == []
 
 
 def test_the_grpc_gateway_does_without_aiohttp() -> None:
     program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
     result = run_python("-c", program, check=True)
     loaded = result.stdout.split()
-    assert [name for name in loaded if within(name, {"aiohttp", "shmserve.gateway.http"})] == []
+    assert [name for name in loaded if is_within(name, {"aiohttp", "shmserve.gateway.http"})] == []
 
 
-@pytest.mark.parametrize("room", ["api", "inference", "links"])
-def test_common_listener_modules_import_no_listener(room: str) -> None:
+@pytest.mark.parametrize("package", ["api", "inference", "links"])
+def test_common_listener_modules_import_no_listener(package: str) -> None:
     """No type of HTTP or gRPC is in it."""
     protocols = {"aiohttp", "grpc", "shmserve.gateway.http", "shmserve.gateway.grpc"}
     wrong_cases = [
         (str(path.relative_to(ROOT)), name)
-        for path in sources(f"shmserve/gateway/{room}")
+        for path in sources(f"shmserve/gateway/{package}")
         for name in imports(path)
-        if within(name, protocols)
+        if is_within(name, protocols)
     ]
     assert wrong_cases == []

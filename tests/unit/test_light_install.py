@@ -59,5 +59,7 @@ def test_a_client_loads_no_part_of_the_server() -> None:
     heavy = ("generation", "supervision", "unions")
     assert loaded.isdisjoint(f"shmserve.ipc.messages.{name}" for name in heavy)
     assert not {"torch", "hashlib", "hmac", "secrets", "difflib", "zmq", "yaml"} & loaded
-    ours = [name for name in loaded if name.startswith("shmserve.")]
-    assert not [name for name in ours if name.split(".")[1] not in ("client", "errors", "ipc")]
+    own_modules = [name for name in loaded if name.startswith("shmserve.")]
+    assert not [
+        name for name in own_modules if name.split(".")[1] not in ("client", "errors", "ipc")
+    ]

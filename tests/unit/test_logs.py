@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def logging_is_put_back() -> Iterator[None]:
+def restored_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -34,7 +34,7 @@ def logging_is_put_back() -> Iterator[None]:
     root.setLevel(level)
 
 
-def words(capsys: Capture) -> list[str]:
+def last_words(capsys: Capture) -> list[str]:
     """Return the last word of each line written since the last call."""
     return [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
 
@@ -53,13 +53,13 @@ def test_each_switch_is_for_its_level_alone(capsys: Capture, switches: tuple[boo
     expected = list(itertools.compress(map(logging.getLevelName, LEVELS), (*switches, error)))
     logs.configure("role", settings)
     log_all_levels()
-    assert words(capsys) == expected
+    assert last_words(capsys) == expected
     # A change logs the same as a start, and a hidden message costs no record.
     logs.configure("role", LogSettings())
     logs.apply(settings)
-    words(capsys)
+    last_words(capsys)
     log_all_levels()
-    assert words(capsys) == expected
+    assert last_words(capsys) == expected
     logger = logging.getLogger("shmserve.somewhere")
     lowest = [level for level in LEVELS if settings.shows(level)][:1]
     assert [level for level in LEVELS if logger.isEnabledFor(level)][:1] == lowest
@@ -71,10 +71,10 @@ def test_formats(capsys: Capture) -> None:
     logger.warning("hello", extra={"request_id": "a"})
     logs.apply(LogSettings(log_format="ISO8601"))
     logger.warning("hello")
-    first, second = capsys.readouterr().err.splitlines()
+    first_line, second_line = capsys.readouterr().err.splitlines()
     pid = os.getpid()
-    assert re.fullmatch(rf"W {STAMP} gateway 0\[{pid}\] hello request=a", first)
-    assert re.fullmatch(rf"{STAMP} W {pid} gateway 0\] hello", second)
+    assert re.fullmatch(rf"W {STAMP} gateway 0\[{pid}\] hello request=a", first_line)
+    assert re.fullmatch(rf"{STAMP} W {pid} gateway 0\] hello", second_line)
 
 
 def test_a_foreign_logging_setup_is_kept(capsys: Capture) -> None:
@@ -100,24 +100,26 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("refused: %s", EVIL, extra={"request_id": EVIL})
     captured = capsys.readouterr().err
-    first, second = captured.rstrip("\n").split("\n")
-    assert first.isprintable() and "] refused: x request=x\\nE 2026 forged" in first
-    assert second.isprintable() and second.startswith("    E 2026 forged\\x1b[31m\\u2028\\x00\\r")
+    first_line, second_line = captured.rstrip("\n").split("\n")
+    assert first_line.isprintable() and "] refused: x request=x\\nE 2026 forged" in first_line
+    assert second_line.isprintable() and second_line.startswith(
+        "    E 2026 forged\\x1b[31m\\u2028\\x00\\r"
+    )
     assert len(captured) < 40_000
     try:
         raise ValueError(EVIL + "\nE forged" * 100_000)
     except ValueError:
         logger.exception("failed")
     captured = capsys.readouterr().err
-    first, *rows = captured.split("\n")[:-1]
-    assert first.endswith("] failed")
+    first_line, *rows = captured.split("\n")[:-1]
+    assert first_line.endswith("] failed")
     assert all(row.startswith("    ") and row.isprintable() for row in rows)
     assert len(rows) < 110
     assert len(captured) < 40_000
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "shown_lines"),
     [
         ("Grüße ☃ 你好", ["Grüße ☃ 你好"]),
         ("one\ntwo\n  three", ["one", "    two", "      three"]),
@@ -125,12 +127,12 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     ],
 )
 def test_lines_and_letters_are_printed_as_they_are(
-    capsys: Capture, text: str, shown: list[str]
+    capsys: Capture, text: str, shown_lines: list[str]
 ) -> None:
     logs.configure("role", LogSettings())
     logging.getLogger("shmserve.somewhere").error("%s", text)
-    first, *rest = capsys.readouterr().err.splitlines()
-    assert [first.partition("] ")[2], *rest] == shown
+    first_line, *other_lines = capsys.readouterr().err.splitlines()
+    assert [first_line.partition("] ")[2], *other_lines] == shown_lines
 
 
 def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
@@ -146,9 +148,9 @@ def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
             print("printed", flush=True)
         print("after", file=sys.stderr)
     """
-    done = run_python("-c", program, check=True)
+    completed = run_python("-c", program, check=True)
     assert path.read_text() == "before\nours\ntheirs\n"
-    assert (done.stdout, done.stderr) == ("printed\n", "after\n")
+    assert (completed.stdout, completed.stderr) == ("printed\n", "after\n")
 
 
 @pytest.mark.parametrize("path", ["/nowhere/x", "/", "a\0b"])
@@ -171,14 +173,14 @@ def entries(sock: socket.socket) -> list[dict[str, str]]:
                     data = file.read()
             fields = {}
             while data:
-                name, _, rest = data.partition(b"\n")
+                name, _, remaining = data.partition(b"\n")
                 if b"=" in name:
                     name, _, value = name.partition(b"=")
                 else:
-                    size = int.from_bytes(rest[:8], "little")
-                    value, rest = rest[8 : 8 + size], rest[8 + size + 1 :]
+                    size = int.from_bytes(remaining[:8], "little")
+                    value, remaining = remaining[8 : 8 + size], remaining[8 + size + 1 :]
                 fields[name.decode()] = value.decode()
-                data = rest
+                data = remaining
             entries_found.append(fields)
     return entries_found
 

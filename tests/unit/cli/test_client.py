@@ -118,10 +118,10 @@ def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
     ],
 )
 def test_an_input_that_does_not_fit_is_named(datatype: str, value: Any, text: str) -> None:
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as caught:
         encode(tensor(datatype, -1), value)
-    assert text in str(raised.value)
-    assert "'X'" in str(raised.value)
+    assert text in str(caught.value)
+    assert "'X'" in str(caught.value)
 
 
 def test_arrays_are_converted_to_the_datatype_of_the_model() -> None:
@@ -305,8 +305,8 @@ def test_each_problem_is_one_line(
     status: int,
     text: str,
 ) -> None:
-    known = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
-    completed = run(arguments[0], *known, *arguments[1:])
+    server_arguments = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
+    completed = run(arguments[0], *server_arguments, *arguments[1:])
     captured = capsys.readouterr()
     assert (completed, captured.out) == (status, "")
     assert text in captured.err
@@ -328,14 +328,14 @@ def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
         load_value("X", f"@{path}")
 
 
-def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
+def write_picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", size, (10, 20, 30)).save(path)
     return path
 
 
 @pytest.mark.parametrize(
-    ("shape", "found"),
+    ("shape", "expected_pixels"),
     [
         ((-1, -1, 3), [3, 4, 3]),
         ((-1, -1, -1, 3), [1, 3, 4, 3]),
@@ -345,13 +345,15 @@ def picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
         ((-1, 3, 4, 1), [1, 3, 4, 1]),
     ],
 )
-def test_the_pixels_of_a_file(tmp_path: Path, shape: tuple[int, ...], found: list[int]) -> None:
-    value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
+def test_the_pixels_of_a_file(
+    tmp_path: Path, shape: tuple[int, ...], expected_pixels: list[int]
+) -> None:
+    value = load_value("X", f"@{write_picture(tmp_path / 'photo.png')}")
     encoded, raw = encode(ModelTensor("X", "UINT8", shape), value)
-    assert encoded == found and len(raw) == math.prod(found)
+    assert encoded == expected_pixels and len(raw) == math.prod(expected_pixels)
     if 1 not in shape and shape[-1] == 3:
         assert raw[:3] == bytes((10, 20, 30))
-    if found == [1, 3, 3, 4]:
+    if expected_pixels == [1, 3, 3, 4]:
         assert raw == bytes((10,) * 12 + (20,) * 12 + (30,) * 12)
 
 
@@ -375,7 +377,7 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
 def test_the_error_names_what_a_file_lacks(
     tmp_path: Path, datatype: str, shape: tuple[int, ...], text: str
 ) -> None:
-    value = load_value("X", f"@{picture(tmp_path / 'photo.png')}")
+    value = load_value("X", f"@{write_picture(tmp_path / 'photo.png')}")
     with pytest.raises(InvalidArgument, match=text):
         encode(ModelTensor("X", datatype, shape), value)
 

@@ -80,22 +80,27 @@ def test_no_table_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_in_a_terminal_a_pager_shows_it() -> None:
-    terminal, inside = os.openpty()
+    terminal, pager_terminal = os.openpty()
     command = [sys.executable, "-m", "shmserve", "guide", "models"]
     environment = {**os.environ, "PAGER": "sed 's/^# /shown: /;q'", "TERM": "xterm"}
     with os.fdopen(terminal, "rb") as screen:
-        subprocess.run(command, stdin=inside, stdout=inside, env=environment, check=True)
-        os.close(inside)
+        subprocess.run(
+            command, stdin=pager_terminal, stdout=pager_terminal, env=environment, check=True
+        )
+        os.close(pager_terminal)
         assert screen.readline().startswith(b"shown: Models and classes")
 
 
-@pytest.mark.parametrize(("topic", "near"), [("bathing", "batching"), ("flag", "flags")])
+@pytest.mark.parametrize(("topic", "nearest_topic"), [("bathing", "batching"), ("flag", "flags")])
 def test_an_unknown_topic_gets_the_nearest(
-    topic: str, near: str, capsys: pytest.CaptureFixture[str]
+    topic: str, nearest_topic: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["guide", topic]) == 2
     error = capsys.readouterr().err
-    assert f"there is no page '{topic}', did you mean '{near}'? `shmserve guide` lists" in error
+    assert (
+        f"there is no page '{topic}', did you mean '{nearest_topic}'? `shmserve guide` lists"
+        in error
+    )
 
 
 def test_an_unknown_topic_gets_a_pointer_to_the_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,17 +13,17 @@ PROFILE = profile.Profile(2.0, 100, 400, 400, PHASES, [180.0, 220.0])
 
 
 def test_a_step_is_shared_out_among_its_phases() -> None:
-    first, _, *rows = profile.table("m", PROFILE).splitlines()
-    assert "100 steps in 2.0 s, 4.0 sequences per step, 200.0 tokens/s" in first
-    shown = {row.split()[0]: row.split()[1:3] for row in rows}
+    title, _, *rows = profile.table("m", PROFILE).splitlines()
+    assert "100 steps in 2.0 s, 4.0 sequences per step, 200.0 tokens/s" in title
+    shown_phases = {row.split()[0]: row.split()[1:3] for row in rows}
     # Work beside the steps is not part of them.
-    assert shown["forward"] == ["16.000", "80.0%"]
-    assert shown["text"] == ["4.000", "20.0%"]
+    assert shown_phases["forward"] == ["16.000", "80.0%"]
+    assert shown_phases["text"] == ["4.000", "20.0%"]
 
 
 def test_no_step_is_no_mistake() -> None:
-    nothing = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
-    table = profile.table("m", nothing)
+    empty_profile = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
+    table = profile.table("m", empty_profile)
     assert "m: 0 steps in 1.0 s: the model generated nothing" in table
     assert "--url http://HOST:PORT" in table
     assert "shmserve perf m --openai chat" in table and "ms per step" not in table

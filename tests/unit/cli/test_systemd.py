@@ -15,21 +15,21 @@ from shmserve.supervisor.host.service_manager import LISTENER_NAMES
 SYSTEM = Path("etc/systemd/system")
 
 
-def run(verb: str, root: Path, *more: str) -> int:
+def run(verb: str, root: Path, *arguments: str) -> int:
     """Run the command for an image, with a program whose path exists wherever the tests run."""
-    return cli.main(["systemd", verb, f"--root={root}", "--program=/bin/sh", *more])
+    return cli.main(["systemd", verb, f"--root={root}", "--program=/bin/sh", *arguments])
 
 
-def tool(name: str, *arguments: str | Path) -> str:
+def run_tool(name: str, *arguments: str | Path) -> str:
     """Return the output of one of systemd's tools, which must exit with 0."""
     if shutil.which(name) is None:
         pytest.skip(f"there is no {name} here")
-    ran = subprocess.run([name, *arguments], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout + ran.stderr
+    completed = subprocess.run([name, *arguments], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout + completed.stderr
 
 
-def written(root: Path) -> set[str]:
+def list_files(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
 
 
@@ -45,22 +45,22 @@ def image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_systemd_analyze_accepts_the_units(image: Path) -> None:
     units = [image / SYSTEM / name for name in systemd.UNITS]
-    assert tool("systemd-analyze", "verify", "--man=no", *units) == ""
+    assert run_tool("systemd-analyze", "verify", "--man=no", *units) == ""
 
 
 @pytest.mark.parametrize("service", systemd.SERVICES)
 def test_a_service_is_exposed_by_no_more_than_it_needs(image: Path, service: str) -> None:
     """1.5 of 10, by systemd's own count."""
     unit = image / SYSTEM / service
-    tool("systemd-analyze", "security", "--offline=true", "--threshold=15", unit)
+    run_tool("systemd-analyze", "security", "--offline=true", "--threshold=15", unit)
 
 
 def test_user_and_folders_are_made(image: Path) -> None:
-    tool("systemd-sysusers", "--dry-run", f"--root={image}")
-    tool("systemd-sysusers", f"--root={image}")
+    run_tool("systemd-sysusers", "--dry-run", f"--root={image}")
+    run_tool("systemd-sysusers", f"--root={image}")
     assert "shmserve:" in (image / "etc/passwd").read_text()
     assert "shmclients:" in (image / "etc/group").read_text()
-    tool("systemd-tmpfiles", f"--root={image}", "--create")
+    run_tool("systemd-tmpfiles", f"--root={image}", "--create")
     assert (image / "var/lib/shmserve/models").is_dir()
     assert (image / "run/shmserve").is_dir()
 
@@ -68,25 +68,25 @@ def test_user_and_folders_are_made(image: Path) -> None:
 def test_the_units_of_a_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home = tmp_path / "a home"
+    home_folder = tmp_path / "a home"
     for name, folder in (("CONFIG_HOME", "c"), ("DATA_HOME", "d"), ("RUNTIME_DIR", "r")):
-        monkeypatch.setenv(f"XDG_{name}", str(home / folder))
-    (home / "r").mkdir(parents=True)
+        monkeypatch.setenv(f"XDG_{name}", str(home_folder / folder))
+    (home_folder / "r").mkdir(parents=True)
     assert cli.main(["systemd", "install", "--user"]) == 0
     assert "\nrun " not in capsys.readouterr().out  # no manager of this user's runs
-    units = [home / "c/systemd/user" / name for name in systemd.UNITS]
-    assert not (home / "c/systemd/user/shmserve.service.d").exists()
-    repository = command_line.read(str(home / "c/shmserve/shmserve.yaml")).repeated
-    assert repository == {"model-repository": [str(home / "d/shmserve/models")]}
-    tool(
+    units = [home_folder / "c/systemd/user" / name for name in systemd.UNITS]
+    assert not (home_folder / "c/systemd/user/shmserve.service.d").exists()
+    repository = command_line.read(str(home_folder / "c/shmserve/shmserve.yaml")).repeated
+    assert repository == {"model-repository": [str(home_folder / "d/shmserve/models")]}
+    run_tool(
         "systemd-tmpfiles",
         f"--root={tmp_path / 'root'}",
         "--create",
-        str(home / "c/user-tmpfiles.d/shmserve.conf"),
+        str(home_folder / "c/user-tmpfiles.d/shmserve.conf"),
     )
-    assert tool("systemd-analyze", "--user", "verify", "--man=no", *units) == ""
+    assert run_tool("systemd-analyze", "--user", "verify", "--man=no", *units) == ""
     assert cli.main(["systemd", "remove", "--user"]) == 0
-    assert written(home) == set()
+    assert list_files(home_folder) == set()
 
 
 def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "etc/shmserve/shmserve.yaml"
     unit = tmp_path / SYSTEM / "shmserve.service"
     assert run("install", tmp_path, "--dry-run") == 0
-    assert written(tmp_path) == set()
+    assert list_files(tmp_path) == set()
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(line.startswith("would write ") for line in lines)
     assert run("install", tmp_path) == 0
@@ -122,15 +122,15 @@ def test_existing_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"kept       {file}" in captured and "    -exit-timeout-secs: 100\n" in captured
     assert "    -TimeoutStopSec=40\n" in captured and "    +TimeoutStopSec=110\n" in captured
     # A changed unit is overwritten only with --force.
-    before = unit.read_text()
-    unit.write_text(before.replace("RestartSec=1", "RestartSec=9"))
+    original_unit = unit.read_text()
+    unit.write_text(original_unit.replace("RestartSec=1", "RestartSec=9"))
     assert run("install", tmp_path) == 1
     captured = capsys.readouterr().out
     assert f"kept       {unit}" in captured and "    -RestartSec=9\n" in captured
     assert captured.count("--force") == 1
     assert "RestartSec=9" in unit.read_text()
     assert run("install", tmp_path, "--force") == 0
-    assert unit.read_text() == before
+    assert unit.read_text() == original_unit
     assert "exit-timeout-secs" in file.read_text()
     # The drop-in of another device is removed.
     assert run("install", tmp_path, "--device=nvidia") == 0
@@ -154,10 +154,10 @@ def test_remove_keeps_only_files_that_other_programs_wrote(
     assert (wants / "shmserve.service").is_symlink()
     assert run("remove", image) == 1
     other_files = {"etc/shmserve/token", f"{SYSTEM}/multi-user.target.wants/other.service"}
-    kept = {f"{SYSTEM}/shmserve.socket", str(flags.relative_to(image))}
-    assert written(image) == other_files | kept
+    kept_files = {f"{SYSTEM}/shmserve.socket", str(flags.relative_to(image))}
+    assert list_files(image) == other_files | kept_files
     assert run("remove", image, "--force") == 0
-    assert written(image) == other_files
+    assert list_files(image) == other_files
     assert not (image / "var/lib/shmserve").exists()
     assert "No units" not in capsys.readouterr().out
     assert run("remove", image) == 0
@@ -183,10 +183,10 @@ def test_a_reload_is_waited_for_where_systemd_can(tmp_path: Path, library: str, 
 
 def test_a_closed_pipe_is_no_failure_to_write() -> None:
     command = [sys.executable, "-m", "shmserve", "systemd", "install", "--user", "--dry-run"]
-    ran = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", '"$@" | true', "-", *command], capture_output=True, text=True, check=False
     )
-    assert ran.stderr == ""
+    assert completed.stderr == ""
 
 
 def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,15 +194,15 @@ def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr().out
     assert "## /etc/systemd/system/shmserve.service: the server\n" in captured
     assert "ExecStart=/bin/sh serve --config=%E/shmserve/shmserve.yaml" in captured
-    assert written(tmp_path) == set()
+    assert list_files(tmp_path) == set()
 
 
 def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for verb, *more in (("show",), ("install", "--dry-run")):
-        more = [*more, f"--root={tmp_path}", "--program=/tmp/venv/bin/shmserve"]
-        assert cli.main(["systemd", verb, *more]) == 0
+    for verb, *arguments in (("show",), ("install", "--dry-run")):
+        arguments = [*arguments, f"--root={tmp_path}", "--program=/tmp/venv/bin/shmserve"]
+        assert cli.main(["systemd", verb, *arguments]) == 0
         printed = capsys.readouterr()
         assert "shmserve.service: the server\n" in printed.out
         assert "warning: --program: the units cannot read '/tmp/venv/bin/" in printed.err

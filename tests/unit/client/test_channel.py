@@ -50,17 +50,17 @@ def listener(tmp_path: Path) -> Iterator[None]:
         entrance.listen()
 
         def welcome() -> None:
-            inside.append(entrance.accept()[0])
-            inside[0].recv(4096)
+            connections.append(entrance.accept()[0])
+            connections[0].recv(4096)
             hello = [Welcome(1, "token"), HealthChanged(True, True, False)]
-            inside[0].send(frames.pack(hello))
+            connections[0].send(frames.pack(hello))
 
-        inside: list[socket.socket] = []
+        connections: list[socket.socket] = []
         server = threading.Thread(target=welcome)
         server.start()
         yield
         server.join()
-        inside[0].close()
+        connections[0].close()
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
         connection.close()
 
 
-def built(connection: ServerConnection) -> PackedRequest:
+def build_request(connection: ServerConnection) -> PackedRequest:
     """Return a request of a model whose scheduler cannot be reached."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished(
@@ -94,10 +94,10 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
         channel.wake()
         connection.losses += 1  # something is, or it would not look
 
-        def look_around() -> None:
+        def wake_waiter() -> None:
             channel.wake()  # another thread, as soon as it has looked
 
-        monkeypatch.setattr(channel, "_check_server", look_around)
+        monkeypatch.setattr(channel, "_check_server", wake_waiter)
         channel.take([channel.waker])
         assert readable(channel.waker)
         monkeypatch.undo()
@@ -110,17 +110,17 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
 def test_a_task_that_arrives_while_answers_are_read_is_run(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = connection._channel
-    take, ran = own.take, threading.Event()
+    channel = connection._channel
+    original_take, task_ran = channel.take, threading.Event()
 
-    def beset(events: Any) -> None:
+    def take_with_task(events: Any) -> None:
         monkeypatch.undo()
-        connection.call(lambda _: ran.set())
-        take(events)
+        connection.call(lambda _: task_ran.set())
+        original_take(events)
 
-    monkeypatch.setattr(own, "take", beset)
-    os.eventfd_write(own.waker, 1)
-    assert ran.wait(5)
+    monkeypatch.setattr(channel, "take", take_with_task)
+    os.eventfd_write(channel.waker, 1)
+    assert task_ran.wait(5)
 
 
 def test_a_submission_during_close_fails_with_disconnected(
@@ -130,42 +130,45 @@ def test_a_submission_during_close_fails_with_disconnected(
     closing = threading.Thread(target=waiter.close)
     connect = waiter.channel._links.connect
 
-    def beset(endpoint: str) -> Any:
+    def connect_while_closing(endpoint: str) -> Any:
         closing.start()
         if not waiter.lock.locked():
             closing.join()
         return connect(endpoint)
 
-    monkeypatch.setattr(waiter.channel._links, "connect", beset)
-    pending = waiter.submit(built(connection))
+    monkeypatch.setattr(waiter.channel._links, "connect", connect_while_closing)
+    pending = waiter.submit(build_request(connection))
     closing.join()
     with pytest.raises(Disconnected):
         waiter.wait(pending)
     with pytest.raises(Disconnected, match="this client is closed"):
-        waiter.submit(built(connection))
+        waiter.submit(build_request(connection))
 
 
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    left, other = waiter.submit(built(connection)), waiter.submit(built(connection))
-    cancelling = threading.Thread(target=waiter.cancel, args=([left],), daemon=True)
+    cancelled, remaining = (
+        waiter.submit(build_request(connection)),
+        waiter.submit(build_request(connection)),
+    )
+    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled],), daemon=True)
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
-        assert not cancelling.is_alive() and not left.abandoned
+        assert not cancelling.is_alive() and not cancelled.abandoned
 
-    def end() -> None:
+    def close_after_cancel() -> None:
         with contextlib.suppress(AssertionError):
-            until("it is cancelled", lambda: left.abandoned)
+            until("it is cancelled", lambda: cancelled.abandoned)
         connection.close()
 
-    ending = threading.Thread(target=end)
-    ending.start()
+    ending_thread = threading.Thread(target=close_after_cancel)
+    ending_thread.start()
     with pytest.raises(Disconnected):
-        waiter.wait(other)
-    ending.join()
-    assert left.abandoned
+        waiter.wait(remaining)
+    ending_thread.join()
+    assert cancelled.abandoned
     waiter.close()
 
 
@@ -195,17 +198,17 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
     submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
-        lost = session._connection
+        lost_connection = session._connection
 
         def callback(_: ClientRequest) -> None:
             at_work.set()
             go_on.wait(60)
 
-        def submit(own: RequestChannel) -> None:
-            own.submit(built(lost), callback)
+        def submit(channel: RequestChannel) -> None:
+            channel.submit(build_request(lost_connection), callback)
             submitted.set()
 
-        lost.call(submit)
+        lost_connection.call(submit)
         assert submitted.wait(10)
     assert at_work.wait(10)
     errors: list[Exception] = []
@@ -220,9 +223,9 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
     with listener(tmp_path):
         opening.start()
         opening.join(10)
-        assert not opening.is_alive() and not errors and session._connection is not lost
+        assert not opening.is_alive() and not errors and session._connection is not lost_connection
     go_on.set()
-    lost._thread.join(10)
+    lost_connection._thread.join(10)
     session.close()
 
 
@@ -234,28 +237,30 @@ def test_answers_are_copied_by_several_at_a_time(
     copies: list[bytearray] = []
 
     def copy() -> None:
-        copies.append(connection.copy_range(place))
+        copies.append(connection.copy_range(last_byte))
 
-    def meanwhile(mappings: Mappings, memory: Memory) -> Any:
+    def open_during_copy(mappings: Mappings, memory: Memory) -> Any:
         monkeypatch.setattr(Mappings, "_open", mapped)
         opened = mappings._open(memory)
-        other = threading.Thread(target=copy, daemon=True)
-        other.start()
-        other.join(10)
+        copier = threading.Thread(target=copy, daemon=True)
+        copier.start()
+        copier.join(10)
         return opened
 
-    monkeypatch.setattr(Mappings, "_open", meanwhile)
+    monkeypatch.setattr(Mappings, "_open", open_during_copy)
     fd = os.memfd_create("answers")
     try:
         os.write(fd, bytes(4095) + b"!")
-        place = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
+        last_byte = Range(
+            Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1
+        )
         # Otherwise the collection may run during the measurement and free objects of earlier
         # tests.
         gc.collect()
-        before = len(os.listdir("/proc/self/fd"))
+        fds_before = len(os.listdir("/proc/self/fd"))
         copy()
         assert copies == [b"!", b"!"]
-        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two descriptors
+        assert len(os.listdir("/proc/self/fd")) == fds_before + 2  # one mapping has two descriptors
     finally:
         os.close(fd)
 
@@ -264,8 +269,8 @@ def test_an_output_in_the_memory_of_a_worker_is_copied_once() -> None:
     copy = bytearray(np.arange(4, dtype=np.float32).tobytes())
     built = SimpleNamespace(segments=(), as_torch=False)
     reader: Any = SimpleNamespace(packed=built, copy_range=lambda _: copy)
-    place = Range(Memory(1, 1, 3, 7, 4096, sealed=True), 0, 16)
-    array = results._map_output(reader, None, TensorSchema("Y", "FP32", (4,), 16), place)
+    memory_range = Range(Memory(1, 1, 3, 7, 4096, sealed=True), 0, 16)
+    array = results._map_output(reader, None, TensorSchema("Y", "FP32", (4,), 16), memory_range)
     assert array.tolist() == [0, 1, 2, 3] and array.flags.writeable
     assert np.shares_memory(array, np.frombuffer(copy, np.float32))
 
@@ -282,12 +287,12 @@ def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_p
         (link,) = channel._links._by_endpoint.values()
         numbers: list[int] = []
 
-        def all_are_there() -> bool:
+        def all_arrived() -> bool:
             numbers.extend(message.id for _, message in router.receive())
             link.receive()  # sends the messages that were waiting for credit
             return len(numbers) == count
 
-        until("all are there", all_are_there)
+        until("all are there", all_arrived)
         assert numbers == [*range(count)]
         assert not router.malformed
     finally:

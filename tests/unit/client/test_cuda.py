@@ -88,7 +88,7 @@ class SupervisorContext:
         opener = RegionOpener(POLICY, handles if self._devices else None)
         self.registry = registry = LocalMemory(SEALS, opener, self.processes, self.events.append)
 
-        nobody: Any = None
+        unused: Any = None
 
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
@@ -98,7 +98,7 @@ class SupervisorContext:
         local_clients = LocalClientServer(
             *(self.folder, NO_GROUP, SEALS, registry, models, Acknowledgements()),
             on_disconnect=registry.release,
-            load_on_demand=nobody,
+            load_on_demand=unused,
         )
         self._ready.set()
         await self._stopped.wait()
@@ -157,7 +157,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake_device
 
 
-def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
+def start_server(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
     """Yield a server whose model doubles x to y."""
     with rig(folder) as worker:
         memory = cuda.device_memory()
@@ -176,7 +176,7 @@ def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[Supervis
 
 @pytest.fixture
 def context(tmp_path: Path, cuda: FakeCuda, device: FakeDevice) -> Iterator[SupervisorContext]:
-    yield from started(tmp_path, cuda)
+    yield from start_server(tmp_path, cuda)
 
 
 @pytest.fixture
@@ -215,12 +215,12 @@ def test_a_region_on_the_device_is_used_in_place(
 def test_a_view_as_an_input_and_an_output(context: SupervisorContext, client: Server) -> None:
     region = client.allocate({"in": ((4, 4), "FP32"), "out": ((4, 4), "FP32")}, device="cuda")
     region["in"].fill(7)
-    two = region.view("in", (2, 4))
-    result = infer(context, client, x=two, outputs={"y": region.view("out", (2, 4))})
+    second_view = region.view("in", (2, 4))
+    result = infer(context, client, x=second_view, outputs={"y": region.view("out", (2, 4))})
     assert result["y"].shape == (2, 4)
     assert region["out"].numpy().tolist() == [[14] * 4] * 2 + [[0] * 4] * 2
     # From the device to a message, and from a message to the device.
-    assert (infer(context, client, x=two)["y"] == 14).all()
+    assert (infer(context, client, x=second_view)["y"] == 14).all()
     infer(context, client, x=ROW, outputs={"y": region.view("out", (1, 4))})
     assert (region["out"].numpy()[0] == ROW * 2).all()
     with pytest.raises(InvalidArgument, match="unexpected shape"):
@@ -228,8 +228,8 @@ def test_a_view_as_an_input_and_an_output(context: SupervisorContext, client: Se
 
 
 def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
-    forms = {"a": ((2, 3), "FP32"), "b": ((4,), "BF16"), "c": ((2,), "BOOL"), "d": ((), "INT64")}
-    region = client.allocate(forms, device="cuda:0")
+    tensors = {"a": ((2, 3), "FP32"), "b": ((4,), "BF16"), "c": ((2,), "BOOL"), "d": ((), "INT64")}
+    region = client.allocate(tensors, device="cuda:0")
     tensor = region["a"].torch()
     tensor.copy_(torch.arange(6).view(2, 3))
     assert region["a"].numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -258,8 +258,8 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
 ) -> None:
     region = client.allocate(TENSORS, device="cuda:0")
     view = region["x"]
-    kept = view.torch()
-    kept.fill_(5)
+    kept_tensor = view.torch()
+    kept_tensor.fill_(5)
     region.release()
     for use in (view.torch, view.numpy, view.memory_range, view.__dlpack__, partial(view.fill, 1)):
         with pytest.raises(shmserve.client.Released):
@@ -272,8 +272,8 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
     del view, region
     gc.collect()
     client._session.memories.settle()
-    assert len(exporting.allocated) == 1 and kept.tolist() == [[5] * 4]
-    del kept
+    assert len(exporting.allocated) == 1 and kept_tensor.tolist() == [[5] * 4]
+    del kept_tensor
     client._session.memories.settle()
     assert not exporting.allocated
     until("workers are told", lambda: bool(context.processes.workers))
@@ -296,7 +296,7 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     region = client.allocate(TENSORS, device="cuda:0")
     infer(context, client, region)
     assert cuda.opened == 1
-    work = pack_inference(
+    request = pack_inference(
         inference(tensor("x", ROW, region.memory_range("x")), outputs=(RequestedOutput("y"),))
     )
     view = region["y"]
@@ -308,7 +308,7 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     assert cuda.opened == 0
     # A request that a worker had not begun by then is not run, since no process would close the
     # handle.
-    (reply,) = context.worker.raw_batch([work])
+    (reply,) = context.worker.raw_batch([request])
     assert reply.code == "UNAVAILABLE" and cuda.opened == 0
     assert len(exporting.allocated) == 1 and (view.numpy() == 0).all(), "it is the program's"
     del region, view
@@ -319,9 +319,9 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
 def test_one_mapping_for_one_handle_under_all_its_requests(
     context: SupervisorContext, client: Server, cuda: FakeCuda
 ) -> None:
-    first = client.allocate(TENSORS, device="cuda:0")
-    second = client.allocate(TENSORS, device="cuda:0")
-    for region in (first, second, first, second):
+    first_region = client.allocate(TENSORS, device="cuda:0")
+    second_region = client.allocate(TENSORS, device="cuda:0")
+    for region in (first_region, second_region, first_region, second_region):
         infer(context, client, region)
     assert cuda.opened == 2 and cuda.calls.count(("open", 0)) == 2
 
@@ -395,7 +395,7 @@ def test_invalid_allocations_are_rejected(
 def test_a_server_without_a_device(
     tmp_path: Path, cuda: FakeCuda, exporting: FakeExporting, device: FakeDevice
 ) -> None:
-    for host in started(tmp_path, cuda, devices=0):
+    for host in start_server(tmp_path, cuda, devices=0):
         with (
             shmserve.client.connect(host.folder) as client,
             pytest.raises(InvalidArgument, match="the server has no CUDA device"),
@@ -473,7 +473,7 @@ def test_invalid_handles_are_rejected(
 ) -> None:
     connection = client._session.connection()
 
-    class Asking:
+    class ShareRequester:
         def make_share_request(self, number: int) -> Any:
             return ShareDeviceMemory(number, size, handle, device, uuid), ()
 
@@ -481,7 +481,7 @@ def test_invalid_handles_are_rejected(
             raise AssertionError(memory)
 
     with pytest.raises((InvalidArgument, PermissionDenied), match=text):
-        connection.share(Asking())  # type: ignore[arg-type]
+        connection.share(ShareRequester())  # type: ignore[arg-type]
 
 
 def test_a_fork_frees_nothing(client: Server, exporting: FakeExporting) -> None:

@@ -18,7 +18,7 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 
 @pytest.fixture
-def usual_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the default run directory of a first server."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
@@ -26,51 +26,58 @@ def usual_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shmserve"
 
 
-def end_server(server: RunDirectory) -> None:
+def kill_server(server: RunDirectory) -> None:
     """Return the run directory of a killed server, whose files still exist."""
     os.close(server.lock_fd)
 
 
-def test_none(usual_dir: Path) -> None:
+def test_none(default_dir: Path) -> None:
     with pytest.raises(
         Disconnected,
-        match=f"no server .* there is no run directory {usual_dir}; start one by `shmserve serve`",
+        match=f"no server .* there is no run directory {default_dir}; "
+        "start one by `shmserve serve`",
     ):
         discovery.find(None)
 
 
-def test_a_run_directory_whose_server_has_ended_is_disconnected(usual_dir: Path) -> None:
-    end_server(RunDirectory.default())
-    for named in (None, usual_dir):
+def test_a_run_directory_whose_server_has_ended_is_disconnected(default_dir: Path) -> None:
+    kill_server(RunDirectory.default())
+    for named in (None, default_dir):
         with pytest.raises(
             Disconnected,
-            match=(f"no server is running: the server of the run directory {usual_dir} has exited"),
+            match=(
+                f"no server is running: the server of the run directory {default_dir} has exited"
+            ),
         ):
             discovery.find(named)
 
 
-def test_of_two_one_must_be_named(usual_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = RunDirectory.default(), RunDirectory.default()
-    file = endpoints.addresses(second.path)
+def test_of_two_one_must_be_named(default_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
+    file = endpoints.addresses(second_dir.path)
     file.parent.mkdir()
     file.write_text("http://127.0.0.1:8000\ngrpc://127.0.0.1:8001\n")
-    shown = f"{first.path}; {second.path} http://127.0.0.1:8000 grpc://127.0.0.1:8001"
-    with pytest.raises(InvalidArgument, match=f"^2 servers .*: {re.escape(shown)}$"):
+    shown_servers = (
+        f"{first_dir.path}; {second_dir.path} http://127.0.0.1:8000 grpc://127.0.0.1:8001"
+    )
+    with pytest.raises(InvalidArgument, match=f"^2 servers .*: {re.escape(shown_servers)}$"):
         discovery.find(None)
-    assert discovery.find(second.path) == second.path
-    monkeypatch.setenv("SHMSERVE_RUN_DIR", str(first.path))
-    assert discovery.find(None) == first.path
+    assert discovery.find(second_dir.path) == second_dir.path
+    monkeypatch.setenv("SHMSERVE_RUN_DIR", str(first_dir.path))
+    assert discovery.find(None) == first_dir.path
     monkeypatch.delenv("SHMSERVE_RUN_DIR")
     # A program that knew the former server continues with it.
-    assert discovery.find(None, second.path) == second.path
-    end_server(first)
-    assert discovery.find(None) == second.path
-    end_server(second)
+    assert discovery.find(None, second_dir.path) == second_dir.path
+    kill_server(first_dir)
+    assert discovery.find(None) == second_dir.path
+    kill_server(second_dir)
 
 
-def test_the_default_directory_of_another_user_is_rejected(usual_dir: Path, tmp_path: Path) -> None:
-    usual_dir.symlink_to(tmp_path)
-    with pytest.raises(InvalidArgument, match=f"{usual_dir} belongs to another user; name it"):
+def test_the_default_directory_of_another_user_is_rejected(
+    default_dir: Path, tmp_path: Path
+) -> None:
+    default_dir.symlink_to(tmp_path)
+    with pytest.raises(InvalidArgument, match=f"{default_dir} belongs to another user; name it"):
         discovery.find(None)
 
 
@@ -83,7 +90,7 @@ def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("answer", "reason"),
     [
         (b"", "the limit of clients"),
         (
@@ -92,21 +99,23 @@ def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_server_that_refuses_the_user_is_found(tmp_path: Path, answer: bytes, why: str) -> None:
+def test_a_server_that_refuses_the_user_is_found(
+    tmp_path: Path, answer: bytes, reason: str
+) -> None:
     """The error names the server that was found, so that a reader need not search for it."""
     (tmp_path / "guests").mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "guests" / "door"))
         listener.listen()
 
-        def show_out() -> None:
+        def refuse_client() -> None:
             link, _ = listener.accept()
             with link:
                 assert link.recv(1024)
                 link.send(answer)
 
         with ThreadPoolExecutor(1) as pool:
-            shown_out = pool.submit(show_out)
-            with pytest.raises(shmserve.client.Disconnected, match=why):
+            shown_out = pool.submit(refuse_client)
+            with pytest.raises(shmserve.client.Disconnected, match=reason):
                 shmserve.client.connect(tmp_path)
             shown_out.result()

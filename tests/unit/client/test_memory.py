@@ -128,17 +128,17 @@ def test_memory_returned_after_close_is_freed(memories: Memories) -> None:
 def test_memory_is_freed_if_its_allocation_is_interrupted(
     memories: Memories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: int) -> None:
+    def raise_interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
     # Otherwise the collection may run during the measurement and free objects of earlier tests.
     gc.collect()
-    before = os.listdir("/proc/self/fd")
+    fds_before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", interrupted)
+        patch.setattr(os, "posix_fallocate", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             memories.allocate(1 << 20)
-    assert os.listdir("/proc/self/fd") == before
+    assert os.listdir("/proc/self/fd") == fds_before
 
 
 @pytest.mark.parametrize("loose", [False, True])
@@ -147,7 +147,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
 ) -> None:
     """Most often while its inputs are copied, which takes longest."""
 
-    def interrupted(*_: object) -> None:
+    def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     model = ClientModel(published())
@@ -156,7 +156,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     outputs = region if loose else None
     for _ in range(20):  # eight blocks use all the memory
         with monkeypatch.context() as patch:
-            patch.setattr(np, "copyto", interrupted)
+            patch.setattr(np, "copyto", raise_interrupt)
             with pytest.raises(KeyboardInterrupt):
                 prepare(memories, model, {"x": x}, outputs, PLAIN)
     prepare(memories, model, {"x": x}, outputs, PLAIN).end()
@@ -189,20 +189,20 @@ def test_an_unknown_datatype_of_a_region_names_what_is_allowed(
 
 
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
-    segment, ended = Segment(4096), []
-    lease = MemoryLease(lambda: ended.append(True))
+    segment, released = Segment(4096), []
+    lease = MemoryLease(lambda: released.append(True))
     view = View.over(segment.bytes, 64, (4,), np.dtype(np.int32), lease)
     view[:] = [1, 2, 3, 4]
-    plain = view[1:]
-    assert type(plain) is np.ndarray and type(view + 1) is np.ndarray
+    slice_ = view[1:]
+    assert type(slice_) is np.ndarray and type(view + 1) is np.ndarray
     assert np.stack([view, view]).shape == (2, 4)
     assert np.block([[view, view], [view, view]]).shape == (2, 8)
     assert np.stack(Pair(view, view)).shape == (2, 4)
-    chosen = View.over(segment.bytes, 0, (4,), np.dtype(np.bool_), lease)
-    chosen[:] = [True, False, False, True]
-    assert np.add(view, 1, where=chosen, out=np.zeros(4, np.int32)).tolist() == [2, 0, 0, 5]
+    booleans = View.over(segment.bytes, 0, (4,), np.dtype(np.bool_), lease)
+    booleans[:] = [True, False, False, True]
+    assert np.add(view, 1, where=booleans, out=np.zeros(4, np.int32)).tolist() == [2, 0, 0, 5]
     view += 1
-    assert view.tolist() == [2, 3, 4, 5] and plain.tolist() == [3, 4, 5]
+    assert view.tolist() == [2, 3, 4, 5] and slice_.tolist() == [3, 4, 5]
     assert type(copy.copy(view)) is type(pickle.loads(pickle.dumps(view))) is np.ndarray
     lease.released = True
     uses: tuple[Callable[[View], object], ...] = (
@@ -233,29 +233,29 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
         with pytest.raises(Released):
             use(view)
     segment.close()
-    del view, chosen, lease, segment
+    del view, booleans, lease, segment
     gc.collect()
-    assert not ended and plain.tolist() == [3, 4, 5]
-    del plain
-    assert ended
+    assert not released and slice_.tolist() == [3, 4, 5]
+    del slice_
+    assert released
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_options_of_one_call_are_not_in_the_template(memories: Memories, large: bool) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_options_of_one_call_are_not_in_the_template(memories: Memories, is_large: bool) -> None:
     """Its id, its sequence and its timeout go beside it: by the same way as without them."""
-    size = 8192 if large else 1
+    size = 8192 if is_large else 1
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
     model = ClientModel(replace(published(), config=ModelSpec.of(config)))
     x = np.zeros((1, 16), np.float32)
-    works = []
+    requests = []
     for number in range(3):
         options = options_of(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
         for value in (PLAIN, options):
             built = prepare(memories, model, {"x": x}, None, value)
             assert built.options is value
-            works.append((built.schema, built.data))
+            requests.append((built.schema, built.data))
             built.end()
-    assert works == works[:1] * 6 and len(model.templates) == 1
+    assert requests == requests[:1] * 6 and len(model.templates) == 1
 
 
 def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> None:
@@ -277,16 +277,18 @@ def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> No
 def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
     model = ClientModel(published())
     x = np.arange(8192, dtype=np.float32)[None]
-    first = prepare(memories, model, {"x": x}, None, PLAIN)
-    second = prepare(memories, model, {"x": x + 1}, None, PLAIN)
-    assert first.schema == second.schema and first.data != second.data
-    first.end()
-    third = prepare(memories, model, {"x": x}, None, PLAIN)
-    assert (third.schema, third.data) == (first.schema, first.data)
+    first_request = prepare(memories, model, {"x": x}, None, PLAIN)
+    second_request = prepare(memories, model, {"x": x + 1}, None, PLAIN)
+    assert (
+        first_request.schema == second_request.schema and first_request.data != second_request.data
+    )
+    first_request.end()
+    third_request = prepare(memories, model, {"x": x}, None, PLAIN)
+    assert (third_request.schema, third_request.data) == (first_request.schema, first_request.data)
     model.close()
-    second.end()
-    third.end()
-    address = first.segments[0].address
+    second_request.end()
+    third_request.end()
+    address = first_request.segments[0].address
     memories.settle()
     assert memories.find(address, 1) is None
 
@@ -311,17 +313,17 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
     """A thread may be about to make one while another closes the model, or makes the same."""
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
-    first = prepare(memories, model, x, None, PLAIN)
+    first_request = prepare(memories, model, x, None, PLAIN)
     (key,) = model.templates._values
     prepared = ClientTemplate(
         model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
     )
-    assert model.store_template(key, prepared) is first.template
+    assert model.store_template(key, prepared) is first_request.template
     model.close()
-    late = prepare(memories, model, x, None, PLAIN)
+    late_request = prepare(memories, model, x, None, PLAIN)
     assert not model.templates
-    first.end()
-    late.end()
+    first_request.end()
+    late_request.end()
     memories.settle()
     assert memories._used() == 0
 
@@ -339,7 +341,7 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "text"),
+    ("wrong_options", "text"),
     [
         ({"request_id": 5}, "request_id must be a string, got 5"),
         ({"request_id": "\ud800"}, "request_id cannot be encoded as UTF-8"),
@@ -357,17 +359,17 @@ def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories)
         ({"parameters": {"a": "\ud800"}}, "parameter 'a' cannot be encoded as UTF-8"),
     ],
 )
-def test_options_that_no_request_can_have(wrong: dict[str, Any], text: str) -> None:
+def test_options_that_no_request_can_have(wrong_options: dict[str, Any], text: str) -> None:
     options: dict[str, Any] = {"request_id": "", "parameters": None, "priority": 0}
     with pytest.raises(InvalidArgument, match=text):
-        options_of(**{**options, "timeout_s": None, **wrong})
+        options_of(**{**options, "timeout_s": None, **wrong_options})
 
 
 def test_options_as_they_travel() -> None:
     assert options_of("", {}, 0, None) is PLAIN
     assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
-    for over in (0, -1, -1e300, float("-inf")):
-        assert options_of("", None, 0, over).timeout_us == 1
+    for expired_s in (0, -1, -1e300, float("-inf")):
+        assert options_of("", None, 0, expired_s).timeout_us == 1
     assert options_of("", None, 0, float("inf")) == PLAIN
     assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
     # The longest that epoll can wait for, in milliseconds.
@@ -379,27 +381,27 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
     reader: Any = SimpleNamespace(
-        packed=built, copy_range=lambda place: b"\4\0\0\0", release=lambda release: None
+        packed=built, copy_range=lambda memory_range: b"\4\0\0\0", release=lambda release: None
     )
 
-    def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
+    def read_response(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
         message = Finished(1, *pack_inferred(Inferred(refs, parameters)))
         result = read(reader, message)
         return {**result, **result.parameters}
 
-    place = Range(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
+    memory_range = Range(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
     for n in range(4):
         number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
         text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
-        copy = read_back(number, text, note=1)
+        copy = read_response(number, text, note=1)
         assert (copy["y"].tolist(), copy["z"].tolist()) == ([n], [b"%d" % n])
         assert copy["note"] == 1
         copy["y"][:] = 7  # the program's own
-        for mixed in ((number, TensorRef("p", "INT32", (1,), place)), (number,)):
-            copy = read_back(*mixed)
+        for response in ((number, TensorRef("p", "INT32", (1,), memory_range)), (number,)):
+            copy = read_response(*response)
             assert copy["y"].tolist() == [n]
-            assert len(mixed) == 1 or copy["p"].tolist() == [4]
-        assert read_back(TensorRef("p", "INT32", (1,), place))["p"].tolist() == [4]
+            assert len(response) == 1 or copy["p"].tolist() == [4]
+        assert read_response(TensorRef("p", "INT32", (1,), memory_range))["p"].tolist() == [4]
 
 
 def test_accepted_input_types() -> None:
@@ -428,18 +430,18 @@ def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
 
 
 def test_lists_keep_their_numbers() -> None:
-    def converted(value: object, datatype: str) -> list[object]:
+    def convert(value: object, datatype: str) -> list[object]:
         array, called = as_array(value, TensorSpec("x", datatype, (-1,)), "x")
         assert called == datatype
         return list(array.tolist())
 
-    assert converted([1, 2.0, True], "INT32") == [1, 2, 1]
-    assert converted([], "INT8") == []
-    assert converted([1, 0], "BOOL") == [True, False]
-    assert converted([2**63], "UINT64") == [2**63]
-    assert converted([0.1], "FP32") == [np.float32(0.1)]
+    assert convert([1, 2.0, True], "INT32") == [1, 2, 1]
+    assert convert([], "INT8") == []
+    assert convert([1, 0], "BOOL") == [True, False]
+    assert convert([2**63], "UINT64") == [2**63]
+    assert convert([0.1], "FP32") == [np.float32(0.1)]
     # BF16 as bit patterns: 1.0 is 0x3f80.
-    assert converted([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+    assert convert([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
 
 
 @pytest.mark.parametrize(
@@ -496,8 +498,8 @@ def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> 
 @pytest.mark.parametrize("size", [1, 2, 200])
 def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
-    form = TensorTemplate("x", "FP32", (1, size), 4 * size)
-    prepared = ClientTemplate(Signature(ModelSpec.of(config), "1"), [form], (), memories)
+    template = TensorTemplate("x", "FP32", (1, size), 4 * size)
+    prepared = ClientTemplate(Signature(ModelSpec.of(config), "1"), [template], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
     assert not prepared.uses_slots
     tensor = TensorRef("x", "FP32", (1, size), array.tobytes())
@@ -520,10 +522,10 @@ def test_local_clients_cannot_forge_identities_or_memory() -> None:
         f"{FIRST}.{token}x.1",
     ):
         assert capabilities.local_client(forged.encode()) == 0, forged
-    rest = (7, 8, 9, 4096, True)
-    mine = Memory(capabilities.memory_id(FIRST, *rest, False, False), *rest)
-    assert capabilities.owns(FIRST, mine) and not capabilities.owns(FIRST + 1, mine)
-    assert not capabilities.owns(FIRST, Memory(mine.id, 7, 8, 9, 8192, True))
-    assert not capabilities.owns(FIRST, replace(mine, sealed=False))
-    assert not capabilities.owns(FIRST, replace(mine, copied=True))
-    assert Range(mine, 0, 1)
+    fields = (7, 8, 9, 4096, True)
+    own_memory = Memory(capabilities.memory_id(FIRST, *fields, False, False), *fields)
+    assert capabilities.owns(FIRST, own_memory) and not capabilities.owns(FIRST + 1, own_memory)
+    assert not capabilities.owns(FIRST, Memory(own_memory.id, 7, 8, 9, 8192, True))
+    assert not capabilities.owns(FIRST, replace(own_memory, sealed=False))
+    assert not capabilities.owns(FIRST, replace(own_memory, copied=True))
+    assert Range(own_memory, 0, 1)

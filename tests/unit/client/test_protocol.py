@@ -43,8 +43,8 @@ def test_the_example_equals_the_packed_message() -> None:
     packed = pack_inference(Inference((TensorRef("x", "UINT8", (2,), b"\x05\x06"),)))
     frame = frames.pack([m.Submit(7, *packed, 1000, 0, 0, 0)]).hex()
     start = PAGE.index(f"    92 {frames.VERSION:02x}")
-    shown = PAGE[start : PAGE.index("\n\n", start)]
-    assert "".join(shown.split()) == frame
+    shown_frame = PAGE[start : PAGE.index("\n\n", start)]
+    assert "".join(shown_frame.split()) == frame
 
 
 def test_importing_the_client_costs_little() -> None:
@@ -52,6 +52,6 @@ def test_importing_the_client_costs_little() -> None:
     result = run_python("-X", "importtime", "-c", program, check=True)
     loaded = {name.partition(".")[0] for name in result.stdout.split()}
     foreign = loaded - set(sys.stdlib_module_names) - {"shmserve"}
-    allowed = {"numpy", "msgpack", "__main__", "sitecustomize", "cython_runtime"}
-    assert {n for n in foreign if not n.startswith(("_", "numpy", "cython"))} <= allowed
+    allowed_modules = {"numpy", "msgpack", "__main__", "sitecustomize", "cython_runtime"}
+    assert {n for n in foreign if not n.startswith(("_", "numpy", "cython"))} <= allowed_modules
     assert "asyncio" not in loaded  # asyncio programs import shmserve.client.aio

@@ -47,25 +47,27 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
     channel.close()
 
 
-def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN) -> ResponseStream:
-    """Return a stream of a model whose scheduler is the test; `ended` records when its memory
+def open_stream(
+    request_channel: Any, tmp_path: Path, ended_ids: list[str], options: Options = PLAIN
+) -> ResponseStream:
+    """Return a stream of a model whose scheduler is the test; `ended_ids` records when its memory
     is free.
     """
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
-    model = ClientModel(published, way.connection.models)
-    built = PackedRequest(model, *WORK, options, end=lambda: ended.append("free"))
-    return ResponseStream(way, way.open(built), None)
+    model = ClientModel(published, request_channel.connection.models)
+    built = PackedRequest(model, *WORK, options, end=lambda: ended_ids.append("free"))
+    return ResponseStream(request_channel, request_channel.open(built), None)
 
 
-def packed(n: int, size: int = 1) -> Packed:
+def pack_outputs(n: int, size: int = 1) -> Packed:
     data = np.full(size, n, np.int32).tobytes()
     return pack_inferred(Inferred((TensorRef("y", "INT32", (size,), data),)))
 
 
-def responded(number: int, n: int, *, size: int = 1, final: bool = False) -> m.Responded:
-    return m.Responded(number, "", "", *packed(n, size), final)
+def make_response(number: int, n: int, *, size: int = 1, final: bool = False) -> m.Responded:
+    return m.Responded(number, "", "", *pack_outputs(n, size), final)
 
 
 def values(responses: Any) -> list[int]:
@@ -76,9 +78,9 @@ def test_credit_for_several_responses_is_one_message(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     ended_ids: list[str] = []
-    stream = opened(channel, tmp_path, ended_ids)
+    stream = open_stream(channel, tmp_path, ended_ids)
     number = scheduler.next(m.Submit).id
-    scheduler.send(*(responded(number, n) for n in range(FIRST_CREDIT)))
+    scheduler.send(*(make_response(number, n) for n in range(FIRST_CREDIT)))
     for n in range(RESPONSES_PER_CREDIT):
         assert values([next(stream)]) == [n]
     assert scheduler.is_silent()  # the last is its reader's until the next is asked for
@@ -95,45 +97,45 @@ def test_large_responses_are_credited_sooner(
 ) -> None:
     assert credit.BYTES_PER_CREDIT < MAX_UNREAD_BYTES
     monkeypatch.setattr(credit, "BYTES_PER_CREDIT", 1000)
-    stream = opened(channel, tmp_path, [])
+    stream = open_stream(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     for n in range(3):
-        scheduler.send(responded(number, n, size=250))
+        scheduler.send(make_response(number, n, size=250))
         assert values([next(stream)]) == [n]
         if n:
             assert scheduler.next(m.Credit) == m.Credit(number, 1)  # type: ignore[type-var]
-    scheduler.send(responded(number, 3, final=True))
+    scheduler.send(make_response(number, 3, final=True))
     assert values(stream) == [3]
 
 
-@pytest.mark.parametrize("ending", ["close", "collected"])
+@pytest.mark.parametrize("ending_cause", ["close", "collected"])
 def test_closing_a_stream_cancels_it_and_ignores_later_responses(
-    channel: ThreadChannel, scheduler: Peer, tmp_path: Path, ending: str
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path, ending_cause: str
 ) -> None:
     ended_ids: list[str] = []
-    stream: ResponseStream | None = opened(channel, tmp_path, ended_ids)
+    stream: ResponseStream | None = open_stream(channel, tmp_path, ended_ids)
     number = scheduler.next(m.Submit).id
-    scheduler.send(responded(number, 0), responded(number, 1))
+    scheduler.send(make_response(number, 0), make_response(number, 1))
     assert stream is not None and values([next(stream)]) == [0]
-    if ending == "close":
+    if ending_cause == "close":
         stream.close()
         assert list(stream) == []
         stream.close()
     stream = None
     gc.collect()
     assert scheduler.next(m.Cancel) == m.Cancel(number)
-    scheduler.send(responded(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
-    other = opened(channel, tmp_path, [])
-    scheduler.send(responded(scheduler.next(m.Submit).id, 7, final=True))
-    assert values(other) == [7] and ended_ids == ["free"]
+    scheduler.send(make_response(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
+    other_stream = open_stream(channel, tmp_path, [])
+    scheduler.send(make_response(scheduler.next(m.Submit).id, 7, final=True))
+    assert values(other_stream) == [7] and ended_ids == ["free"]
 
 
 def test_an_error_may_be_followed_by_responses(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    stream = opened(channel, tmp_path, [])
+    stream = open_stream(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.send(m.Responded(number, "INTERNAL", "no", b"", [], False), responded(number, 1))
+    scheduler.send(m.Responded(number, "INTERNAL", "no", b"", [], False), make_response(number, 1))
     with pytest.raises(Internal, match="no"):
         next(stream)
     assert values([next(stream)]) == [1]
@@ -147,8 +149,8 @@ def test_the_servers_timeout_may_precede_the_clients(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     """Its word of it is the same to a program as the client's own."""
-    late = PLAIN._replace(deadline_ns=1)
-    stream = opened(channel, tmp_path, [], late)
+    expired = PLAIN._replace(deadline_ns=1)
+    stream = open_stream(channel, tmp_path, [], expired)
     number = scheduler.next(m.Submit).id
     text = "Request timeout expired"
     stream._pending.respond(m.Responded(number, "UNAVAILABLE", text, b"", [], True))
@@ -159,7 +161,7 @@ def test_the_servers_timeout_may_precede_the_clients(
 def test_a_response_that_cannot_be_read_ends_the_stream(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    stream = opened(channel, tmp_path, [])
+    stream = open_stream(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     scheduler.send(m.Responded(number, "", "", b"garbage", [], False))
     with pytest.raises(Internal, match="cannot be read"):
@@ -169,26 +171,26 @@ def test_a_response_that_cannot_be_read_ends_the_stream(
     assert scheduler.next(m.Cancel) == m.Cancel(number)
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("has_begun", [False, True])
 def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
-    connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path, begun: bool
+    connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path, has_begun: bool
 ) -> None:
     successor_router = Router(f"ipc://{tmp_path}/successor")
     successor, ended_ids = Peer(successor_router), list[str]()
-    stream = opened(channel, tmp_path, ended_ids)
+    stream = open_stream(channel, tmp_path, ended_ids)
     submit = scheduler.next(m.Submit)
-    if begun:
-        scheduler.send(responded(submit.id, 0))
+    if has_begun:
+        scheduler.send(make_response(submit.id, 0))
         assert values([next(stream)]) == [0]
     connection.on_scheduler_lost(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
-    if begun:
+    if has_begun:
         with pytest.raises(Unavailable, match="after the request's first response"):
             next(stream)
         assert ended_ids == ["free"] and list(stream) == []
     else:
         channel.channel.take([])
         assert successor.next(m.Submit) == submit
-        successor.send(responded(submit.id, 5, final=True))
+        successor.send(make_response(submit.id, 5, final=True))
         assert values(stream) == [5]
     successor_router.close()
 
@@ -197,17 +199,17 @@ def test_a_unary_response_ends_the_stream(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
     ended_ids: list[str] = []
-    stream = opened(channel, tmp_path, ended_ids)
-    scheduler.send(m.Finished(scheduler.next(m.Submit).id, *packed(3)))
+    stream = open_stream(channel, tmp_path, ended_ids)
+    scheduler.send(m.Finished(scheduler.next(m.Submit).id, *pack_outputs(3)))
     assert values(stream) == [3] and ended_ids == ["free"]
 
 
 def test_a_thread_without_a_channel_of_its_own_streams_too(
     connection: Any, scheduler: Peer, tmp_path: Path
 ) -> None:
-    stream = opened(SharedChannel(connection), tmp_path, [])
+    stream = open_stream(SharedChannel(connection), tmp_path, [])
     number = scheduler.next(m.Submit).id
-    scheduler.send(*(responded(number, n) for n in range(RESPONSES_PER_CREDIT + 1)))
+    scheduler.send(*(make_response(number, n) for n in range(RESPONSES_PER_CREDIT + 1)))
     for n in range(RESPONSES_PER_CREDIT + 1):
         assert values([next(stream)]) == [n]
     assert scheduler.next(m.Credit) == m.Credit(number, RESPONSES_PER_CREDIT)  # type: ignore[type-var]
@@ -218,11 +220,14 @@ def test_a_thread_without_a_channel_of_its_own_streams_too(
 def test_the_end_of_the_connection_ends_its_streams(
     connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    streams = [opened(way, tmp_path, []) for way in (channel, SharedChannel(connection))]
+    streams = [
+        open_stream(request_channel, tmp_path, [])
+        for request_channel in (channel, SharedChannel(connection))
+    ]
     connection.close()
     for stream in streams:
         with pytest.raises(Disconnected):
             next(stream)
         assert list(stream) == []
         with pytest.raises(ShmserveError):
-            opened(stream._waiter, tmp_path, [])
+            open_stream(stream._waiter, tmp_path, [])

@@ -40,13 +40,13 @@ def test_a_token_opens_its_scopes(tokens_file: Path) -> None:
     assert rules.authorise(SIGNATURE, bearer(SOME)) is None
     for scope in SCOPES:
         assert rules.authorise(scope, bearer(ALL)) is None
-        refused = rules.authorise(scope, bearer(SOME))
+        access_error = rules.authorise(scope, bearer(SOME))
         if scope in ("inference", "metadata", *OPEN):
-            assert refused is None
+            assert access_error is None
         else:
-            assert refused is not None
-            assert (refused.status, refused.code) == (403, "PERMISSION_DENIED")
-            assert scope in refused.message
+            assert access_error is not None
+            assert (access_error.status, access_error.code) == (403, "PERMISSION_DENIED")
+            assert scope in access_error.message
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_the_inference_scope_may_read_signatures(tmp_path: Path, scopes: str, st
     path = tmp_path / "some"
     path.write_text(f"{SOME} {scopes}\n")
     rules = Authorisation(read_tokens(path), {"metadata": Restriction("key", "secret")})
-    refused = rules.authorise(SIGNATURE, {**bearer(SOME), "key": "secret"})
-    assert (refused.status if refused else 0) == status
+    access_error = rules.authorise(SIGNATURE, {**bearer(SOME), "key": "secret"})
+    assert (access_error.status if access_error else 0) == status
     # The scope "metadata of models" is restricted like the metadata API.
     assert rules.authorise(SIGNATURE, bearer(SOME)) is not None
     if scopes == "inference":
@@ -75,12 +75,12 @@ def test_a_header_without_a_token_opens_only_health(tokens_file: Path, header: s
     rules = Authorisation(read_tokens(tokens_file), {})
     for metadata in ({"authorization": header}, {}):
         for scope in SCOPES:
-            refused = rules.authorise(scope, metadata)
+            access_error = rules.authorise(scope, metadata)
             if scope in OPEN:
-                assert refused is None
+                assert access_error is None
             else:
-                assert refused is not None
-                assert (refused.status, refused.code) == (401, "UNAUTHENTICATED")
+                assert access_error is not None
+                assert (access_error.status, access_error.code) == (401, "UNAUTHENTICATED")
 
 
 def test_the_kind_of_authorisation_is_spelled_as_anyone_likes(tokens_file: Path) -> None:
@@ -178,10 +178,10 @@ def test_a_restricted_api_needs_its_header() -> None:
     assert rules.authorise("metadata", {}) is None
     assert rules.authorise("health", {"admin-key": "secret"}) is None
     for metadata in ({}, {"admin-key": ""}, {"admin-key": "Secret"}, {"admin-key": "\udcff"}):
-        refused = rules.authorise("health", metadata)
-        assert refused is not None
-        assert (refused.status, refused.code) == (403, "UNAVAILABLE")
-        assert refused.message == "This API is restricted, expecting header 'Admin-Key'"
+        access_error = rules.authorise("health", metadata)
+        assert access_error is not None
+        assert (access_error.status, access_error.code) == (403, "UNAVAILABLE")
+        assert access_error.message == "This API is restricted, expecting header 'Admin-Key'"
 
 
 def test_a_restricted_protocol_has_a_longer_header() -> None:
@@ -190,10 +190,10 @@ def test_a_restricted_protocol_has_a_longer_header() -> None:
     )
     rules = Authorisation(None, restrictions, "protocol")
     assert rules.authorise("trace", {"triton-grpc-protocol-k": "v"}) is None
-    refused = rules.authorise("trace", {"k": "v"})
-    assert refused is not None
+    access_error = rules.authorise("trace", {"k": "v"})
+    assert access_error is not None
     text = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
-    assert refused.message == text
+    assert access_error.message == text
 
 
 def test_a_restriction_holds_for_tokens_too(tokens_file: Path) -> None:

@@ -36,29 +36,29 @@ words = st.text(st.sampled_from('":\\{}[], aä\u20ac\U0001f600'), max_size=6)
 scalars = st.none() | st.booleans() | st.integers(-5, 5) | words
 trees = st.recursive(
     scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(st.tuples(names | words, inner), max_size=4).map(Members)
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.lists(st.tuples(names | words, values), max_size=4).map(Members)
     ),
     max_leaves=12,
 )
 
 
-def spelled(value: Any, data: st.DataObject) -> str:
+def write_json(value: Any, data: st.DataObject) -> str:
     """Return the JSON text of a tree, with random blanks and escapes."""
     blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
     if isinstance(value, Members):
         parts = [
-            f"{string(name, data)}{blank}:{blank}{spelled(member, data)}"
+            f"{write_string(name, data)}{blank}:{blank}{write_json(member, data)}"
             for name, member in value.pairs
         ]
         return f"{{{blank}{f',{blank}'.join(parts)}{blank}}}"
     if isinstance(value, list):
-        return f"[{f'{blank},'.join(spelled(member, data) for member in value)}]"
-    return string(value, data) if isinstance(value, str) else json.dumps(value)
+        return f"[{f'{blank},'.join(write_json(member, data) for member in value)}]"
+    return write_string(value, data) if isinstance(value, str) else json.dumps(value)
 
 
-def string(text: str, data: st.DataObject) -> str:
+def write_string(text: str, data: st.DataObject) -> str:
     return json.dumps(text, ensure_ascii=data.draw(st.booleans()))
 
 
@@ -72,7 +72,7 @@ def is_doubled(value: Any) -> bool:
 @settings(max_examples=300)
 @given(trees, st.data())
 def test_all_doubled_names_and_no_others_are_refused(tree: Any, data: st.DataObject) -> None:
-    raw = spelled(tree, data).encode()
+    raw = write_json(tree, data).encode()
     if is_doubled(tree):
         with pytest.raises(InvalidArgument, match=r"duplicate key '.*' in an object"):
             loads(raw)
@@ -90,40 +90,44 @@ request: Pairs = [
 ]
 
 
-def holders(value: Any) -> Iterator[Members]:
+def find_members(value: Any) -> Iterator[Members]:
     if isinstance(value, Members):
         yield value
         for _, member in value.pairs:
-            yield from holders(member)
+            yield from find_members(member)
     elif isinstance(value, list):
         for member in value:
-            yield from holders(member)
+            yield from find_members(member)
 
 
-PLACES = [(at, name) for at, held in enumerate(holders(Members(request))) for name, _ in held.pairs]
+PLACES = [
+    (index, name)
+    for index, holder in enumerate(find_members(Members(request)))
+    for name, _ in holder.pairs
+]
 
 
-@pytest.mark.parametrize(("at", "name"), PLACES)
+@pytest.mark.parametrize(("index", "name"), PLACES)
 @settings(max_examples=10)
 @given(value=st.sampled_from([1, "a:b", [], Members([]), Members([("x", 1)])]), data=st.data())
 def test_duplicate_names_are_refused_everywhere_in_a_request(
-    at: int, name: str, value: Any, data: st.DataObject
+    index: int, name: str, value: Any, data: st.DataObject
 ) -> None:
     """A duplicate name is rejected at any position and with any value."""
-    assert loads(spelled(Members(request), data).encode())["id"] == "i"
-    members = list(holders(Members(request)))[at]
+    assert loads(write_json(Members(request), data).encode())["id"] == "i"
+    members = list(find_members(Members(request)))[index]
     kept_pairs = members.pairs
-    where = data.draw(st.integers(0, len(kept_pairs)))
-    members.pairs = [*kept_pairs[:where], (name, value), *kept_pairs[where:]]
+    position = data.draw(st.integers(0, len(kept_pairs)))
+    members.pairs = [*kept_pairs[:position], (name, value), *kept_pairs[position:]]
     # The root object is new each time, but it contains the same members.
-    root = members if at == 0 else Members(request)
+    root = members if index == 0 else Members(request)
     try:
-        raw = spelled(root, data).encode()
+        raw = write_json(root, data).encode()
     finally:
         members.pairs = kept_pairs
-    for read in (loads, loads_large):
+    for parse in (loads, loads_large):
         with pytest.raises(InvalidArgument, match=f"duplicate key '{name}' in an object"):
-            read(raw)
+            parse(raw)
 
 
 @pytest.mark.parametrize(
@@ -143,15 +147,15 @@ def test_refused(text: str) -> None:
 
 def test_long_names_and_long_texts() -> None:
     """A long name is truncated in the error; in megabytes of text, no name is searched for."""
-    long = "n" * 1000
+    long_text = "n" * 1000
     with pytest.raises(InvalidArgument) as caught:
-        loads(json.dumps([long]).encode()[1:-1].join([b"{", b":1,", b":1}"]))
+        loads(json.dumps([long_text]).encode()[1:-1].join([b"{", b":1,", b":1}"]))
     assert len(caught.value.message) < 200
     text = json.dumps({"inputs": [{"data": ["x" * 64] * 40_000}]}).encode()
     assert loads(text) == loads_large(text) == json.loads(text)
-    for read in (loads, loads_large):
+    for parse in (loads, loads_large):
         with pytest.raises(InvalidArgument, match="duplicate keys in an object"):
-            read(text[:-1] + b', "inputs": []}')
+            parse(text[:-1] + b', "inputs": []}')
 
 
 def test_where_large_arrays_were_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:

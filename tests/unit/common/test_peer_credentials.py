@@ -37,77 +37,80 @@ def tcp_pair(
             sock.connect(address)
             return sock
 
-        theirs = dial() if uid < 0 else as_user(uid, dial)
-        ours, _ = listener.accept()
-        with ours:
-            yield ours, theirs
+        client_socket = dial() if uid < 0 else as_user(uid, dial)
+        server_socket, _ = listener.accept()
+        with server_socket:
+            yield server_socket, client_socket
 
 
-def peer_of(ours: socket.socket) -> Peer | None:
-    return loopback_peer(ours.getsockname()[:2], ours.getpeername()[:2])
+def find_peer(server_socket: socket.socket) -> Peer | None:
+    return loopback_peer(server_socket.getsockname()[:2], server_socket.getpeername()[:2])
 
 
 @pytest.fixture(params=["asked for", "listed"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Select one of the two implementations; some kernels lack the first one."""
 
-    def none(*_: object) -> None:
+    def raise_os_error(*_: object) -> None:
         raise OSError
 
     if request.param == "listed":
-        monkeypatch.setattr(peers, "tcp_owner", none)
+        monkeypatch.setattr(peers, "tcp_owner", raise_os_error)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize(
     ("listen", "connect"), [("127.0.0.1", ""), ("::1", ""), ("127.0.0.1", "::ffff:127.0.0.1")]
 )
 def test_the_user_of_a_loopback_connection(listen: str, connect: str) -> None:
-    with tcp_pair(listen, connect) as (ours, _):
-        assert peer_of(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
+    with tcp_pair(listen, connect) as (server_socket, _):
+        assert find_peer(server_socket) == Peer(os.geteuid(), groups_of(os.geteuid()))
 
 
 @needs_users
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 def test_another_user_of_a_loopback_connection() -> None:
-    with tcp_pair(uid=ALICE) as (ours, _):
-        assert peer_of(ours) == Peer(ALICE)
+    with tcp_pair(uid=ALICE) as (server_socket, _):
+        assert find_peer(server_socket) == Peer(ALICE)
 
 
 @needs_users
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 def test_a_closed_socket_belongs_to_no_user() -> None:
     """The kernel reports a closed socket as root's.
 
     A client must not become root by disconnecting.
     """
-    with tcp_pair(uid=ALICE) as (ours, theirs):
-        theirs.close()
-        assert peer_of(ours) is None
+    with tcp_pair(uid=ALICE) as (server_socket, client_socket):
+        client_socket.close()
+        assert find_peer(server_socket) is None
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("implementation")
 def test_a_connection_that_is_not_there() -> None:
     """Holds also if a server listens at the client's port."""
-    with tcp_pair() as (ours, _), socket.create_server(("127.0.0.1", 0)) as other:
-        address = ours.getsockname()
-        for port in (1, other.getsockname()[1]):
+    with tcp_pair() as (server_socket, _), socket.create_server(("127.0.0.1", 0)) as unconnected:
+        address = server_socket.getsockname()
+        for port in (1, unconnected.getsockname()[1]):
             assert loopback_peer(address, ("127.0.0.1", port)) is None
 
 
 def test_connections_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host may have ten thousand recently closed connections, which a lookup must not scan."""
-    with tcp_pair() as (ours, theirs):
+    with tcp_pair() as (server_socket, client_socket):
         try:
-            assert peers.tcp_owner(theirs.getsockname(), ours.getsockname()) is not None
+            assert (
+                peers.tcp_owner(client_socket.getsockname(), server_socket.getsockname())
+                is not None
+            )
         except OSError:
             pytest.skip("needs a kernel with sock_diag for TCP")
         monkeypatch.setattr(peers, "_tables", None)
-        assert peer_of(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
-        address = ours.getpeername()
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        theirs.close()  # a linger time of 0 makes the kernel remove the connection at once
-        assert loopback_peer(ours.getsockname(), address) is None
+        assert find_peer(server_socket) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        address = server_socket.getpeername()
+        client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client_socket.close()  # a linger time of 0 makes the kernel remove the connection at once
+        assert loopback_peer(server_socket.getsockname(), address) is None
 
 
 @needs_users
@@ -121,13 +124,13 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
 
 def test_a_large_uid_is_not_read_as_a_special_value() -> None:
     """Read as a signed number, the uid would be one of the values for all users or no user."""
-    assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
+    assert unix_peer(FakeUnixSocket(2**32 - 2)).uid == 2**32 - 2
 
 
 # --- listeners
 
 
-class Unix:
+class FakeUnixSocket:
     """A fake Unix socket whose peer is user `uid`."""
 
     def __init__(self, uid: int) -> None:
@@ -167,8 +170,13 @@ def test_which_listeners_have_shared_memory(
     kind: ListenerKind, allow: bool | None, peer: Peer | type[ShmserveError]
 ) -> None:
     """R5: shared memory is enabled for clients of this host, and for others only by a flag."""
-    with tcp_pair() as (ours, _):
-        assert peer_or_error(kind, allow, Unix(1001) if kind is ListenerKind.UNIX else ours) == peer
+    with tcp_pair() as (server_socket, _):
+        assert (
+            peer_or_error(
+                kind, allow, FakeUnixSocket(1001) if kind is ListenerKind.UNIX else server_socket
+            )
+            == peer
+        )
 
 
 def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
@@ -176,11 +184,11 @@ def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
 
     As a remote client it would have access to the server user's objects.
     """
-    with tcp_pair() as (ours, theirs):
-        theirs.close()
+    with tcp_pair() as (server_socket, client_socket):
+        client_socket.close()
         for allow in (None, True):
-            assert peer_or_error(ListenerKind.LOOPBACK, allow, ours) is PermissionDenied
-            assert peer_or_error(ListenerKind.UNIX, allow, ours) is PermissionDenied
+            assert peer_or_error(ListenerKind.LOOPBACK, allow, server_socket) is PermissionDenied
+            assert peer_or_error(ListenerKind.UNIX, allow, server_socket) is PermissionDenied
 
 
 def test_the_text_is_tritons() -> None:
@@ -202,7 +210,7 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "ours"),
+    ("host", "is_own"),
     [
         *((name, True) for name in ("localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:80")),
         *((name, True) for name in ("[::1]", "[::1]:8000", "10.1.2.3", "box", "localhost.", "")),
@@ -218,15 +226,15 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
+def test_names_of_others_are_refused_on_loopback(host: str, is_own: bool) -> None:
     """R21: a web page whose host name resolves to this address must not be served."""
     for kind in ListenerKind:
         listener = ListenerRules(
             kind, OPEN, None, frozenset({"box", "*.corp.test", "proxy.example"})
         )
-        caller = ClientIdentity(listener, Unix(1))
+        caller = ClientIdentity(listener, FakeUnixSocket(1))
         refusal = caller.find_access_error("metadata", CIMultiDict({"Host": host}))
-        if ours or kind is not ListenerKind.LOOPBACK:
+        if is_own or kind is not ListenerKind.LOOPBACK:
             assert refusal is None
         else:
             assert refusal is not None
@@ -238,38 +246,38 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
     rules = Authorisation({digest: ("inference",)}, {})
     pending_calls: list[str | None] = []
 
-    def scopes(header: str | None) -> frozenset[str] | None:
+    def find_scopes(header: str | None) -> frozenset[str] | None:
         pending_calls.append(header)
         return frozenset({"inference"}) if header == "Bearer good" else None
 
-    monkeypatch.setattr(rules, "scopes", scopes)
+    monkeypatch.setattr(rules, "scopes", find_scopes)
     caller = ClientIdentity(ListenerRules(ListenerKind.REMOTE, rules, None), None)
     for _ in range(3):
         assert (
             caller.find_access_error("inference", CIMultiDict(Authorization="Bearer good")) is None
         )
     assert pending_calls == ["Bearer good"]
-    refused = caller.find_access_error("inference", CIMultiDict(Authorization="Bearer bad"))
-    assert refused is not None
-    assert refused.status == 401
-    refused = caller.find_access_error("inference", CIMultiDict())
-    assert refused is not None
-    assert refused.status == 401
-    refused = caller.find_access_error("trace", CIMultiDict(Authorization="Bearer good"))
-    assert refused is not None
-    assert refused.status == 403
+    access_error = caller.find_access_error("inference", CIMultiDict(Authorization="Bearer bad"))
+    assert access_error is not None
+    assert access_error.status == 401
+    access_error = caller.find_access_error("inference", CIMultiDict())
+    assert access_error is not None
+    assert access_error.status == 401
+    access_error = caller.find_access_error("trace", CIMultiDict(Authorization="Bearer good"))
+    assert access_error is not None
+    assert access_error.status == 403
 
 
 def test_the_servers_user_needs_no_token_on_the_unix_socket() -> None:
     rules = Authorisation({"00" * 32: ("inference",)}, {})
     for uid, status in ((os.geteuid(), 0), (0, 0), (1001, 401)):
-        refused = ClientIdentity(
-            ListenerRules(ListenerKind.UNIX, rules, None), Unix(uid)
+        access_error = ClientIdentity(
+            ListenerRules(ListenerKind.UNIX, rules, None), FakeUnixSocket(uid)
         ).find_access_error("inference", CIMultiDict())
-        assert (refused.status if refused else 0) == status
+        assert (access_error.status if access_error else 0) == status
 
 
 def test_any_host_name_is_admitted_if_configured() -> None:
     listener = ListenerRules(ListenerKind.LOOPBACK, OPEN, None, frozenset({"*"}))
-    caller = ClientIdentity(listener, Unix(1))
+    caller = ClientIdentity(listener, FakeUnixSocket(1))
     assert caller.find_host_error(CIMultiDict({"Host": "evil.example"})) is None

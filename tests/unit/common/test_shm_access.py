@@ -17,14 +17,14 @@ GROUP = 200
 
 
 def policy(**limits: int) -> ShmPolicy:
-    most = dict.fromkeys(
+    max_limits = dict.fromkeys(
         ("max_regions", "max_regions_per_uid", "max_byte_size", "max_byte_size_per_uid"), 1 << 40
     )
     return ShmPolicy(
         allow=None,
         group=NO_GROUP,
         overlap="warn",
-        **{**most, "sparse_byte_size": 1 << 40, **limits},
+        **{**max_limits, "sparse_byte_size": 1 << 40, **limits},
     )
 
 
@@ -62,10 +62,10 @@ def test_the_owner_of_an_object(
 
 
 def test_which_clients_may_use_a_region() -> None:
-    mine = Ownership(1001, NO_GROUP, True)
-    assert mine.admits(ALICE)
-    assert not mine.admits(Peer(1002, (GROUP,)))
-    assert not mine.admits(REMOTE)
+    own_region = Ownership(1001, NO_GROUP, True)
+    assert own_region.admits(ALICE)
+    assert not own_region.admits(Peer(1002, (GROUP,)))
+    assert not own_region.admits(REMOTE)
     shared = Ownership(1001, GROUP, True)
     assert shared.admits(Peer(1002, (GROUP,)))
     assert not shared.admits(Peer(1002, (100,)))
@@ -105,8 +105,8 @@ def test_bytes_are_counted_by_user_and_in_total() -> None:
 def test_a_quota_never_passes_its_limits_and_ends_empty(
     regions: list[tuple[int, int, int]],
 ) -> None:
-    most = 2**63 - 1
-    quota = RegionQuota(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=most))
+    largest = 2**63 - 1
+    quota = RegionQuota(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=largest))
     entered = []
     for uid, size, inode in regions:
         try:
@@ -115,8 +115,8 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
             continue
         entered.append((uid, size, (0, inode)))
         assert len(entered) <= 6
-        assert sum(size for _, size, _ in entered) <= most
-        assert sum(other == uid for other, _, _ in entered) <= 3
+        assert sum(size for _, size, _ in entered) <= largest
+        assert sum(other_uid == uid for other_uid, _, _ in entered) <= 3
     for entry in entered:
         quota.release(*entry)
     assert not quota._regions

@@ -34,7 +34,7 @@ def refusal(*arguments: str, **environment: str) -> str:
     return caught.value.message
 
 
-def a_value(flag: Flag) -> str:
+def example_value(flag: Flag) -> str:
     if flag.name == "config":
         return os.devnull  # is read at once
     if flag.choices:
@@ -66,7 +66,7 @@ def test_defaults_are_tritons_or_safe() -> None:
 
 @pytest.mark.parametrize("name", sorted(flags.FLAGS))
 def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
-    value = a_value(flags.FLAGS[name])
+    value = example_value(flags.FLAGS[name])
     joined = command_line.parse([f"--{name}={value}", "folder"])
     assert joined == command_line.parse([f"--{name}", value, "folder"])
     assert joined.positional == ["folder"]
@@ -156,16 +156,16 @@ TRITONS = """
 
 def test_the_flags_of_tritonserver_are_all_known() -> None:
     """Each flag is known in both spellings; a flag without effect names its replacement."""
-    known = TRITONS.split()
-    assert set(known) <= set(flags.FLAGS)
-    idle = [name for name in known if not flags.FLAGS[name].effect]
+    known_flags = TRITONS.split()
+    assert set(known_flags) <= set(flags.FLAGS)
+    idle = [name for name in known_flags if not flags.FLAGS[name].effect]
     words = {name: "true" if flags.FLAGS[name].kind is bool else "x" for name in idle}
     for arguments in (
         [f"--{name}={word}" for name, word in words.items()],
         [part for name, word in words.items() for part in (f"--{name}", word)],
     ):
         assert settings(*arguments).without_effect == tuple(idle)
-    assert all(flags.FLAGS[name].help for name in known)
+    assert all(flags.FLAGS[name].help for name in known_flags)
     assert len(idle) >= 30
 
 

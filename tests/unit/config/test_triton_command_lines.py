@@ -204,9 +204,9 @@ def test_a_command_line_of_triton_is_parsed_or_refused_by_name(line: str, tmp_pa
     words = [re.sub(r"(^|=)M$", rf"\1{tmp_path}", word) for word in shlex.split(line)]
     expected = LINES[line]
     if isinstance(expected, str):
-        with pytest.raises(InvalidArgument) as refused:
+        with pytest.raises(InvalidArgument) as caught:
             server.from_flags(command_line.parse(words), os.environ)
-        assert expected in refused.value.message
+        assert expected in caught.value.message
         return
     options = server.from_flags(command_line.parse(words), os.environ)
     assert set(options.model_repositories) == {tmp_path}

@@ -39,7 +39,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def simple(gateway: Rig) -> Scheduler:
+def simple_scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE, scheduler)
     scheduler.statistics = report("simple", "1")
@@ -47,7 +47,7 @@ def simple(gateway: Rig) -> Scheduler:
 
 
 @pytest.fixture
-def http(gateway: Rig, simple: Scheduler) -> Iterator[Http]:
+def http(gateway: Rig, simple_scheduler: Scheduler) -> Iterator[Http]:
     gateway.refusals.clear()
     gateway.payloads.clear()
     for kind in (
@@ -189,25 +189,27 @@ def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http
 
 
 def test_health_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
-    for live, ready in ((True, True), (True, False), (False, False), (True, True)):
-        gateway.send(HealthChanged(live=live, ready=ready, exiting=False))
+    for is_live, ready in ((True, True), (True, False), (False, False), (True, True)):
+        gateway.send(HealthChanged(live=is_live, ready=ready, exiting=False))
         gateway.apply(lambda number: RegionWithdrawn("", 0, number))
-        assert http.get("/v2/health/live").status == (200 if live else 400)
+        assert http.get("/v2/health/live").status == (200 if is_live else 400)
         assert http.get("/v2/health/ready").status == (200 if ready else 400)
     reply = http.get("/v2/health/ready")
     assert (reply.body, reply.headers["Content-Length"]) == (b"", "0")
 
 
-def test_readiness_is_that_of_the_supervisor(gateway: Rig, simple: Scheduler, http: Http) -> None:
+def test_readiness_is_that_of_the_supervisor(
+    gateway: Rig, simple_scheduler: Scheduler, http: Http
+) -> None:
     http.get("/v2/models/simple/ready").ok()
-    gateway.publish(SIMPLE, simple, ready=False)
+    gateway.publish(SIMPLE, simple_scheduler, ready=False)
     reply = http.get("/v2/models/simple/ready")
     assert (reply.status, reply.error) == (400, "Model version not ready")
     # The model restarts: requests wait for it at its scheduler.
     row = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
     inputs = [{"name": name, **row} for name in ("INPUT0", "INPUT1")]
     http.infer("simple", {"inputs": inputs}).ok()
-    gateway.publish(SIMPLE, simple)
+    gateway.publish(SIMPLE, simple_scheduler)
     http.get("/v2/models/simple/versions/1/ready").ok()
     for path in ("/v2/models/simple/versions/2/ready", "/v2/models/nope/ready"):
         assert http.get(path).error == "Model version not ready"
@@ -224,7 +226,7 @@ def test_metadata(http: Http) -> None:
     assert http.get("/v2/models/simple/config").ok().json() == SIMPLE
 
 
-def test_triton_clients_work(gateway: Rig, simple: Scheduler, http: Http) -> None:
+def test_triton_clients_work(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     client = triton.InferenceServerClient(f"127.0.0.1:{gateway.port}")
     try:
         assert client.is_server_live()
@@ -268,8 +270,8 @@ def test_the_index_is_that_of_the_supervisor(gateway: Rig, http: Http) -> None:
     assert http.post("/v2/repository/index").ok().json() == rows
     assert http.post("/v2/repository/any/index", {"ready": True}).ok().json() == rows
     assert [message.ready for message in gateway.received_of(m.IndexRepository)] == [False, True]
-    wrong = http.post("/v2/repository/index", {"ready": 1})
-    assert (wrong.status, wrong.error) == (400, "Invalid value for 'ready': expected a boolean")
+    refusal = http.post("/v2/repository/index", {"ready": 1})
+    assert (refusal.status, refusal.error) == (400, "Invalid value for 'ready': expected a boolean")
 
 
 def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Http) -> None:
@@ -313,11 +315,11 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
 def test_wrong_repository_requests_do_not_reach_the_supervisor(
     gateway: Rig, http: Http, path: str, body: Any, status: int, text: str
 ) -> None:
-    before = len(gateway.received)
+    received_before = len(gateway.received)
     reply = http.post(f"/v2/repository/{path}", body)
     assert reply.status == status
     assert text in reply.error
-    assert len(gateway.received) == before
+    assert len(gateway.received) == received_before
 
 
 def test_errors_of_the_supervisor_are_returned(gateway: Rig, http: Http) -> None:
@@ -370,12 +372,12 @@ def test_regions_are_registered_by_the_supervisor(gateway: Rig, http: Http) -> N
 @pytest.mark.parametrize("value", [True, -1, 1.0, "1", None, 2**63, 2**70, [], {}])
 @pytest.mark.parametrize("field", ["byte_size", "offset"])
 def test_sizes_are_whole_numbers(gateway: Rig, http: Http, field: str, value: Any) -> None:
-    before = len(gateway.received)
+    received_before = len(gateway.received)
     body = {"key": "/key", "byte_size": 64, "offset": 0, field: value}
     reply = http.post("/v2/systemsharedmemory/region/r/register", body)
     assert reply.status == 400
     assert reply.error.startswith(f"'{field}' must be an integer in [0, 9223372036854775807], got ")
-    assert len(gateway.received) == before
+    assert len(gateway.received) == received_before
 
 
 @pytest.mark.parametrize(
@@ -429,9 +431,9 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
 
 
 def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
-    shown = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
+    statistics = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
-        assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [shown]}
+        assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [statistics]}
     missing = http.get("/v2/models/nope/stats")
     assert (missing.status, missing.error) == (400, "requested model 'nope' is not available")
     text = "requested model version is not available for model 'simple'"
@@ -443,8 +445,8 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
 
 
 def test_a_silent_scheduler_does_not_delay_statistics(gateway: Rig, http: Http) -> None:
-    silent = gateway.scheduler(add_sub)
-    gateway.publish({**SIMPLE, "name": "silent"}, silent)
+    silent_scheduler = gateway.scheduler(add_sub)
+    gateway.publish({**SIMPLE, "name": "silent"}, silent_scheduler)
     answers: list[int] = []
 
     def send_request(path: str) -> None:
@@ -503,14 +505,16 @@ def test_metrics_contain_triton_and_own_families(gateway: Rig, http: Http) -> No
 
 
 def test_a_models_tags_are_labels_of_its_metrics(
-    gateway: Rig, simple: Scheduler, http: Http
+    gateway: Rig, simple_scheduler: Scheduler, http: Http
 ) -> None:
     scraper = Http(gateway.metrics_port)
-    gateway.publish({**SIMPLE, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple)
+    gateway.publish(
+        {**SIMPLE, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple_scheduler
+    )
     try:
         text = scraper.get("/metrics/").ok().body.decode()
     finally:
-        gateway.publish(SIMPLE, simple)
+        gateway.publish(SIMPLE, simple_scheduler)
     tagged = {"model": "simple", "version": "1", "_team": 'bl"ue', "_not_a_label": "x"}
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name in (
@@ -526,11 +530,13 @@ def test_a_models_tags_are_labels_of_its_metrics(
     scraper.close()
 
 
-def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: Http) -> None:
-    simple.statistics = {"name": "simple"}
+def test_metrics_omit_a_malformed_report(
+    gateway: Rig, simple_scheduler: Scheduler, http: Http
+) -> None:
+    simple_scheduler.statistics = {"name": "simple"}
     scraper = Http(gateway.metrics_port)
     assert scraper.get("/metrics").error == "internal error"
-    simple.statistics = report("simple", "1")
+    simple_scheduler.statistics = report("simple", "1")
     scraper.get("/metrics").ok()
     scraper.close()
 
@@ -538,7 +544,7 @@ def test_metrics_omit_a_malformed_report(gateway: Rig, simple: Scheduler, http: 
 # --- examples of /docs
 
 
-def test_each_model_has_an_example(simple: Scheduler) -> None:
+def test_each_model_has_an_example(simple_scheduler: Scheduler) -> None:
     """The example has the required inputs. Values without a JSON form are binary, and long
     values are abbreviated.
     """
@@ -546,35 +552,35 @@ def test_each_model_has_an_example(simple: Scheduler) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (
             {"input": [dynamic], "max_batch_size": 4},
-            {"inputs": [tensor_of("FP32", [1, 1, 3], data=[1, 1, 1])]},
+            {"inputs": [json_tensor("FP32", [1, 1, 3], data=[1, 1, 1])]},
         ),
         (
             {"input": [{**dynamic, "data_type": "TYPE_STRING", "dims": [1]}]},
-            {"inputs": [tensor_of("BYTES", [1], data=["text"])]},
+            {"inputs": [json_tensor("BYTES", [1], data=["text"])]},
         ),
         (
             {"input": [{**dynamic, "dims": [3, 224, 224]}]},
-            {"inputs": [tensor_of("FP32", [3, 224, 224], fill=1, count=150528)]},
+            {"inputs": [json_tensor("FP32", [3, 224, 224], fill=1, count=150528)]},
         ),
         (
             {"input": [{**dynamic, "data_type": halves, "dims": [2]}]},
             {
-                "inputs": [tensor_of("FP16", [2], parameters={"binary_data_size": 4})],
+                "inputs": [json_tensor("FP16", [2], parameters={"binary_data_size": 4})],
                 "parameters": {"binary_data_output": True},
             },
         ),
         (
             {"input": [dynamic, {**dynamic, "name": "Y", "optional": True}]},
-            {"inputs": [tensor_of("FP32", [1, 3], data=[1, 1, 1])]},
+            {"inputs": [json_tensor("FP32", [1, 3], data=[1, 1, 1])]},
         ),
     ]
     for config, body in cases:
-        published = publication({"name": "m", **config}, simple)
+        published = publication({"name": "m", **config}, simple_scheduler)
         (example,) = management._model_examples("m", GatewayModel(published))
         assert example["body"] == body
-    (late,) = management._model_examples("late", None)
-    assert late == {"model": "late", "path": "/v2/models/late", "headers": {}}
+    (late_example,) = management._model_examples("late", None)
+    assert late_example == {"model": "late", "path": "/v2/models/late", "headers": {}}
 
 
-def tensor_of(datatype: str, shape: list[int], **data: Any) -> dict[str, Any]:
+def json_tensor(datatype: str, shape: list[int], **data: Any) -> dict[str, Any]:
     return {"name": "X", "datatype": datatype, "shape": shape, **data}

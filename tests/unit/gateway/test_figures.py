@@ -16,7 +16,7 @@ def histogram(*counts: int) -> dict[str, Any]:
     return {"buckets": list(BOUNDS), "counts": list(counts), "sum": sum(counts) / 1000}
 
 
-def report(success: int = 0, **more: Any) -> dict[str, Any]:
+def report(success: int = 0, **fields: Any) -> dict[str, Any]:
     """Return a scheduler's report of a model that has answered this number of requests singly."""
     flat = dict.fromkeys(
         (
@@ -36,27 +36,29 @@ def report(success: int = 0, **more: Any) -> dict[str, Any]:
         "batches_closed": {"full": success, "idle": 0},
         "batch_size": sizes,
         "request_seconds": histogram(0, success, 0, 0),
-        **more,
+        **fields,
     }
 
 
-def rows_of(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
+def build_rows(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
     """Return the rows of a model for successive reports."""
     figures = Figures()
     return [
-        figures.build_rows([{"name": "m", "version": "1", "shmserve": report}], at * every_s)["m/1"]
-        for at, report in enumerate(reports)
+        figures.build_rows([{"name": "m", "version": "1", "shmserve": report}], index * every_s)[
+            "m/1"
+        ]
+        for index, report in enumerate(reports)
     ]
 
 
 def test_the_first_snapshot_has_only_totals() -> None:
-    (first,) = rows_of(report(7, pending=3, open_sequences=2))
-    assert (first["success"], first["pending"], first["sequences"]) == (7, 3, 2)
-    assert "recent" not in first and first["closed"] == {"full": 7}
+    (first_row,) = build_rows(report(7, pending=3, open_sequences=2))
+    assert (first_row["success"], first_row["pending"], first_row["sequences"]) == (7, 3, 2)
+    assert "recent" not in first_row and first_row["closed"] == {"full": 7}
 
 
 def test_rates_are_of_the_window() -> None:
-    rows = rows_of(*(report(10 * number) for number in range(30)))
+    rows = build_rows(*(report(10 * number) for number in range(30)))
     assert [row["recent"]["rate"] for row in rows[1:]] == [10.0] * 29
     assert rows[-1]["recent"]["sizes"] == {"1": 10 * WINDOW_S}
     assert rows[-1]["recent"]["closed"] == {"full": 10 * WINDOW_S}
@@ -67,26 +69,31 @@ def test_rates_are_of_the_window() -> None:
 
 def test_exact_quantiles_are_preferred() -> None:
     exact = {"quantiles": {"request": [[0.5, 2000], [0.9, 3000.4], [0.99, 4000]]}}
-    _, second = rows_of(report(0), report(5, **exact))
-    assert second["recent"]["ms"] == [2.0, 3.0, 4.0]
-    none = {"quantiles": {"request": [[0.5, None], [0.9, None], [0.99, None]]}}
-    _, second = rows_of(report(0), report(0, **none))
-    assert second["recent"]["ms"] == []
+    _, second_row = build_rows(report(0), report(5, **exact))
+    assert second_row["recent"]["ms"] == [2.0, 3.0, 4.0]
+    empty_quantiles = {"quantiles": {"request": [[0.5, None], [0.9, None], [0.99, None]]}}
+    _, second_row = build_rows(report(0), report(0, **empty_quantiles))
+    assert second_row["recent"]["ms"] == []
 
 
 def test_phases_count_executed_requests_only() -> None:
-    more = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
-    _, second = rows_of(report(0), report(10, **more))
-    assert second["recent"]["phases"] == {"queue": 3.0, "input": 0.0, "infer": 10.0, "output": 0.0}
+    counters = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
+    _, second_row = build_rows(report(0), report(10, **counters))
+    assert second_row["recent"]["phases"] == {
+        "queue": 3.0,
+        "input": 0.0,
+        "infer": 10.0,
+        "output": 0.0,
+    }
 
 
 def test_restarted_counters_are_not_negative() -> None:
-    _, second = rows_of(report(100), report(3))
-    assert second["recent"]["rate"] == 0 and second["recent"]["sizes"] == {}
+    _, second_row = build_rows(report(100), report(3))
+    assert second_row["recent"]["rate"] == 0 and second_row["recent"]["sizes"] == {}
 
 
 @pytest.mark.parametrize(
-    ("more", "at_least", "problem"),
+    ("fields", "at_least", "problem"),
     [
         (
             {"workers_lost": 2, "fail": 10},
@@ -113,34 +120,34 @@ def test_restarted_counters_are_not_negative() -> None:
     ],
 )
 def test_models_are_ranked_by_their_problem(
-    more: dict[str, Any], at_least: float, problem: str
+    fields: dict[str, Any], at_least: float, problem: str
 ) -> None:
-    _, second = rows_of(report(0), report(10) | more)
-    assert second["because"] == problem
-    assert at_least <= second["hurts"] < at_least + 1000
+    _, second_row = build_rows(report(0), report(10) | fields)
+    assert second_row["because"] == problem
+    assert at_least <= second_row["hurts"] < at_least + 1000
 
 
 def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
-    lost = [0] * 5 + [1] * 10 + [3] * 400
-    rows = rows_of(*(report(workers_lost=count) for count in lost), every_s=10.0)
-    found = [count["because"].removesuffix(" within an hour") for count in rows]
-    assert found[4:7] == ["", "1 worker died", "1 worker died"]
-    assert found[15:365] == ["3 workers died"] * 350
-    assert found[366] == "2 workers died", "the first one died an hour ago"
-    assert found[375:] == [""] * 40
+    lost_counts = [0] * 5 + [1] * 10 + [3] * 400
+    rows = build_rows(*(report(workers_lost=count) for count in lost_counts), every_s=10.0)
+    problems = [count["because"].removesuffix(" within an hour") for count in rows]
+    assert problems[4:7] == ["", "1 worker died", "1 worker died"]
+    assert problems[15:365] == ["3 workers died"] * 350
+    assert problems[366] == "2 workers died", "the first one died an hour ago"
+    assert problems[375:] == [""] * 40
     # Current failures have a higher rank than an old exit.
     assert rows[5]["hurts"] > 2100 > 2000 > rows[100]["hurts"] > 1500
 
 
 def test_ten_minutes_of_history() -> None:
     history, figures = History(), Figures()
-    for second in range(1000):
-        reports = [report(10 * second if second > 500 else 0, pending=second > 990)]
-        named = [{"name": "m", "version": "1", "shmserve": each} for each in reports]
-        history.add(1e9 + second, figures.build_rows(named, second))
-    shown = history.as_series()
-    assert shown["at"] == [1e9 + second for second in range(395, 1000, 5)]
-    points = shown["models"]["m/1"]
+    for second_s in range(1000):
+        reports = [report(10 * second_s if second_s > 500 else 0, pending=second_s > 990)]
+        named = [{"name": "m", "version": "1", "shmserve": snapshot} for snapshot in reports]
+        history.add(1e9 + second_s, figures.build_rows(named, second_s))
+    series = history.as_series()
+    assert series["at"] == [1e9 + second_s for second_s in range(395, 1000, 5)]
+    points = series["models"]["m/1"]
     assert points[:20] == [0] * 20 and points[-1][0] == 10.0 and points[-1][4:] == (1, 0)
     history.add(1e9 - 50, {})  # the clock was set back
     assert history.as_series() == {"at": [1e9 - 50], "models": {}}
@@ -148,11 +155,11 @@ def test_ten_minutes_of_history() -> None:
 
 def test_a_generative_model_has_token_rates() -> None:
     generation = {"sequences": {"running": 2}, "blocks": {"free": 9}, "utilization": 0.5}
-    more = {"generation": generation, "preemptions": {"swap": 1, "recompute": 2}, "prefilled": 0}
+    fields = {"generation": generation, "preemptions": {"swap": 1, "recompute": 2}, "prefilled": 0}
     times = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
-    before = report(0, generated=10, **more, **times)
-    after = report(1, generated=40, **more, **times)
-    row = build_row(after, before, 2.0)
+    first_report = report(0, generated=10, **fields, **times)
+    second_report = report(1, generated=40, **fields, **times)
+    row = build_row(second_report, first_report, 2.0)
     assert row["generation"]["blocks"] == {"free": 9} and row["generation"]["preemptions"] == 3
     assert row["recent"]["tokens_rate"] == 15.0 and row["recent"]["first_token_ms"] == []
 
@@ -165,12 +172,12 @@ def test_a_generative_model_has_token_rates() -> None:
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(times_ns: list[int], q: float) -> None:
     histogram = Histogram(BOUNDS, 1_000_000_000)
     histogram.observe(*times_ns)
-    found = quantile(q, BOUNDS, histogram.report()["counts"])
+    estimate = quantile(q, BOUNDS, histogram.report()["counts"])
     rank = min(
         int(q * len(times_ns)) if q * len(times_ns) % 1 else int(q * len(times_ns)) - 1,
         len(times_ns) - 1,
     )
     true_s = sorted(times_ns)[max(rank, 0)] / 1e9
-    bucket = next((at for at, bound in enumerate(BOUNDS) if true_s <= bound), len(BOUNDS))
-    low = BOUNDS[bucket - 1] if bucket else 0.0
-    assert low <= found <= BOUNDS[min(bucket, len(BOUNDS) - 1)]
+    bucket = next((index for index, bound in enumerate(BOUNDS) if true_s <= bound), len(BOUNDS))
+    lower_bound = BOUNDS[bucket - 1] if bucket else 0.0
+    assert lower_bound <= estimate <= BOUNDS[min(bucket, len(BOUNDS) - 1)]

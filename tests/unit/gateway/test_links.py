@@ -119,9 +119,9 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answered: str
         request.cancel()
         if answered == "after":
             rig.schedulers.handle(rig.endpoint, answer())
-        late = answered == "after"
-        assert notified == ([] if late else [request]) and request.message is None
-        expected = [message, *([m.Cancel(1)] if late else []), m.Release(4321, [4096], 1)]
+        is_late = answered == "after"
+        assert notified == ([] if is_late else [request]) and request.message is None
+        expected = [message, *([m.Cancel(1)] if is_late else []), m.Release(4321, [4096], 1)]
         assert await rig.receive(len(expected)) == expected
 
     run(tmp_path, cancel)
@@ -135,11 +135,11 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
         link = rig.schedulers._table.open(rig.endpoint)
         flush = link.flush
 
-        def noted() -> bool:
+        def record_frames() -> bool:
             frames.append([type(message) for message in link.pending])
             return flush()
 
-        link.flush = noted  # type: ignore[method-assign]
+        link.flush = record_frames  # type: ignore[method-assign]
         for number in (1, 2):
             rig.send_request(number)
             rig.read(answer())
@@ -161,7 +161,7 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     responses: list[Any] = []
     released: list[str] = []
 
-    async def stream(rig: Rig) -> None:
+    async def stream_responses(rig: Rig) -> None:
         for number in (1, 2):
             request = rig.send_request(number, partial(released.append, f"of {number}"))
             request.messages = responses
@@ -176,7 +176,7 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
         release = m.Release(4321, [4096], 1)
         assert notices == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release]
 
-    run(tmp_path, stream)
+    run(tmp_path, stream_responses)
     assert [(message.id, message.final) for message in responses] == [
         *((1, False), (1, False), (1, True)),
         (2, False),
@@ -186,13 +186,13 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
 
 def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
     async def scenario(rig: Rig) -> None:
-        first, second = rig.send_request(1), rig.send_request(2)
+        first_call, second_call = rig.send_request(1), rig.send_request(2)
         await rig.receive(2)
         await rig.send_response(m.Finished(2, b"", []), m.Failed(1, "INTERNAL", "no", 0, False))
         await turn_until(lambda: not rig.schedulers)
-        assert [type(message) for message in first.messages] == [m.Failed]
-        assert [type(message) for message in second.messages] == [m.Finished]
-        assert first.ended and second.ended
+        assert [type(message) for message in first_call.messages] == [m.Failed]
+        assert [type(message) for message in second_call.messages] == [m.Finished]
+        assert first_call.ended and second_call.ended
 
     run(tmp_path, scenario)
 
@@ -260,12 +260,12 @@ def test_requests_during_a_drain_are_refused(
     prefix: str, stateful: bool, request_id: str, text: str
 ) -> None:
     """The text is that of Triton's schedulers; a client that has begun a sequence continues."""
-    leaving: Any = SimpleNamespace(refusing=True)
+    draining: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
-    begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
-    built_request: Any = MagicMock(infer_request=begins, model=model)
+    sequence_start = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
+    built_request: Any = MagicMock(infer_request=sequence_start, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        submit(leaving, built_request, client, 0, UnaryInference, None, True)
+        submit(draining, built_request, client, 0, UnaryInference, None, True)
     assert caught.value.message == text
     built_request.release.assert_called_once()

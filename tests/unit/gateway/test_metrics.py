@@ -11,21 +11,24 @@ COUNTS = ("success", "inference_count", "execution_count", "pending", "cache_hit
 LATENCIES = ("success", "queue", "compute_input", "compute_infer", "compute_output")
 
 
-def report(**more: Any) -> tuple[dict[str, str], dict[str, Any]]:
+def report(**fields: Any) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the report of a model that has answered no request."""
     counts = dict.fromkeys((*COUNTS, *(f"{name}_ns" for name in LATENCIES)), 0)
     cache_ns = {"cache_hit_ns": 0, "cache_miss_ns": 0}
     failures = {"OTHER": 2, "CANCELED": 1}
-    return {"model": "m"}, {**counts, **cache_ns, "failures": failures, "cache": {}, **more}
+    return {"model": "m"}, {**counts, **cache_ns, "failures": failures, "cache": {}, **fields}
 
 
-@pytest.mark.parametrize(("more", "other"), [({}, 2), ({"is_ensemble": True}, 4)])
+@pytest.mark.parametrize(("fields", "other_failures"), [({}, 2), ({"is_ensemble": True}, 4)])
 def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
-    more: dict[str, Any], other: int
+    fields: dict[str, Any], other_failures: int
 ) -> None:
-    families = metrics.triton_families([report(**more)], latencies=False)
+    families = metrics.triton_families([report(**fields)], latencies=False)
     failures = next(family for family in families if family.name == "nv_inference_request_failure")
-    assert f'nv_inference_request_failure{{model="m",reason="OTHER"}} {other}' in failures.samples
+    assert (
+        f'nv_inference_request_failure{{model="m",reason="OTHER"}} {other_failures}'
+        in failures.samples
+    )
     assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples
 
 

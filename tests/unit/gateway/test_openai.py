@@ -21,6 +21,7 @@ from shmserve.errors import (
     Unknown,
     Unsupported,
 )
+from shmserve.gateway.http.json.large_bodies import parse_large
 from shmserve.gateway.http.messages import WholeBody
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
@@ -47,49 +48,51 @@ TOKEN = {
 
 def test_a_completion_in_chunks_and_whole() -> None:
     choices = Choices(COMPLETION_FORMAT, "m", 1)
-    first = choices.add(0, Delta(0, "ab", "", {"content": [TOKEN]}))
-    last = choices.add(0, Delta(0, "ab", "stop", {"content": [TOKEN]}, USAGE))
-    assert (first["text"], first["finish_reason"]) == ("ab", None)
-    assert last["finish_reason"] == "stop"
-    assert last["logprobs"]["text_offset"] == [2]
-    whole = choices.whole_response()
-    (choice,) = whole["choices"]
-    assert (whole["object"], choice["text"]) == ("text_completion", "abab")
+    first_chunk = choices.add(0, Delta(0, "ab", "", {"content": [TOKEN]}))
+    last_chunk = choices.add(0, Delta(0, "ab", "stop", {"content": [TOKEN]}, USAGE))
+    assert (first_chunk["text"], first_chunk["finish_reason"]) == ("ab", None)
+    assert last_chunk["finish_reason"] == "stop"
+    assert last_chunk["logprobs"]["text_offset"] == [2]
+    completion = choices.whole_response()
+    (choice,) = completion["choices"]
+    assert (completion["object"], choice["text"]) == ("text_completion", "abab")
     assert choice["logprobs"] == {
         "tokens": ["ab", "ab"],
         "token_logprobs": [-0.5, -0.5],
         "top_logprobs": [{"ab": -0.5, "c": -2.0}] * 2,
         "text_offset": [0, 2],
     }
-    assert whole["usage"] == {
+    assert completion["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
-    chunk = json.loads(choices.chunk([first]))
-    assert (chunk["id"], chunk["choices"]) == (whole["id"], [first])
-    usage, done = choices.ending(usage=True)
+    chunk = json.loads(choices.chunk([first_chunk]))
+    assert (chunk["id"], chunk["choices"]) == (completion["id"], [first_chunk])
+    usage, done_event = choices.ending(usage=True)
     assert json.loads(usage.removeprefix(b"data: "))["choices"] == []
-    assert [done] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
+    assert [done_event] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
     assert "usage" not in chunk
     assert (
-        json.loads(Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).chunk([first]))["usage"]
+        json.loads(Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).chunk([first_chunk]))[
+            "usage"
+        ]
         is None
     )
 
 
-@pytest.mark.parametrize("form", [COMPLETION_FORMAT, CHAT_FORMAT])
-def test_chunks_count_the_tokens_of_their_sample(form: Any) -> None:
+@pytest.mark.parametrize("choices_format", [COMPLETION_FORMAT, CHAT_FORMAT])
+def test_chunks_count_the_tokens_of_their_sample(choices_format: Any) -> None:
     """With continuous_usage_stats, as in vLLM."""
-    choices = Choices(form, "m", 2, shows_usage=True, continuous=True, shows_tokens=False)
+    choices = Choices(choices_format, "m", 2, shows_usage=True, continuous=True, shows_tokens=False)
     usages = []
-    for sample, tokens, more in (
+    for sample, tokens, members in (
         (0, [1, 2], {"prompt_token_ids": [7, 8, 9]}),
         (1, [3], {}),
         (0, [4], {}),
     ):
-        choice = choices.add(0, Delta(sample, "a", extra_members={"token_ids": tokens, **more}))
+        choice = choices.add(0, Delta(sample, "a", extra_members={"token_ids": tokens, **members}))
         assert not choice.keys() & {"token_ids", "prompt_token_ids"}
         chunk = json.loads(choices.chunk([choice]))
         assert "prompt_token_ids" not in chunk
@@ -147,21 +150,23 @@ def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:
 
 
 def test_errors_have_a_type_and_the_field() -> None:
-    def shown(error: Any) -> dict[str, Any]:
+    def decode_error(error: Any) -> dict[str, Any]:
         error_body: dict[str, Any] = json.loads(encode_openai_error(error))["error"]
         return error_body
 
-    wrong = shown(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
-    assert (wrong["type"], wrong["param"]) == ("invalid_request_error", "temperature")
-    assert wrong["message"] == "temperature: -1 is not a number"
-    long = shown(InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens"))
-    assert (long["param"], long["code"]) == ("prompt", "context_length_exceeded")
-    assert long["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
-    assert shown(InvalidArgument("the body is a list"))["param"] is None
-    assert shown(NotFound("x: no"))["code"] == "model_not_found"
-    assert shown(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
-    assert shown(Unavailable("gone"))["type"] == "server_error"
-    assert shown(Unknown("x"))["type"] == "invalid_request_error"
+    api_error = decode_error(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
+    assert (api_error["type"], api_error["param"]) == ("invalid_request_error", "temperature")
+    assert api_error["message"] == "temperature: -1 is not a number"
+    length_error = decode_error(
+        InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens")
+    )
+    assert (length_error["param"], length_error["code"]) == ("prompt", "context_length_exceeded")
+    assert length_error["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
+    assert decode_error(InvalidArgument("the body is a list"))["param"] is None
+    assert decode_error(NotFound("x: no"))["code"] == "model_not_found"
+    assert decode_error(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
+    assert decode_error(Unavailable("gone"))["type"] == "server_error"
+    assert decode_error(Unknown("x"))["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "most"),
+    ("limits_given", "max_tokens"),
     [
         ({}, 1 << 24),
         ({"max_tokens": None}, 1 << 24),
@@ -219,12 +224,12 @@ def read_body(raw: bytes, **headers: str) -> dict[str, Any]:
     ],
 )
 def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
-    given: dict[str, Any], most: int
+    limits_given: dict[str, Any], max_tokens: int
 ) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **limits_given}
     parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
-    assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [most]
+    assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])
@@ -251,10 +256,10 @@ def test_a_chat_with_reasoning_and_calls() -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "reasoning_tokens": 1}
     chunks.append(choices.add(0, Delta(0, "", "stop", usage=usage, message={})))
     assert choices.usage()["completion_tokens_details"] == {"reasoning_tokens": 1}
-    thought = {"reasoning_content": "hm", "reasoning": "hm"}
+    reasoning_members = {"reasoning_content": "hm", "reasoning": "hm"}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
     assert [chunk["delta"] for chunk in chunks] == [
-        {"role": "assistant", "content": "", **thought},
+        {"role": "assistant", "content": "", **reasoning_members},
         {"tool_calls": [{"index": 0, **call}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
         {},
@@ -265,15 +270,36 @@ def test_a_chat_with_reasoning_and_calls() -> None:
     assert choice["message"] == {
         "role": "assistant",
         "content": None,
-        **thought,
+        **reasoning_members,
         "tool_calls": [call],
     }
 
 
-@pytest.mark.parametrize("prompt", [[1 << 31], [1 << 40], [5, -(1 << 31)], [[1], [1 << 33]]])
-def test_a_token_that_its_encoding_would_wrap_is_refused(prompt: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"prompt: -?[0-9]+ is not a token"):
+# Prompts with an element that is not a token, and the message about this element. JSON integers of
+# more than 64 bits are floats.
+WRONG_TOKENS: list[tuple[Any, str]] = [
+    ([1 << 31], "prompt[0]: 2147483648 is not a token"),
+    ([5, -(1 << 31)], "prompt[1]: -2147483648 is not a token"),
+    ([5, 1 << 63], "prompt[1]: 9223372036854775808 is not a token"),
+    ([5] * 2000 + [2.0**70], "prompt[2000]: 1.1805916207174113e+21 is not a token"),
+    ([2.0**70, 5], "prompt[0]: 1.1805916207174113e+21 is not a token"),
+    ([5, True], "prompt[1]: True is not a token"),
+    ([5, "a"], "prompt[1]: 'a' is not a token"),
+    (["a", [1, 1 << 33]], "prompt[1][1]: 8589934592 is not a token"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), WRONG_TOKENS)
+def test_a_wrong_token_is_refused_by_its_position_in_bodies_of_any_size(
+    prompt: Any, message: str
+) -> None:
+    with pytest.raises(InvalidArgument) as fault:
         asyncio.run(bodies.parse_completion(text_gateway(), {"model": "m", "prompt": prompt}))
+    assert fault.value.message == message
+    body = json.dumps({"prompt": prompt}).encode()
+    with pytest.raises(InvalidArgument) as fault:
+        asyncio.run(parse_large([body], {}, ["prompt"]))
+    assert fault.value.message == message
 
 
 def test_an_integer_may_be_written_as_a_decimal() -> None:

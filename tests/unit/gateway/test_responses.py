@@ -15,7 +15,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "reasoning_tokens": 2, "cac
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
-def chat(**body: Any) -> dict[str, Any]:
+def convert_chat(**body: Any) -> dict[str, Any]:
     """Return the chat body for a Responses request, without absent fields."""
     chat_body = responses._chat_body({"model": "m", "input": "hi", **body})
     return {name: value for name, value in chat_body.items() if value not in (None, [])}
@@ -36,8 +36,8 @@ def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]
 
 def test_a_text_is_a_message_of_the_user() -> None:
     user = {"role": "user", "content": "hi"}
-    assert chat() == {"model": "m", "messages": [user]}
-    assert chat(instructions="x", max_output_tokens=5, store=True) == {
+    assert convert_chat() == {"model": "m", "messages": [user]}
+    assert convert_chat(instructions="x", max_output_tokens=5, store=True) == {
         "model": "m",
         "messages": [{"role": "system", "content": "x"}, user],
         "max_completion_tokens": 5,
@@ -63,7 +63,7 @@ def test_items_are_messages_with_calls_and_results() -> None:
     function = {"name": "f", "arguments": "{}"}
     calls = [{"id": name, "type": "function", "function": function} for name in "cd"]
     message = {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": calls}
-    assert chat(input=items)["messages"] == [
+    assert convert_chat(input=items)["messages"] == [
         {"role": "user", "content": "hi"},
         message,
         {"role": "tool", "tool_call_id": "c", "content": "1"},
@@ -76,17 +76,17 @@ def test_items_are_messages_with_calls_and_results() -> None:
 def test_tools_and_formats_have_the_form_of_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
     choice = {"type": "function", "name": "f"}
-    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    chat_body = chat(
-        tools=[tool], tool_choice=choice, text={"format": form}, reasoning={"effort": "low"}
+    text_format = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    chat_body = convert_chat(
+        tools=[tool], tool_choice=choice, text={"format": text_format}, reasoning={"effort": "low"}
     )
     assert chat_body["tools"] == [
         {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
     ]
     assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
-    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": form}
+    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": text_format}
     assert chat_body["reasoning_effort"] == "low"
-    assert chat(include=["message.output_text.logprobs"])["logprobs"] is True
+    assert convert_chat(include=["message.output_text.logprobs"])["logprobs"] is True
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsupported_fields_are_refused(case: str) -> None:
     body, message = WRONG[case]
     with pytest.raises(InvalidArgument, match=message):
-        chat(**body)
+        convert_chat(**body)
 
 
 def test_items_are_ordered_and_stored() -> None:
@@ -137,11 +137,11 @@ def test_items_are_ordered_and_stored() -> None:
     )
     kinds = [event["type"].removeprefix("response.") for event in events_out]
     part = ["output_item.added", "content_part.added"]
-    ends = ["content_part.done", "output_item.done"]
+    end_events = ["content_part.done", "output_item.done"]
     assert kinds == [
         *("created", "in_progress"),
-        *(*part, "reasoning_text.delta", "reasoning_text.done", *ends),
-        *(*part, "output_text.delta", "output_text.delta", "output_text.done", *ends),
+        *(*part, "reasoning_text.delta", "reasoning_text.done", *end_events),
+        *(*part, "output_text.delta", "output_text.delta", "output_text.done", *end_events),
         *("output_item.added", *["function_call_arguments.delta"] * 2),
         *("function_call_arguments.done", "output_item.done", "completed"),
     ]
@@ -162,26 +162,26 @@ def test_items_are_ordered_and_stored() -> None:
         "total_tokens": 7,
     }
     reference = {"type": "item_reference", "id": message["id"]}
-    assert chat(input=[reference])["messages"] == [{"role": "assistant", "content": "Look"}]
+    assert convert_chat(input=[reference])["messages"] == [{"role": "assistant", "content": "Look"}]
 
 
 def test_a_text_that_is_too_long_is_incomplete() -> None:
     response_object = ResponseObject({"model": "m"})
     response_object.add(0, Delta(0, "a b", "length", usage=USAGE))
-    whole = response_object.whole_response()
-    assert (whole["status"], whole["incomplete_details"]) == (
+    response = response_object.whole_response()
+    assert (response["status"], response["incomplete_details"]) == (
         *("incomplete",),
         {"reason": "max_output_tokens"},
     )
-    assert whole["output"][0]["status"] == "incomplete"
+    assert response["output"][0]["status"] == "incomplete"
 
 
 def test_a_failed_stream_ends_with_an_error() -> None:
     response_object = ResponseObject({"model": "m"})
     response_object.add(0, Delta(0, "a"))
-    first, second = response_object.failure(Unavailable("gone"))
-    assert b"event: error\n" in first and b'"message":"gone"' in first
-    assert b"event: response.failed\n" in second and b'"status":"failed"' in second
+    error_event, failed_event = response_object.failure(Unavailable("gone"))
+    assert b"event: error\n" in error_event and b'"message":"gone"' in error_event
+    assert b"event: response.failed\n" in failed_event and b'"status":"failed"' in failed_event
 
 
 @pytest.mark.parametrize(
@@ -202,4 +202,4 @@ def test_an_error_has_the_clients_name_of_a_field(message: str, param: str) -> N
 
 
 def test_verbosity_is_that_of_a_chat() -> None:
-    assert chat(text={"verbosity": "low"})["verbosity"] == "low"
+    assert convert_chat(text={"verbosity": "low"})["verbosity"] == "low"

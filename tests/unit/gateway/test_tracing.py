@@ -30,10 +30,10 @@ def test_unchanged_settings_keep_their_count() -> None:
     samplers.set(settings)
     assert samplers.on
     assert samplers.of("other") is samplers.of("")
-    kept = samplers.of("m")
+    sampler = samplers.of("m")
     samplers.set(settings | {"": asdict(ON)})
-    assert samplers.of("m") is kept
-    assert samplers.of("other") is not kept
+    assert samplers.of("m") is sampler
+    assert samplers.of("other") is not sampler
 
 
 def test_no_trace_is_created_without_need() -> None:
@@ -71,8 +71,8 @@ def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:
 
 
 def test_files_of_other_formats_are_not_changed(tmp_path: Path) -> None:
-    other = tmp_path / "notes"
-    other.write_text("notes")
+    other_file = tmp_path / "notes"
+    other_file.write_text("notes")
     with pytest.raises(ValueError, match="not an array of traces"):
-        append_entries(str(other), [{"id": 1}])
-    assert other.read_text() == "notes"
+        append_entries(str(other_file), [{"id": 1}])
+    assert other_file.read_text() == "notes"

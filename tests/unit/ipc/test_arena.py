@@ -89,27 +89,27 @@ def test_an_arena_cannot_be_shrunk() -> None:
 
 def test_a_memory_range_outside_its_memory_is_refused() -> None:
     arena, reader = Arena(1 << 16), Mappings()
-    good = arena.allocate(64)
+    memory_range = arena.allocate(64)
     for offset, byte_size in ((1 << 16, 1), (-1, 1), (0, (1 << 16) + 1), (1, -1)):
         with pytest.raises(MalformedMessage, match="exceeds"):
-            unpack_range((good.memory.packed, offset, byte_size))
+            unpack_range((memory_range.memory.packed, offset, byte_size))
     with pytest.raises(Unavailable):
-        reader.view(Range(dataclasses.replace(good.memory, id=1, inode=1), 0, 1))
+        reader.view(Range(dataclasses.replace(memory_range.memory, id=1, inode=1), 0, 1))
     with pytest.raises(Unavailable):
-        reader.view(Range(dataclasses.replace(good.memory, id=2, fd=9999), 0, 1))
-    reader.unmap(good.memory.id)
+        reader.view(Range(dataclasses.replace(memory_range.memory, id=2, fd=9999), 0, 1))
+    reader.unmap(memory_range.memory.id)
     arena.close()
 
 
 def test_an_object_that_large_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ulimit -f` applies to memory, too. The error says so, and no descriptor remains open."""
 
-    def too_large(*_: int) -> None:
+    def raise_too_large(*_: int) -> None:
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr(os, "ftruncate", too_large)
+    monkeypatch.setattr(os, "ftruncate", raise_too_large)
     gc.collect()  # close the descriptors of earlier tests now, not in the middle of this test
-    before = len(os.listdir("/proc/self/fd"))
+    fds_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(Unavailable, match=r"no server memory .*\(65536 bytes\): File too large"):
         Arena(65536)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == fds_before

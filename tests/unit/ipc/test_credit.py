@@ -18,15 +18,15 @@ SIZES = st.sampled_from([0, 1, 1000, BYTES_PER_CREDIT - 1, MAX_UNREAD_BYTES, 2 *
 
 @given(st.booleans(), st.lists(st.tuples(SIZES, st.integers(0, 40)), max_size=200))
 def test_unread_responses_are_bounded_and_never_stuck(
-    placed: bool, steps: list[tuple[int, int]]
+    has_place: bool, steps: list[tuple[int, int]]
 ) -> None:
-    sender, reader = SendWindow(placed), ReadWindow(placed)
+    sender, reader = SendWindow(has_place), ReadWindow(has_place)
     on_the_way: list[int] = []
     for size, reads in steps:
         if sender.is_open:
             sender.sent(size)
             on_the_way.append(size)
-        assert sender.unread <= (1 if placed else FIRST_CREDIT)
+        assert sender.unread <= (1 if has_place else FIRST_CREDIT)
         for _ in range(min(reads, len(on_the_way))):
             credit = reader.read(on_the_way.pop(0))
             assert sender.read(credit) == credit
@@ -36,24 +36,26 @@ def test_unread_responses_are_bounded_and_never_stuck(
 
 
 @pytest.mark.parametrize(
-    ("placed", "size", "most"),
+    ("has_place", "size", "message_count"),
     [(False, 1, FIRST_CREDIT), (True, 1, 1), (False, MAX_UNREAD_BYTES // 4, 4)],
 )
-def test_a_window_closes(placed: bool, size: int, most: int) -> None:
-    window = SendWindow(placed)
-    for _ in range(most):
+def test_a_window_closes(has_place: bool, size: int, message_count: int) -> None:
+    window = SendWindow(has_place)
+    for _ in range(message_count):
         assert window.is_open
         window.sent(size)
     assert not window.is_open
-    assert (window.read(most + 7), window.unread) == (most, 0)
+    assert (window.read(message_count + 7), window.unread) == (message_count, 0)
     assert window.is_open and window.read(1) == 0
 
 
 @pytest.mark.parametrize(
-    ("placed", "size", "together"),
+    ("has_place", "size", "credit_batch"),
     [(False, 1, RESPONSES_PER_CREDIT), (True, 1, 1), (False, BYTES_PER_CREDIT, 1)],
 )
-def test_small_responses_are_credited_together(placed: bool, size: int, together: int) -> None:
-    window = ReadWindow(placed)
-    credited = [window.read(size) for _ in range(2 * together)]
-    assert credited == [*[0] * (together - 1), together] * 2
+def test_small_responses_are_credited_together(
+    has_place: bool, size: int, credit_batch: int
+) -> None:
+    window = ReadWindow(has_place)
+    credited = [window.read(size) for _ in range(2 * credit_batch)]
+    assert credited == [*[0] * (credit_batch - 1), credit_batch] * 2

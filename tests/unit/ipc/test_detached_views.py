@@ -46,11 +46,11 @@ def test_several_views_of_one_memory(region: Region) -> None:
         region.memory_range(20, 10),
     ]
     views = [mappings.view(memory_range) for memory_range in memory_ranges]
-    other = mappings.view(region.memory_range(3 * 4096, 10))
+    other_views = mappings.view(region.memory_range(3 * 4096, 10))
     mappings.detach(memory_ranges)
     region.write(0, np.full(SIZE, 2, np.uint8))
     assert all(set(view) == {1} for view in views)
-    assert set(other) == {2}  # on a page that is not detached
+    assert set(other_views) == {2}  # on a page that is not detached
     mappings.unmap_all()
 
 

@@ -29,7 +29,7 @@ def memory() -> Iterator[LentMemory]:
     lent_memory.close()
 
 
-def lent(memory: LentMemory, reader: int, byte_size: int = 100) -> Block:
+def lend(memory: LentMemory, reader: int, byte_size: int = 100) -> Block:
     block = memory.allocate(byte_size)
     memory.lend(reader, block.memory_range, block)
     return block
@@ -45,7 +45,7 @@ def test_a_block_is_free_when_its_last_user_releases_it(memory: LentMemory) -> N
 
 
 def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
-    memory_range = lent(memory, READER).memory_range
+    memory_range = lend(memory, READER).memory_range
     memory_id, offset = memory_range.memory.id, memory_range.offset
     assert not memory.release(OTHER, memory_id, [offset])
     assert not memory.release(READER, memory_id + 1, [offset])
@@ -58,7 +58,7 @@ def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
 
 def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     for reader in (READER, OTHER, READER):
-        lent(memory, reader)
+        lend(memory, reader)
     memory.drop_reader(READER)
     assert len(memory) == 1
     memory.drop_reader(OTHER)
@@ -67,7 +67,7 @@ def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
 
 
 def test_a_block_lent_twice_is_returned_twice(memory: LentMemory) -> None:
-    block = lent(memory, READER)
+    block = lend(memory, READER)
     block.acquire()
     memory.lend(READER, block.memory_range, block)
     for used in (True, False):
@@ -90,9 +90,9 @@ def test_a_token_collected_before_its_release_is_reported() -> None:
     readers._blocks.clear()  # discard the block without a release
     assert tokens.LOST == []
     source = compile("def drop(make): make()", tokens.OURS[0] + "somewhere.py", "exec")
-    there: dict[str, object] = {}
-    exec(source, there)
-    there["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
+    namespace: dict[str, object] = {}
+    exec(source, namespace)
+    namespace["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
     assert len(tokens.LOST) == 1 and "Holding was dropped unsettled" in tokens.LOST.pop()
 
 
@@ -104,7 +104,7 @@ def memory_range(
 
 
 def test_releases_name_each_process_once_and_no_client() -> None:
-    placed = {
+    outputs_data = {
         "a": memory_range(1, 10, 0),
         "b": memory_range(2, 11, 64),
         "c": memory_range(1, 10, 128),
@@ -112,9 +112,12 @@ def test_releases_name_each_process_once_and_no_client() -> None:
         "device": memory_range(4, 0, 0, cuda=True),
         "own": memory_range(5, 13, 0),
     }
-    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in placed.items()]
+    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in outputs_data.items()]
     outputs.append(TensorRef("inline", "UINT8", (1,), b"x"))
-    assert release_messages(placed.values(), {5}) == [Release(10, [0, 128]), Release(11, [64])]
+    assert release_messages(outputs_data.values(), {5}) == [
+        Release(10, [0, 128]),
+        Release(11, [64]),
+    ]
     _, data = pack_inferred(Inferred(tuple(outputs)))
     assert unread_releases(data) == [Release(10, [0, 128]), Release(11, [64]), Release(13, [0])]
 

@@ -66,14 +66,14 @@ EXAMPLES: dict[Any, Any] = {
 }
 
 
-def example(cls: type[Any]) -> Any:
+def make_example(cls: type[Any]) -> Any:
     hints = typing.get_type_hints(cls)
     return cls(*(EXAMPLES[hints[field.name]] for field in dataclasses.fields(cls)))
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_every_message_survives_the_wire(cls: type[Any]) -> None:
-    message = example(cls)
+    message = make_example(cls)
     assert frames.unpack(frames.pack([message, message])) == [message, message]
 
 
@@ -84,11 +84,11 @@ def test_half_a_character_is_escaped() -> None:
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
-    raw = msgpack.unpackb(frames.pack([example(cls)]))
+    raw = msgpack.unpackb(frames.pack([make_example(cls)]))
     for index in range(1, len(raw[1])):
-        wrong = [raw[0], [*raw[1][:index], None, *raw[1][index + 1 :]]]
+        wrong_record = [raw[0], [*raw[1][:index], None, *raw[1][index + 1 :]]]
         with pytest.raises(MalformedMessage):
-            frames.unpack(msgpack.packb(wrong))
+            frames.unpack(msgpack.packb(wrong_record))
     with pytest.raises(MalformedMessage):
         frames.unpack(msgpack.packb([raw[0], [*raw[1], 1]]))
 
@@ -125,7 +125,7 @@ def test_corrupted_frames_are_refused() -> None:
     request, data = pack_inference(Inference(tensors, (RequestedOutput("c"),)))
     response, _ = pack_inferred(Inferred(tensors, {"x": "y"}))
     kinds: list[tuple[Callable[[bytes], Any], bytes]] = [
-        (frames.unpack, frames.pack([example(cls)])) for cls in ALL
+        (frames.unpack, frames.pack([make_example(cls)])) for cls in ALL
     ]
     kinds += [
         (lambda schema: unpack_inference(schema, data), request),
@@ -134,11 +134,13 @@ def test_corrupted_frames_are_refused() -> None:
     ] * 20
     malformed = 0
     for number in range(_CHANGES):
-        unpack, whole = kinds[number % len(kinds)]
-        frame = bytearray(whole)
+        unpack, valid_frame = kinds[number % len(kinds)]
+        frame = bytearray(valid_frame)
         for _ in range(chance.randint(1, 3)):
-            at = chance.randrange(len(frame) + 1)
-            frame[at : at + chance.randint(0, 2)] = chance.randbytes(chance.randint(0, 2))
+            position = chance.randrange(len(frame) + 1)
+            frame[position : position + chance.randint(0, 2)] = chance.randbytes(
+                chance.randint(0, 2)
+            )
         try:
             unpack(bytes(frame))
         except MalformedMessage:
@@ -152,7 +154,7 @@ VALUES = st.recursive(
     | st.integers(-(2**63), 2**63)
     | st.text(max_size=8)
     | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=6),
+    lambda children: st.lists(children, max_size=6),
     max_leaves=20,
 )
 
@@ -184,9 +186,9 @@ def test_a_request_and_its_answer_survive_the_wire() -> None:
 
 
 def test_a_memory_range_outside_its_memory_is_malformed() -> None:
-    bad = Range(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
+    bad_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
     with pytest.raises(MalformedMessage):
-        unpack_inference(*pack_inference(Inference((TensorRef("a", "FP32", (5,), bad),))))
+        unpack_inference(*pack_inference(Inference((TensorRef("a", "FP32", (5,), bad_range),))))
 
 
 @pytest.mark.parametrize(
@@ -195,8 +197,10 @@ def test_a_memory_range_outside_its_memory_is_malformed() -> None:
 )
 def test_records_within_a_message_are_typed_too(reply: Any) -> None:
     times = (0, 0, 0, 0)
-    good = m.BatchFinished(1, *times, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")])
-    assert frames.unpack(frames.pack([good])) == [good]
+    message = m.BatchFinished(
+        1, *times, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")]
+    )
+    assert frames.unpack(frames.pack([message])) == [message]
     frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times, [reply], 0, 0, True]])
     with pytest.raises(MalformedMessage):
         frames.unpack(frame)

@@ -18,8 +18,8 @@ def _records(kind: Any) -> Iterator[type[Any]]:
     """Yield the dataclasses within an annotation."""
     if isinstance(kind, type) and is_dataclass(kind):
         yield kind
-    for inner in typing.get_args(kind):
-        yield from _records(inner)
+    for member in typing.get_args(kind):
+        yield from _records(member)
 
 
 def _unknown(cls: type[Any], message: Any) -> Iterator[str]:

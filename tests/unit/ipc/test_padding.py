@@ -48,7 +48,7 @@ def test_the_batchs_maximum_or_the_smallest_bucket_that_fits_all() -> None:
     assert shape(bucketed, (3, 337, 9)) is None
 
 
-def admit(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> bytes:
+def compute_key(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> bytes:
     tensors = [
         TensorRef("WORDS", "UINT8", (1, words), bytes(words)),
         TensorRef("IMAGE", "UINT8", (1, *image), bytes(prod(image))),
@@ -58,7 +58,7 @@ def admit(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> byte
 
 def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        admit({"buckets": BUCKETS}, (3, 400, 100))
+        compute_key({"buckets": BUCKETS}, (3, 400, 100))
     assert caught.value.message == (
         "[request id: <id_unknown>] unexpected shape for input 'IMAGE' for model 'm'. Its buckets "
         "are [3,224,224], [3,336,336] behind the batch dimension; [3,400,100] fits none"
@@ -67,14 +67,14 @@ def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
 
 def test_the_shape_key_ignores_padded_dimensions_only() -> None:
     pad = padding({})
-    rest, shapes = pad.read(admit({}, (3, 7, 9), words=2))
+    shape_key, shapes = pad.read(compute_key({}, (3, 7, 9), words=2))
     assert shapes == ((3, 7, 9),)
-    assert pad.read(admit({}, (3, 8, 8), words=2))[0] == rest
-    assert pad.read(admit({}, (3, 7, 9), words=1))[0] != rest
+    assert pad.read(compute_key({}, (3, 8, 8), words=2))[0] == shape_key
+    assert pad.read(compute_key({}, (3, 7, 9), words=1))[0] != shape_key
     batch = pad.batch()
-    assert batch.may_join(admit({}, (3, 7, 9), words=2), 1)
-    assert not batch.may_join(admit({}, (3, 7, 9), words=1), 1)
-    assert batch.may_join(admit({}, (3, 9, 7), words=2), 2)
+    assert batch.may_join(compute_key({}, (3, 7, 9), words=2), 1)
+    assert not batch.may_join(compute_key({}, (3, 7, 9), words=1), 1)
+    assert batch.may_join(compute_key({}, (3, 9, 7), words=2), 2)
     total = 3 * 3 * 9 * 9
     assert batch.elements() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
 
@@ -105,27 +105,29 @@ SIZES = st.tuples(st.integers(0, 40), st.integers(0, 40))
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=3),
 )
 def test_waste_is_bounded(
-    shapes_and_units: list[tuple[tuple[int, int], int]], most: float, buckets: list[tuple[int, int]]
+    shapes_and_units: list[tuple[tuple[int, int], int]],
+    max_waste: float,
+    buckets: list[tuple[int, int]],
 ) -> None:
     """At most `max_waste` of a batch is padding, unless its requests would need as much padding
     alone. Every request fits into the batch, and the counts are exact.
     """
     listed = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
-    pad = padding({"max_waste": most, "buckets": listed}, (-1, -1))
+    pad = padding({"max_waste": max_waste, "buckets": listed}, (-1, -1))
     batch = pad.batch()
-    taken: list[tuple[tuple[int, int], int]] = []
-    for each, units in shapes_and_units:
-        if batch.may_join(pad.key(b"", {"IMAGE": each}), units):
-            taken.append((each, units))
-    assert taken[0] == shapes_and_units[0]
-    target = shape(pad, *(each for each, _ in taken))
+    admitted: list[tuple[tuple[int, int], int]] = []
+    for shape_, units in shapes_and_units:
+        if batch.may_join(pad.key(b"", {"IMAGE": shape_}), units):
+            admitted.append((shape_, units))
+    assert admitted[0] == shapes_and_units[0]
+    target = shape(pad, *(shape_ for shape_, _ in admitted))
     assert target is not None
-    total = prod(target) * sum(units for _, units in taken)
-    true = sum(prod(each) * units for each, units in taken)
-    assert batch.elements() == {"IMAGE": (total, total - true)}
-    apart = 0
-    for each, units in taken:
-        alone = shape(pad, each)
-        assert alone is not None and all(a <= b for a, b in zip(each, target, strict=True))
-        apart += prod(alone) * units
-    assert total - true <= most * total + 1e-9 or total <= apart
+    total = prod(target) * sum(units for _, units in admitted)
+    true_elements = sum(prod(shape_) * units for shape_, units in admitted)
+    assert batch.elements() == {"IMAGE": (total, total - true_elements)}
+    separate_elements = 0
+    for shape_, units in admitted:
+        own_shape = shape(pad, shape_)
+        assert own_shape is not None and all(a <= b for a, b in zip(shape_, target, strict=True))
+        separate_elements += prod(own_shape) * units
+    assert total - true_elements <= max_waste * total + 1e-9 or total <= separate_elements

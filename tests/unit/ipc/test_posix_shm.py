@@ -79,7 +79,7 @@ def test_ranges_outside_the_object(sparse: str, offset: int, size: int) -> None:
 
 def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
     gc.collect()  # close the descriptors of earlier tests now, not in the middle of this test
-    before = len(os.listdir("/proc/self/fd"))
+    fds_before = len(os.listdir("/proc/self/fd"))
     link = f"/dev/shm{KEY}-link"
     fifo = f"/dev/shm{KEY}-fifo"
     os.symlink("/etc/passwd", link)
@@ -92,20 +92,20 @@ def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
     finally:
         os.unlink(link)
         os.unlink(fifo)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
 @contextlib.contextmanager
-def leased(path: str) -> Iterator[None]:
+def hold_lease(path: str) -> Iterator[None]:
     """Hold a lease on a file and do not react to requests to release it."""
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    previous_handler = signal.signal(signal.SIGIO, signal.SIG_IGN)
     fd = os.open(path, os.O_RDWR)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         yield
     finally:
         os.close(fd)
-        signal.signal(signal.SIGIO, before)
+        signal.signal(signal.SIGIO, previous_handler)
 
 
 def test_opening_does_not_wait_for_a_lease(sparse: str) -> None:
@@ -114,7 +114,7 @@ def test_opening_does_not_wait_for_a_lease(sparse: str) -> None:
     Without O_NONBLOCK, the registrations of all clients would wait until the kernel breaks the
     lease after 45 s.
     """
-    with leased(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
+    with hold_lease(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
         posix_shm.open_object(sparse)
 
 
@@ -125,7 +125,10 @@ def test_opening_shared_memory_does_not_wait_for_a_lease() -> None:
         memory_range = Range(
             Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096
         )
-        with leased(f"/proc/self/fd/{fd}"), pytest.raises(Unavailable, match="has been released"):
+        with (
+            hold_lease(f"/proc/self/fd/{fd}"),
+            pytest.raises(Unavailable, match="has been released"),
+        ):
             Mappings().view(memory_range)
         assert len(Mappings().view(memory_range)) == 4096
     finally:

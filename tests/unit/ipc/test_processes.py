@@ -30,26 +30,28 @@ print(held, resident() - before)
 
 
 def test_freed_large_memory_is_unmapped() -> None:
-    ran = run_python("-c", _FRAMES, check=True)
-    held_pid, kept = map(int, ran.stdout.split())
+    completed = run_python("-c", _FRAMES, check=True)
+    held_pid, kept_bytes = map(int, completed.stdout.split())
     assert held_pid >= 12 * 8 << 20
-    assert kept < 4 << 20
+    assert kept_bytes < 4 << 20
 
 
 def test_other_environment_variables_stay() -> None:
-    before = {"HOME": "/root"}
-    assert with_large_copies(before) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
-    assert before == {"HOME": "/root"}
+    environment = {"HOME": "/root"}
+    assert with_large_copies(environment) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
+    assert environment == {"HOME": "/root"}
 
 
 def test_other_tunables_stay() -> None:
-    before = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
-    assert with_large_copies(before)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{_SETTING}"
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    assert (
+        with_large_copies(environment)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{_SETTING}"
+    )
 
 
 def test_an_operators_own_threshold_stays() -> None:
-    before = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
-    assert with_large_copies(before) == before
+    environment = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
+    assert with_large_copies(environment) == environment
 
 
 def test_the_pieces_of_a_large_copy_are_large() -> None:

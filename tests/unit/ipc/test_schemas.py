@@ -44,37 +44,49 @@ def tensors(datas: list[bytes | Range]) -> tuple[TensorRef, ...]:
 def test_requests_of_one_kind_have_one_schema(
     sizes: list[int], parameters: dict[str, int], data: st.DataObject
 ) -> None:
-    def drawn() -> Inference:
-        placed = st.integers(0, 1000)
+    def draw_request() -> Inference:
+        offsets = st.integers(0, 1000)
         datas: list[bytes | Range] = [
             data.draw(st.binary(min_size=size, max_size=size))
             if data.draw(st.booleans())
-            else Range(MEMORY, data.draw(placed), size)
+            else Range(MEMORY, data.draw(offsets), size)
             for size in sizes
         ]
-        memory_range = Range(MEMORY, data.draw(placed), 64)
+        memory_range = Range(MEMORY, data.draw(offsets), 64)
         outputs = (RequestedOutput("A"), RequestedOutput("B", memory_range, or_input=True))
         return Inference(tensors(datas), outputs, parameters)
 
-    first, second = drawn(), drawn()
-    (schema, one), (equal, two) = pack_inference(first), pack_inference(second)
+    first_request, second_request = draw_request(), draw_request()
+    (schema, first_data), (equal, second_data) = (
+        pack_inference(first_request),
+        pack_inference(second_request),
+    )
     assert schema == equal, "neither bytes nor places are in the schema"
     request_schema = RequestSchema(schema)
-    assert (request_schema.inference(one), request_schema.inference(two)) == (first, second)
-    assert request_schema.data_count == len(one) == len(sizes) + 1
+    assert (request_schema.inference(first_data), request_schema.inference(second_data)) == (
+        first_request,
+        second_request,
+    )
+    assert request_schema.data_count == len(first_data) == len(sizes) + 1
 
 
 @given(SIZES, st.data())
 def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataObject) -> None:
-    def drawn() -> Inferred:
+    def draw_response() -> Inferred:
         datas = [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
         return Inferred(tensors(list(datas)), {"p": 1})
 
-    first, second = drawn(), drawn()
-    (schema, one), (equal, two) = pack_inferred(first), pack_inferred(second)
+    first_response, second_response = draw_response(), draw_response()
+    (schema, first_data), (equal, second_data) = (
+        pack_inferred(first_response),
+        pack_inferred(second_response),
+    )
     assert schema == equal
     response_schema = ResponseSchema(schema)
-    assert (response_schema.inferred(one), response_schema.inferred(two)) == (first, second)
+    assert (response_schema.inferred(first_data), response_schema.inferred(second_data)) == (
+        first_response,
+        second_response,
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,18 +116,18 @@ def test_data_that_do_not_match_their_schema_are_malformed(data: list[Any]) -> N
 
 
 def test_a_placed_output_requires_a_place() -> None:
-    placed = RequestedOutput("OUT", Range(MEMORY, 0, 64))
-    schema, data = pack_inference(Inference(tensors([b"1"]), (placed,)))
-    assert unpack_inference(schema, data).outputs == (placed,)
+    placed_output = RequestedOutput("OUT", Range(MEMORY, 0, 64))
+    schema, data = pack_inference(Inference(tensors([b"1"]), (placed_output,)))
+    assert unpack_inference(schema, data).outputs == (placed_output,)
     with pytest.raises(MalformedMessage):
         unpack_inference(schema, [b"1", b"no place"])
 
 
 @pytest.mark.parametrize("packed", [b"", b"\xc1", msgpack.packb([]), msgpack.packb([1, 2, 3])])
 def test_bytes_that_are_no_schema_are_malformed(packed: bytes) -> None:
-    for read in (RequestSchema, ResponseSchema):
+    for schema_type in (RequestSchema, ResponseSchema):
         with pytest.raises(MalformedMessage):
-            read(packed)
+            schema_type(packed)
 
 
 def test_sizes_count_inline_bytes_and_places() -> None:
@@ -204,14 +216,14 @@ def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:
     assert evicted == ["a", "b", "c"] and len(cache) == 0
 
 
-@pytest.mark.parametrize("wrong", [1.0, True, "1", None])
-def test_a_malformed_memory_range_is_refused_also_beside_a_known_one(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong_range", [1.0, True, "1", None])
+def test_a_malformed_memory_range_is_refused_also_beside_a_known_one(wrong_range: Any) -> None:
     packed = Memory(1, 2, 3, 4, 100, sealed=True).packed
     assert unpack_range([packed, 1, 1]).offset == 1
     for raw in (
-        [packed, wrong, 1],
-        [packed, 1, wrong],
-        [wrong, 1, 1],
+        [packed, wrong_range, 1],
+        [packed, 1, wrong_range],
+        [wrong_range, 1, 1],
         [packed, 1],
         [packed, 100, 1],
     ):
@@ -222,9 +234,9 @@ def test_a_malformed_memory_range_is_refused_also_beside_a_known_one(wrong: Any)
 def test_a_memory_of_many_bytes_is_malformed_and_not_kept() -> None:
     longest = Memory.on_device(1, 100, CudaHandle(b"h" * 64, 2**31, b"u" * 16), 2**31)
     assert unpack_range([longest.packed, 0, 1]).memory == longest
-    kept = len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)
+    cache_sizes = len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)
     for handle in (b"h" * 256, b"h" * 1_000_000):
         packed = Memory.on_device(1, 100, CudaHandle(handle, 0)).packed
         with pytest.raises(MalformedMessage):
             unpack_range([packed, 0, 1])
-    assert (len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)) == kept
+    assert (len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)) == cache_sizes

@@ -51,13 +51,13 @@ def test_a_huge_count_is_refused_before_it_is_allocated() -> None:
         decode_bytes(b"\0\0\0\0", (2**40,), "a", "m")
 
 
-def config(batch: int = 8, **more: Any) -> dict[str, Any]:
+def config(batch: int = 8, **fields: Any) -> dict[str, Any]:
     return {
         "name": "m",
         "max_batch_size": batch,
         "input": [
             {"name": "A", "data_type": "TYPE_FP32", "dims": [-1, 2]},
-            {"name": "B", "data_type": "TYPE_STRING", "dims": [1], **more},
+            {"name": "B", "data_type": "TYPE_STRING", "dims": [1], **fields},
         ],
         "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [2]}],
     }
@@ -75,11 +75,11 @@ A, B = tensor("A", "FP32", 2, 3, 2), tensor("B", "BYTES", 2, 1)
 
 
 def test_a_request_that_fits() -> None:
-    fit = Signature(SPEC, "1").check("", [A, B], [RequestedOutput("Y")])
-    assert fit.batch_size == 2
-    assert fit.shape_key == Signature(SPEC, "1").check("", [B, A], []).shape_key
-    other = tensor("A", "FP32", 2, 4, 2)
-    assert fit.shape_key != Signature(SPEC, "1").check("", [other, B], []).shape_key
+    checked = Signature(SPEC, "1").check("", [A, B], [RequestedOutput("Y")])
+    assert checked.batch_size == 2
+    assert checked.shape_key == Signature(SPEC, "1").check("", [B, A], []).shape_key
+    other_tensor = tensor("A", "FP32", 2, 4, 2)
+    assert checked.shape_key != Signature(SPEC, "1").check("", [other_tensor, B], []).shape_key
 
 
 @pytest.mark.parametrize(

@@ -19,23 +19,23 @@ from shmserve.ipc.trace import (
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def span(span_id: str, parent_id: str, began_us: int = 0, **more: Any) -> Span:
+def span(span_id: str, parent_id: str, began_us: int = 0, **fields: Any) -> Span:
     """Return a span that is submitted and enqueued at once, and whose other times are 10 us
     apart.
     """
-    at = [us * 1000 for us in range(began_us, began_us + 60, 10)]
-    one = Span._make([span_id, parent_id, "m", "1", "", at[0], *at, 4, "full"])
-    return one._replace(**more)
+    times_ns = [us * 1000 for us in range(began_us, began_us + 60, 10)]
+    template = Span._make([span_id, parent_id, "m", "1", "", times_ns[0], *times_ns, 4, "full"])
+    return template._replace(**fields)
 
 
 def test_a_header_is_read_and_passed_on() -> None:
     caller = TraceContext.of_header(f" 00-{TRACE}-{CALLER}-01 ")
     assert caller == (TRACE, CALLER, "", True, False)
-    own = caller.child()
-    assert own.traceparent == f"00-{TRACE}-{own.span_id}-01"
-    assert (own.trace_id, own.parent_id) == (TRACE, CALLER)
-    assert own.span_id != CALLER
-    assert TraceContext.of(own.message) == own
+    child = caller.child()
+    assert child.traceparent == f"00-{TRACE}-{child.span_id}-01"
+    assert (child.trace_id, child.parent_id) == (TRACE, CALLER)
+    assert child.span_id != CALLER
+    assert TraceContext.of(child.message) == child
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_malformed_trace_header_is_ignored(header: str, is_valid: bool) -> Non
 
 def test_spans_are_concatenated() -> None:
     spans = [span("a", ""), span("b", "a")]
-    assert unpack_spans(b"".join(each.packed() for each in spans)) == spans
+    assert unpack_spans(b"".join(member.packed() for member in spans)) == spans
     assert unpack_spans(b"") == []
 
 
@@ -76,10 +76,10 @@ def test_a_message_is_checked(trace: str, is_valid: bool) -> None:
     assert is_trace(trace) is is_valid
 
 
-@pytest.mark.parametrize("wrong", [{"span_id": "x"}, {"parent_id": "-"}, {"version": "one"}])
-def test_a_malformed_span_is_rejected(wrong: dict[str, Any]) -> None:
-    first, second = span("a", ""), span("b", "a")._replace(**wrong)
-    assert unpack_spans(first.packed() + second.packed()) == [first]
+@pytest.mark.parametrize("wrong_fields", [{"span_id": "x"}, {"parent_id": "-"}, {"version": "one"}])
+def test_a_malformed_span_is_rejected(wrong_fields: dict[str, Any]) -> None:
+    first_span, second_span = span("a", ""), span("b", "a")._replace(**wrong_fields)
+    assert unpack_spans(first_span.packed() + second_span.packed()) == [first_span]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,11 @@ def test_malformed_data_end_the_spans(junk: bytes) -> None:
 
 
 def test_an_explanation_has_the_times_of_all_that_was_asked() -> None:
-    own = span("a", "g", 100)
+    own_span = span("a", "g", 100)
     call = span("b", "a", 110, model="other")
-    explanation = phase_durations([own, call, span("z", "elsewhere")], "a", 50_000, 80_000, 200_000)
+    explanation = phase_durations(
+        [own_span, call, span("z", "elsewhere")], "a", 50_000, 80_000, 200_000
+    )
     assert explanation == {
         "total_us": 150,
         "receive_us": 30,

@@ -37,13 +37,13 @@ def test_a_late_close_does_not_remove_the_socket_of_another_router(tmp_path: Pat
     again.
     """
     endpoint = f"ipc://{tmp_path}/both"
-    first, second = Router(endpoint), Router(endpoint)
-    first.close()
+    first_router, second_router = Router(endpoint), Router(endpoint)
+    first_router.close()
     dealer = Dealer(endpoint, "me")
     dealer.send(m.Cancel(7))
-    assert arrived(second) == [(b"me", m.Cancel(7))]
+    assert arrived(second_router) == [(b"me", m.Cancel(7))]
     dealer.close()
-    second.close()
+    second_router.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -81,8 +81,8 @@ def test_a_message_that_cannot_be_packed_is_not_sent(router: Router, dealer: Dea
 
 
 def test_an_unencodable_message_does_not_block_other_peers(router: Router, dealer: Dealer) -> None:
-    other = Dealer(router.endpoint, "other")
-    for link in (dealer, other):
+    other_dealer = Dealer(router.endpoint, "other")
+    for link in (dealer, other_dealer):
         link.send(m.Cancel(1))
         assert arrived(router)
     router.post(b"other", m.Settled(1))
@@ -96,9 +96,9 @@ def test_an_unencodable_message_does_not_block_other_peers(router: Router, deale
     assert arrived(dealer) == [m.Settled(4)]
     received: list[Any] = []
     while len(received) < 2:
-        received += arrived(other)
-    assert received == [m.Settled(1), m.Settled(5)] and not other.wait(0)
-    other.close()
+        received += arrived(other_dealer)
+    assert received == [m.Settled(1), m.Settled(5)] and not other_dealer.wait(0)
+    other_dealer.close()
 
 
 def test_last_words_arrive_after_the_end(router: Router, dealer: Dealer) -> None:
@@ -112,16 +112,16 @@ def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer)
     """Both sides send more than the socket buffers hold, and nothing is lost."""
     dealer.send(m.Cancel(1))
     assert arrived(router)
-    large = m.Finished(2, bytes(3 << 20), [])
-    dealer.send(large)
-    router.post(b"me", large)
+    large_message = m.Finished(2, bytes(3 << 20), [])
+    dealer.send(large_message)
+    router.post(b"me", large_message)
     router.flush()
     at_router: list[Any] = []
     at_dealer: list[Any] = []
     while not (at_router and at_dealer):
         at_router += router.receive()
         at_dealer += dealer.receive()
-    assert at_router == [(b"me", large)] and at_dealer == [large]
+    assert at_router == [(b"me", large_message)] and at_dealer == [large_message]
 
 
 def test_an_identity_that_is_taken_is_refused(router: Router, dealer: Dealer) -> None:
@@ -170,13 +170,13 @@ def test_a_peer_that_connects_is_accepted_while_an_only_peer_floods(
 ) -> None:
     dealer.send(m.Cancel(0))
     assert arrived(router) == [(b"me", m.Cancel(0))]
-    other = Dealer(router.endpoint, "other")
-    other.send(m.Cancel(1))
+    other_dealer = Dealer(router.endpoint, "other")
+    other_dealer.send(m.Cancel(1))
     received: list[tuple[bytes, Any]] = []
     for number in range(2, 40):
         dealer.send(m.Cancel(number))
         received += router.receive()
-    other.close()
+    other_dealer.close()
     assert (b"other", m.Cancel(1)) in received
     assert [message for peer, message in received if peer == b"me"] == list(
         map(m.Cancel, range(2, 40))
@@ -202,27 +202,27 @@ class _CountingPoll:
 def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
     send_raw(dealer, b"", framed(b"garbage") + b"\1\1a\0\1b" + framed(frames.pack([Drain()])))
     assert arrived(router) == [(b"me", Drain())] and router.malformed == 2
-    with socket.socket(socket.AF_UNIX) as plain:
-        plain.connect(router.endpoint.removeprefix("ipc://"))
-        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with socket.socket(socket.AF_UNIX) as plain_socket:
+        plain_socket.connect(router.endpoint.removeprefix("ipc://"))
+        plain_socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert arrived(router, 0.5) == []
-        plain.settimeout(5)
-        assert plain.recv(1000).startswith(zmtp.GREETING)
+        plain_socket.settimeout(5)
+        assert plain_socket.recv(1000).startswith(zmtp.GREETING)
 
 
 def test_libzmq_at_the_other_end(router: Router) -> None:
     context = zmq.Context()
     try:
-        with context.socket(zmq.DEALER) as theirs:
-            theirs.setsockopt(zmq.IDENTITY, b"theirs")
-            theirs.connect(router.endpoint)
+        with context.socket(zmq.DEALER) as zmq_dealer:
+            zmq_dealer.setsockopt(zmq.IDENTITY, b"theirs")
+            zmq_dealer.connect(router.endpoint)
             for size in (1, 300, 100_000):
-                theirs.send(frames.pack([m.Finished(size, bytes(size), [])]))
+                zmq_dealer.send(frames.pack([m.Finished(size, bytes(size), [])]))
                 assert arrived(router) == [(b"theirs", m.Finished(size, bytes(size), []))]
                 router.post(b"theirs", m.Finished(size, bytes(size), []))
                 router.flush()
-                while not theirs.poll(10):
+                while not zmq_dealer.poll(10):
                     list(router.receive())
-                assert frames.unpack(theirs.recv()) == [m.Finished(size, bytes(size), [])]
+                assert frames.unpack(zmq_dealer.recv()) == [m.Finished(size, bytes(size), [])]
     finally:
         context.destroy(0)

@@ -93,26 +93,28 @@ def test_resolves_instances(
     groups: str, gpus: int, expected: list[tuple[str, str, int, list[int]]]
 ) -> None:
     config = to_dict(normalise(parse_pbtxt(groups), "m", gpus))
-    found = [(g["name"], g["kind"], g["count"], g["gpus"]) for g in config["instance_group"]]
-    assert found == expected
+    resolved = [(g["name"], g["kind"], g["count"], g["gpus"]) for g in config["instance_group"]]
+    assert resolved == expected
 
 
 def test_the_servers_defaults_fill_only_unset_fields() -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
 
-    def filled(text: str) -> ModelConfig:
+    def fill_defaults(text: str) -> ModelConfig:
         return normalise(parse_pbtxt(text), "m", 0, defaults)
 
-    open_ = filled("")
+    open_ = fill_defaults("")
     assert open_.max_batch_size == 4
     assert list(open_.dynamic_batching.preferred_batch_size) == [4]
     assert open_.dynamic_batching.max_queue_delay_microseconds == 7
-    assert not filled("max_batch_size: 0").HasField("dynamic_batching")
-    assert filled("max_batch_size: 2").max_batch_size == 2
-    set_ = filled("dynamic_batching { max_queue_delay_microseconds: 0 }")
+    assert not fill_defaults("max_batch_size: 0").HasField("dynamic_batching")
+    assert fill_defaults("max_batch_size: 2").max_batch_size == 2
+    set_ = fill_defaults("dynamic_batching { max_queue_delay_microseconds: 0 }")
     assert set_.dynamic_batching.max_queue_delay_microseconds == 0
-    assert filled("sequence_batching {}").WhichOneof("scheduling_choice") == "sequence_batching"
-    assert filled('platform: "ensemble" ensemble_scheduling {}').max_batch_size == 0
+    assert (
+        fill_defaults("sequence_batching {}").WhichOneof("scheduling_choice") == "sequence_batching"
+    )
+    assert fill_defaults('platform: "ensemble" ensemble_scheduling {}').max_batch_size == 0
     assert normalise(parse_pbtxt(""), "m", 0, ModelDefaults()).max_batch_size == 0
     assert not normalise(parse_pbtxt("max_batch_size: 2"), "m", 0).HasField("dynamic_batching")
 
@@ -161,14 +163,14 @@ def test_a_model_that_contradicts_its_configuration_is_refused(
 
 
 def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None:
-    written = parse_pbtxt(
+    config = parse_pbtxt(
         'name: "m" max_batch_size: 2 input { name: "IN" format: FORMAT_NHWC dims: [-1, 3] } '
         'output { name: "MORE" } dynamic_batching { preferred_batch_size: 1 }'
         "model_transaction_policy { decoupled: false }"
     )
-    before = to_dict(written)
-    merged = merge_autocomplete(written, {**COMPLETED, "instance_group": [{"count": 9}]})
-    assert to_dict(written) == before
+    dict_before = to_dict(config)
+    merged = merge_autocomplete(config, {**COMPLETED, "instance_group": [{"count": 9}]})
+    assert to_dict(config) == dict_before
     assert merged.max_batch_size == 4
     assert [io.name for io in merged.input] == ["IN", "MASK"]
     assert merged.input[0].data_type == model_config_pb2.TYPE_FP32
@@ -178,37 +180,37 @@ def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None
     assert list(merged.dynamic_batching.preferred_batch_size) == [1]
     assert not merged.instance_group
     with pytest.raises(InvalidArgument, match="trying to change decoupled property"):
-        merge_autocomplete(written, {"model_transaction_policy": {"decoupled": True}})
+        merge_autocomplete(config, {"model_transaction_policy": {"decoupled": True}})
     with pytest.raises(
         InvalidArgument, match=r"auto-completed configuration: input\[0\].dims\[0\]"
     ):
-        merge_autocomplete(written, {"input": [{"name": "X", "dims": ["a"]}]})
+        merge_autocomplete(config, {"input": [{"name": "X", "dims": ["a"]}]})
 
 
 def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
     """The supervisor is blocked meanwhile, so the time is compared with that of parsing the
     model's answer.
     """
-    written = parse_pbtxt(identity_config("m", "FP32", [1], inputs=4000))
-    completed = to_dict(written)
-    began = process_time()
+    config = parse_pbtxt(identity_config("m", "FP32", [1], inputs=4000))
+    completed = to_dict(config)
+    start_s = process_time()
     from_json(completed)
-    reading = process_time() - began
-    began = process_time()
-    assert merge_autocomplete(written, completed) == written
-    assert process_time() - began < 4 * reading
+    reading = process_time() - start_s
+    start_s = process_time()
+    assert merge_autocomplete(config, completed) == config
+    assert process_time() - start_s < 4 * reading
 
 
 # --- unsupported completions -------------------------------------------------------------------
 
 
 def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
-    written = parse_pbtxt(
+    config = parse_pbtxt(
         'name: "m" parameters { key: "target_p99_ms" value { string_value: "7" } }'
     )
     strategy_settings = {"batching_strategy": "adaptive", "target_p99_ms": "9", "other": "x"}
     parameters = {name: {"string_value": value} for name, value in strategy_settings.items()}
-    merged = merge_autocomplete(written, {"parameters": parameters}).parameters
+    merged = merge_autocomplete(config, {"parameters": parameters}).parameters
     values = {name: merged[name].string_value for name in merged}
     assert values == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
 
@@ -232,14 +234,14 @@ def test_fields_without_effect_are_listed() -> None:
 
 
 def test_unlikely_values_are_warned_of() -> None:
-    written = parse_pbtxt(
+    config = parse_pbtxt(
         """instance_group [ { count: 2 }, { count: -1 } ]
         dynamic_batching { }
         parameters { key: "batching_strateg" value { string_value: "adaptive" } }
         parameters { key: "execution_timeout_second" value { string_value: "1" } }
         parameters { key: "my_own" value { string_value: "x" } }"""
     )
-    assert warnings_of(written, normalise(written, "m", 0)) == [
+    assert warnings_of(config, normalise(config, "m", 0)) == [
         "instance_group[1].count: -1 is replaced by the default, because a count must be at "
         "least 1",
         "parameters: 'batching_strateg' is unknown; did you mean 'batching_strategy'?",
@@ -247,13 +249,15 @@ def test_unlikely_values_are_warned_of() -> None:
         "'execution_timeout_seconds'?",
         "dynamic_batching: no effect because max_batch_size is 0",
     ]
-    written = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")
-    assert warnings_of(written, written) == []
+    config = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")
+    assert warnings_of(config, config) == []
 
 
-@pytest.mark.parametrize(("written", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
-def test_a_model_sets_its_instances_if_the_configuration_does_not(written: str, count: int) -> None:
-    config, source = read_pbtxt(f'backend: "native" {written}', "m/config.pbtxt")
+@pytest.mark.parametrize(("config_text", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
+def test_a_model_sets_its_instances_if_the_configuration_does_not(
+    config_text: str, count: int
+) -> None:
+    config, source = read_pbtxt(f'backend: "native" {config_text}', "m/config.pbtxt")
     completed = {"instance_group": [{"count": 3}]}
     merged = merge_autocomplete(normalise(config, "m", 0), completed, source)
     assert [group.count for group in merged.instance_group] == [count]

@@ -18,29 +18,30 @@ def model(
     name: str,
     data_type: str = "TYPE_FP32",
     dims: str = "-1",
-    more: str = "",
+    fields: str = "",
     inputs: tuple[str, ...] = ("X",),
 ) -> ModelConfig:
     """Return a model with these inputs and the output Y."""
     steps_text = "".join(
-        f'input {{ name: "{each}" data_type: {data_type} dims: [ {dims} ] }} ' for each in inputs
+        f'input {{ name: "{input_name}" data_type: {data_type} dims: [ {dims} ] }} '
+        for input_name in inputs
     )
-    out = f'output {{ name: "Y" data_type: {data_type} dims: [ {dims} ] }}'
-    return config(f'name: "{name}" backend: "python" {steps_text} {out} {more}')
+    output_text = f'output {{ name: "Y" data_type: {data_type} dims: [ {dims} ] }}'
+    return config(f'name: "{name}" backend: "python" {steps_text} {output_text} {fields}')
 
 
 OPTIONAL = 'input { name: "Z" data_type: TYPE_FP32 dims: [ -1 ] optional: true }'
 MANY = "model_transaction_policy { decoupled: true }"
 MODELS = {
     "add": model("add"),
-    "addb": model("addb", more="max_batch_size: 2"),
+    "addb": model("addb", fields="max_batch_size: 2"),
     "int": model("int", "TYPE_INT32"),
     "four": model("four", dims="4"),
     "five": model("five", dims="5"),
     "two": model("two", inputs=("X", "Z")),
-    "opt": model("opt", more=OPTIONAL),
-    "dec": model("dec", more=MANY),
-    "dec2": model("dec2", more=MANY),
+    "opt": model("opt", fields=OPTIONAL),
+    "dec": model("dec", fields=MANY),
+    "dec2": model("dec2", fields=MANY),
 }
 
 
@@ -54,21 +55,25 @@ def step(name: str, inputs: str, outputs: str, version: int = -1) -> str:
     return f'step {{ model_name: "{name}" model_version: {version} {maps} }}'
 
 
-def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -> ModelConfig:
+def build_ensemble(
+    *steps: str, fields: str = "", outputs: tuple[str, ...] = ("OUT",)
+) -> ModelConfig:
     """Return the ensemble "e" from IN to OUT, after checking it against the available models."""
-    out = "".join(f'output {{ name: "{o}" data_type: TYPE_FP32 dims: [ -1 ] }} ' for o in outputs)
+    output_texts = "".join(
+        f'output {{ name: "{o}" data_type: TYPE_FP32 dims: [ -1 ] }} ' for o in outputs
+    )
     ensemble = config(
         'name: "e" platform: "ensemble" input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } '
-        f"{out} ensemble_scheduling {{ {' '.join(steps)} }} {more}"
+        f"{output_texts} ensemble_scheduling {{ {' '.join(steps)} }} {fields}"
     )
     names = [step.model_name for step in ensemble.ensemble_scheduling.step]
-    old = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
-    models = [None if no else MODELS.get(name) for name, no in zip(names, old, strict=True)]
+    has_version = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
+    models = [None if no else MODELS.get(name) for name, no in zip(names, has_version, strict=True)]
     return compose(ensemble, models, [name in MODELS for name in names])
 
 
 @pytest.mark.parametrize(
-    ("steps", "more", "key", "expected"),
+    ("steps", "fields", "key", "expected"),
     [
         (
             (step("nosuch", "X=IN", "Y=m"), step("nor", "X=m", "Y=OUT")),
@@ -142,27 +147,29 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
     ],
 )
 def test_steps_that_do_not_fit_are_refused(
-    steps: tuple[str, ...], more: str, key: str, expected: str
+    steps: tuple[str, ...], fields: str, key: str, expected: str
 ) -> None:
     with pytest.raises(GraphProblem, match=f"^{re.escape(expected)}$") as caught:
-        composed(*steps, more=more)
+        build_ensemble(*steps, fields=fields)
     assert key_text(caught.value.key).removeprefix("ensemble_scheduling.") == key
 
 
 def test_an_optional_input_need_not_be_mapped() -> None:
-    composed(step("opt", "X=IN", "Y=OUT"))
+    build_ensemble(step("opt", "X=IN", "Y=OUT"))
 
 
 def test_models_that_batch_and_models_that_do_not_may_mix() -> None:
     """Section 3.7: a composing model's max_batch_size is 0 or at least the ensemble's."""
-    composed(step("addb", "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"), more="max_batch_size: 2")
+    build_ensemble(
+        step("addb", "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"), fields="max_batch_size: 2"
+    )
 
 
 @pytest.mark.parametrize(("name", "expected"), [("add", False), ("dec", True)])
 def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> None:
-    full = composed(step(name, "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"))
-    assert full.model_transaction_policy.decoupled is expected
-    assert full.HasField("model_transaction_policy")
+    ensemble = build_ensemble(step(name, "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"))
+    assert ensemble.model_transaction_policy.decoupled is expected
+    assert ensemble.HasField("model_transaction_policy")
 
 
 def test_a_decoupled_tensor_may_meet_single_tensors() -> None:
@@ -170,4 +177,4 @@ def test_a_decoupled_tensor_may_meet_single_tensors() -> None:
 
     Triton rejects this, because it counts the ensemble's inputs as another stream.
     """
-    composed(step("dec", "X=IN", "Y=m"), step("two", "X=m Z=IN", "Y=OUT"))
+    build_ensemble(step("dec", "X=IN", "Y=m"), step("two", "X=m Z=IN", "Y=OUT"))

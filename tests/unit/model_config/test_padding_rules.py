@@ -20,11 +20,11 @@ GOOD = {
 }
 
 
-def padding_error(padding: Any, most: int = 8, complete: bool = True) -> str:
+def padding_error(padding: Any, max_batch_size: int = 8, complete: bool = True) -> str:
     text = padding if isinstance(padding, str) else json.dumps(padding)
     config = parse_pbtxt(
         f"""
-        name: "m" backend: "python" max_batch_size: {most}
+        name: "m" backend: "python" max_batch_size: {max_batch_size}
         input {{ name: "IMAGE" data_type: TYPE_UINT8 dims: [ 3, -1, -1 ] }}
         input {{ name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }}
         input {{ name: "RATES" data_type: TYPE_FP16 dims: [ -1 ] }}
@@ -98,7 +98,7 @@ def test_a_mistake_in_padding_is_reported(padding: Any, text: str) -> None:
 
 
 def test_padding_requires_a_batch_dimension() -> None:
-    assert "requires a max_batch_size of at least 1" in padding_error(GOOD, most=0)
+    assert "requires a max_batch_size of at least 1" in padding_error(GOOD, max_batch_size=0)
 
 
 def test_before_a_model_has_completed_itself_only_the_form_counts() -> None:

@@ -53,7 +53,7 @@ def refusal(text: str) -> list[str]:
 # --- comparison with Triton --------------------------------------------------------------------
 
 
-def with_numbers(value: Any) -> Any:
+def convert_numbers(value: Any) -> Any:
     """Convert the int64 values that Triton prints as strings to numbers."""
     if isinstance(value, dict):
         return {
@@ -61,11 +61,11 @@ def with_numbers(value: Any) -> Any:
             if key in ("dims", "dim")
             else int(member)
             if key == "device_id"
-            else with_numbers(member)
+            else convert_numbers(member)
             for key, member in value.items()
         }
     if isinstance(value, list):
-        return [with_numbers(item) for item in value]
+        return [convert_numbers(item) for item in value]
     return value
 
 
@@ -77,13 +77,13 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
     validate(config, gpu_count=0, complete=False)
     if name in ("auto", "partial"):
         # The size that the model had set when the answer was recorded.
-        most = 8 if name == "partial" else 4
-        completed = {**COMPLETED, "max_batch_size": most}
+        max_batch_size = 8 if name == "partial" else 4
+        completed = {**COMPLETED, "max_batch_size": max_batch_size}
         config = normalise(merge_autocomplete(config, completed), name, 0)
     validate(config, gpu_count=0, complete=True)
     if "config" not in recorded:
         return
-    expected = with_numbers(recorded["config"])
+    expected = convert_numbers(recorded["config"])
     # One field is newer than the recorded server, the other is not supported.
     if name == "ensemble":
         expected["ensemble_scheduling"]["max_inflight_requests"] = 0
@@ -94,7 +94,9 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
 
 
 def test_the_schema_is_tritons() -> None:
-    theirs = load(DATA / "triton_model_config.binpb")  # the descriptor in the tritonclient package
+    triton_module = load(
+        DATA / "triton_model_config.binpb"
+    )  # the descriptor in the tritonclient package
 
     def shape(message: Any) -> Any:
         fields = {
@@ -113,18 +115,18 @@ def test_the_schema_is_tritons() -> None:
     def shapes(file: Any) -> list[Any]:
         return [shape(message) for message in file.message_types_by_name.values()]
 
-    ours = model_config_pb2.DESCRIPTOR
-    assert shapes(ours) == shapes(theirs["DESCRIPTOR"])
+    own_descriptor = model_config_pb2.DESCRIPTOR
+    assert shapes(own_descriptor) == shapes(triton_module["DESCRIPTOR"])
     config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
-    other = theirs["ModelConfig"].FromString(config.SerializeToString())
-    assert ModelConfig.FromString(other.SerializeToString()) == config
+    triton_config = triton_module["ModelConfig"].FromString(config.SerializeToString())
+    assert ModelConfig.FromString(triton_config.SerializeToString()) == config
 
 
 def test_our_protobuf_classes_coexist_with_tritons() -> None:
     pytest.importorskip("grpc")
-    theirs = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    triton_pb2 = pytest.importorskip("tritonclient.grpc.model_config_pb2")
     config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
-    assert theirs.ModelConfig.FromString(config.SerializeToString()).name == config.name
+    assert triton_pb2.ModelConfig.FromString(config.SerializeToString()).name == config.name
 
 
 # --- text --------------------------------------------------------------------------------------
@@ -147,38 +149,40 @@ def messages(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
         if kind == FieldDescriptor.CPPTYPE_DOUBLE:
             return st.floats(allow_nan=False)
         bits = 32 if "32" in str(kind_name(kind)) else 64
-        low = 0 if kind_name(kind).startswith("U") else -(2 ** (bits - 1))
-        return st.integers(low, low + 2**bits - 1)
+        lowest = 0 if kind_name(kind).startswith("U") else -(2 ** (bits - 1))
+        return st.integers(lowest, lowest + 2**bits - 1)
 
     def value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         if is_map(field):
             assert field.message_type is not None
             entry = field.message_type.fields_by_name
-            return st.dictionaries(single(entry["key"]), single(entry["value"]), max_size=2)
-        one = single(field)
-        return st.lists(one, max_size=2) if is_repeated(field) else one
+            return st.dictionaries(
+                single_value(entry["key"]), single_value(entry["value"]), max_size=2
+            )
+        element = single_value(field)
+        return st.lists(element, max_size=2) if is_repeated(field) else element
 
-    def single(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    def single_value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         if field.message_type is None:
             return scalar(field)
         cls: Any = message_factory.GetMessageClass(field.message_type)
         return messages(field.message_type).map(lambda field_values: cls(**field_values))
 
     fields: list[FieldDescriptor] = list(descriptor.fields)
-    chosen = (
+    chosen_fields = (
         st.lists(st.sampled_from(fields), max_size=4, unique_by=lambda f: f.name)
         if fields
         else st.just([])
     )
 
-    def build(chosen: list[FieldDescriptor]) -> st.SearchStrategy[dict[str, Any]]:
+    def build(chosen_fields: list[FieldDescriptor]) -> st.SearchStrategy[dict[str, Any]]:
         groups: dict[str, FieldDescriptor] = {}
-        for field in chosen:
+        for field in chosen_fields:
             group = field.containing_oneof.name if field.containing_oneof else field.name
             groups.setdefault(group, field)
         return st.fixed_dictionaries({field.name: value(field) for field in groups.values()})
 
-    return chosen.flatmap(build)
+    return chosen_fields.flatmap(build)
 
 
 def kind_name(kind: int) -> str:
@@ -188,15 +192,15 @@ def kind_name(kind: int) -> str:
     raise AssertionError(kind)
 
 
-configs = messages(ModelConfig.DESCRIPTOR).map(lambda given: ModelConfig(**given))  # type: ignore[arg-type]
+configs = messages(ModelConfig.DESCRIPTOR).map(lambda members: ModelConfig(**members))  # type: ignore[arg-type]
 
 
 @given(configs, st.booleans(), st.booleans(), st.booleans())
 def test_reads_whatever_protobuf_writes(
-    config: ModelConfig, one_line: bool, short: bool, utf8: bool
+    config: ModelConfig, one_line: bool, short_repeated: bool, utf8: bool
 ) -> None:
     text = text_format.MessageToString(
-        config, as_one_line=one_line, use_short_repeated_primitives=short, as_utf8=utf8
+        config, as_one_line=one_line, use_short_repeated_primitives=short_repeated, as_utf8=utf8
     )
     assert parse_pbtxt(text) == config
 
@@ -302,35 +306,35 @@ def test_syntax_errors_name_what_was_expected(text: str, expected: str) -> None:
 def test_reads_whatever_protobuf_writes_as_json(
     config: ModelConfig, snake: bool, as_text: bool
 ) -> None:
-    written = json_format.MessageToDict(config, preserving_proto_field_name=snake)
-    assert from_json(json.dumps(written) if as_text else written) == config
+    json_dict = json_format.MessageToDict(config, preserving_proto_field_name=snake)
+    assert from_json(json.dumps(json_dict) if as_text else json_dict) == config
 
 
 @given(configs)
 def test_printed_configurations_parse_to_the_same(config: ModelConfig) -> None:
     printed = to_dict(config)
-    again = from_json(json.dumps(printed))
-    assert to_dict(again) == printed
-    again.ClearField("max_batch_size")
+    reparsed = from_json(json.dumps(printed))
+    assert to_dict(reparsed) == printed
+    reparsed.ClearField("max_batch_size")
     expected = ModelConfig()
     expected.CopyFrom(config)
     expected.ClearField("max_batch_size")
-    for each in (again, expected):
-        if each.dynamic_batching.max_queue_delay_microseconds == 0:
-            each.dynamic_batching.ClearField("max_queue_delay_microseconds")
+    for parsed_config in (reparsed, expected):
+        if parsed_config.dynamic_batching.max_queue_delay_microseconds == 0:
+            parsed_config.dynamic_batching.ClearField("max_queue_delay_microseconds")
     if not expected.HasField("dynamic_batching"):
-        again.ClearField("dynamic_batching")
-    assert again.SerializeToString(deterministic=True) == expected.SerializeToString(
+        reparsed.ClearField("dynamic_batching")
+    assert reparsed.SerializeToString(deterministic=True) == expected.SerializeToString(
         deterministic=True
     )
 
 
-def as_numbers(value: Any) -> Any:
+def parse_int_strings(value: Any) -> Any:
     """Convert the int64 strings in protobuf's JSON to numbers; no name consists of digits."""
     if isinstance(value, dict):
-        return {key: as_numbers(member) for key, member in value.items()}
+        return {key: parse_int_strings(member) for key, member in value.items()}
     if isinstance(value, list):
-        return [as_numbers(item) for item in value]
+        return [parse_int_strings(item) for item in value]
     if isinstance(value, str) and value.lstrip("-").isdigit() and value.isascii():
         return int(value)
     return value
@@ -343,10 +347,10 @@ def test_prints_what_protobuf_prints(config: ModelConfig) -> None:
     if config.HasField("dynamic_batching"):
         delay = config.dynamic_batching.max_queue_delay_microseconds
         config.dynamic_batching.max_queue_delay_microseconds = delay
-    theirs = json_format.MessageToDict(
+    protobuf_dict = json_format.MessageToDict(
         config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    assert as_numbers(to_dict(config)) == as_numbers(theirs)
+    assert parse_int_strings(to_dict(config)) == parse_int_strings(protobuf_dict)
 
 
 @pytest.mark.parametrize(
@@ -433,8 +437,8 @@ def test_special_floats_are_printed_as_proto3_json_does() -> None:
     control = printed["model_metrics"]["metric_control"][0]
     assert control["histogram_options"]["buckets"] == ["Infinity", "-Infinity", "NaN", 0.1]
     assert printed["sequence_batching"]["direct"]["minimum_slot_utilization"] == 3.4028235e38
-    again = from_json(printed).model_metrics.metric_control[0].histogram_options.buckets
-    assert math.isnan(again[2])
+    buckets = from_json(printed).model_metrics.metric_control[0].histogram_options.buckets
+    assert math.isnan(buckets[2])
 
 
 # --- robustness against any configuration ------------------------------------------------------
@@ -445,16 +449,18 @@ def test_filling_in_twice_changes_nothing_and_keeps_what_is_set(
     config: ModelConfig, gpus: int
 ) -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
-    before = config.SerializeToString(deterministic=True)
-    once = normalise(config, "m", gpus, defaults)
-    assert config.SerializeToString(deterministic=True) == before
-    twice = normalise(once, "m", gpus, defaults)
-    assert once.SerializeToString(deterministic=True) == twice.SerializeToString(deterministic=True)
-    assert once.input == config.input
+    bytes_before = config.SerializeToString(deterministic=True)
+    filled_once = normalise(config, "m", gpus, defaults)
+    assert config.SerializeToString(deterministic=True) == bytes_before
+    filled_twice = normalise(filled_once, "m", gpus, defaults)
+    assert filled_once.SerializeToString(deterministic=True) == filled_twice.SerializeToString(
+        deterministic=True
+    )
+    assert filled_once.input == config.input
     if config.HasField("max_batch_size"):
-        assert once.max_batch_size == config.max_batch_size
+        assert filled_once.max_batch_size == config.max_batch_size
     if config.HasField("version_policy"):
-        assert once.version_policy == config.version_policy
+        assert filled_once.version_policy == config.version_policy
 
 
 @given(configs)

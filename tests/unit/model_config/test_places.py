@@ -23,15 +23,15 @@ FILES = sorted(
 )
 
 
-def pointed(text: str, at: str) -> str:
+def text_at(text: str, position: str) -> str:
     """Return the text from a position on, which must be inside the text."""
-    line, column = map(int, at.split(":"))
+    line, column = map(int, position.split(":"))
     lines = text.split("\n")
     assert 1 <= line <= len(lines)
-    rest = lines[line - 1][column - 1 :]
+    remaining = lines[line - 1][column - 1 :]
     assert column >= 1
-    assert rest
-    return rest
+    assert remaining
+    return remaining
 
 
 def of_map(key: Key) -> bool:
@@ -39,16 +39,16 @@ def of_map(key: Key) -> bool:
     return "key" in key or "value" in key
 
 
-def names_what_is_there(text: str, source: Source, quote: str = "") -> None:
+def check_positions(text: str, source: Source, quote: str = "") -> None:
     """Check that each position is that of the key's name, or that of an element."""
-    for key, at in source.positions.items():
-        rest, name = pointed(text, at), key[-1]
+    for key, position in source.positions.items():
+        remaining, name = text_at(text, position), key[-1]
         if isinstance(name, str) and name[0] != "[":
-            assert rest.startswith(f"{quote}{name}{quote}") or of_map(key)
+            assert remaining.startswith(f"{quote}{name}{quote}") or of_map(key)
         elif isinstance(name, int) and not quote:
-            assert rest.startswith(str(key[-2])) or rest[0] not in " \t,:]}#"
+            assert remaining.startswith(str(key[-2])) or remaining[0] not in " \t,:]}#"
         else:
-            assert rest[0] not in " \t,:]}#"
+            assert remaining[0] not in " \t,:]}#"
 
 
 # --- positions in the text ---------------------------------------------------------------------
@@ -59,29 +59,31 @@ def names_what_is_there(text: str, source: Source, quote: str = "") -> None:
 def test_every_key_of_a_real_file_is_found_in_it(path: Path, newline: str) -> None:
     text = path.read_text().replace("\n", newline)
     config, source = read_pbtxt(text)
-    names_what_is_there(text, source)
+    check_positions(text, source)
     flat = " ".join(line.partition("#")[0] for line in path.read_text().splitlines())
-    again, in_one_line = read_pbtxt(flat)
-    assert again == config
+    reparsed, in_one_line = read_pbtxt(flat)
+    assert reparsed == config
     assert in_one_line.positions.keys() == source.positions.keys()
-    names_what_is_there(flat, in_one_line)
+    check_positions(flat, in_one_line)
 
 
 @given(configs, st.booleans(), st.booleans())
-def test_every_key_of_a_text_is_found_in_it(config: ModelConfig, flat: bool, short: bool) -> None:
+def test_every_key_of_a_text_is_found_in_it(
+    config: ModelConfig, flat: bool, short_repeated: bool
+) -> None:
     text = text_format.MessageToString(
-        config, as_one_line=flat, use_short_repeated_primitives=short
+        config, as_one_line=flat, use_short_repeated_primitives=short_repeated
     )
-    names_what_is_there(text, read_pbtxt(text)[1])
+    check_positions(text, read_pbtxt(text)[1])
 
 
 @given(configs, st.sampled_from([None, 1, "\t"]), st.booleans())
 def test_every_key_of_json_is_found_in_it(
     config: ModelConfig, indent: int | str | None, ascii_only: bool
 ) -> None:
-    written = json_format.MessageToDict(config, preserving_proto_field_name=True)
-    text = json.dumps(written, indent=indent, ensure_ascii=ascii_only)
-    names_what_is_there(text, read_json(text)[1], '"')
+    json_dict = json_format.MessageToDict(config, preserving_proto_field_name=True)
+    text = json.dumps(json_dict, indent=indent, ensure_ascii=ascii_only)
+    check_positions(text, read_json(text)[1], '"')
 
 
 @given(
@@ -101,7 +103,7 @@ def test_every_error_has_a_position_in_the_text(
             match = re.match(r"f:((\d+:\d+): |(?! \d))", line)
             assert match, line
             if match[2]:
-                pointed(text + ".", match[2])  # also for a position at the very end of the text
+                text_at(text + ".", match[2])  # also for a position at the very end of the text
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,8 @@ def test_every_error_has_a_position_in_the_text(
     ],
 )  # fmt: skip
 def test_points_at_an_element_however_it_is_written(text: str, expected: str) -> None:
-    (at,) = positions(PYTHON + text)
-    assert problems(PYTHON + text, complete=False).startswith(f"{at}{expected}: model input ")
+    (position,) = positions(PYTHON + text)
+    assert problems(PYTHON + text, complete=False).startswith(f"{position}{expected}: model input ")
 
 
 @pytest.mark.parametrize(
@@ -136,13 +138,13 @@ def test_points_at_an_element_however_it_is_written(text: str, expected: str) ->
     ],
 )
 def test_points_into_json(text: str, expected: str) -> None:
-    (at,) = positions(text)
+    (position,) = positions(text)
     config, source = read_json(text.replace("@", ""), "f")
     config.backend = "python"
     with pytest.raises(InvalidArgument) as caught:
         validate(normalise(config, "m", 0), gpu_count=0, complete=False, source=source)
     (line,) = caught.value.message.splitlines()
-    assert line.startswith(f"{at}{expected}: ")
+    assert line.startswith(f"{position}{expected}: ")
 
 
 def test_errors_of_a_generated_configuration_have_keys_but_no_lines() -> None:
@@ -167,7 +169,7 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "unread", "more"),
+    ("text", "unread", "other_errors"),
     [
         # An unreadable field is not reported as missing.
         ("input { name: 'a' data_type: TYPE_Q dims: 1 }", ["input[0].data_type"], []),
@@ -232,9 +234,11 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_consequent_errors_are_not_reported(text: str, unread: list[str], more: list[str]) -> None:
+def test_consequent_errors_are_not_reported(
+    text: str, unread: list[str], other_errors: list[str]
+) -> None:
     lines = problems(PYTHON + text).splitlines()
-    assert [line.split(": ")[1] for line in lines] == unread + more
+    assert [line.split(": ")[1] for line in lines] == unread + other_errors
 
 
 @pytest.mark.parametrize(

@@ -349,16 +349,16 @@ dynamic_batching { @preferred_batch_size: 5 }
 instance_group [ { @kind: KIND_GPU } ]
 """
     )
-    size, first, dim, other, out, preferred, kind = positions(text)
+    size, first_input, dim, second_input, output_position, preferred, kind = positions(text)
     assert problems(text).splitlines() == [
         f"{size}max_batch_size: 'max_batch_size' must be non-negative value for m",
         f"{preferred}dynamic_batching.preferred_batch_size[0]: "
         "dynamic batching preferred size must be <= max batch size for m",
-        f"{first}input[0].data_type: model input 'I' must specify 'data_type' for m",
+        f"{first_input}input[0].data_type: model input 'I' must specify 'data_type' for m",
         f"{dim}input[0].dims[1]: model input 'I' {DIM_TEXT}",
-        f"{other}input[0].dims[2]: model input 'I' {DIM_TEXT}",
-        f"{out}output[0].data_type: model output 'O' must specify 'data_type' for m",
-        f"{out}output[0].dims: model output 'O' must specify 'dims' for m",
+        f"{second_input}input[0].dims[2]: model input 'I' {DIM_TEXT}",
+        f"{output_position}output[0].data_type: model output 'O' must specify 'data_type' for m",
+        f"{output_position}output[0].dims: model output 'O' must specify 'dims' for m",
         f"{kind}instance_group[0].kind: "
         "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
     ]
@@ -455,12 +455,12 @@ def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
     errors = problems(text)
     expected = f"'{field}' for m must be inside the version folder, got: "
     assert errors.startswith(f"{place(text)}{field}: {expected}")
-    for inside in ("model.py", "code/my..model.py"):
-        assert problems(f'{PYTHON} {IO} {field}: "{inside}"') == ""
+    for inside_file in ("model.py", "code/my..model.py"):
+        assert problems(f'{PYTHON} {IO} {field}: "{inside_file}"') == ""
 
 
 @pytest.mark.parametrize(
-    ("text", "late"),
+    ("text", "is_version_error"),
     [
         ("instance_group { kind: KIND_GPU }", True),
         ('input { name: "I" dims: 0 }', True),
@@ -468,8 +468,8 @@ def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
         ("max_batch_size: 4 dynamic_batching { preferred_batch_size: 5 }", False),
     ],
 )
-def test_errors_of_a_version_and_of_the_file_differ(text: str, late: bool) -> None:
+def test_errors_of_a_version_and_of_the_file_differ(text: str, is_version_error: bool) -> None:
     config = normalise(parse_pbtxt(PYTHON + text), "m", 0)
     with pytest.raises(InvalidArgument) as caught:
         validate(config, gpu_count=0, complete=False)
-    assert isinstance(caught.value, LoadProblem) is late
+    assert isinstance(caught.value, LoadProblem) is is_version_error

@@ -24,11 +24,11 @@ PLAIN = ModelInterface(
 
 def values(item: data.Inputs) -> dict[str, Any]:
     return {
-        each.name: np.frombuffer(each.raw, "<i4" if each.datatype == "INT32" else "<f4")
-        .reshape(each.shape)
+        tensor.name: np.frombuffer(tensor.raw, "<i4" if tensor.datatype == "INT32" else "<f4")
+        .reshape(tensor.shape)
         .tolist()
-        for each in item
-        if each.datatype != "BYTES"
+        for tensor in item
+        if tensor.datatype != "BYTES"
     }
 
 
@@ -58,17 +58,17 @@ def test_a_shape_of_any_size_is_asked_for() -> None:
 
 
 def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() -> None:
-    class Refusing:
+    class RefusingTransport:
         def config(self, *_: str) -> dict[str, Any]:
             raise TransportError("this token has no access to 'model-config'")
 
         def inputs(self, *_: str) -> dict[str, ModelTensor]:
             return dict(PLAIN.inputs)
 
-    model = data.read_interface(Refusing(), "m", "")
-    with pytest.raises(InvalidArgument) as raised:
+    model = data.read_interface(RefusingTransport(), "m", "")
+    with pytest.raises(InvalidArgument) as caught:
         data.read_requests(model, DataOptions())
-    assert str(raised.value).endswith(
+    assert str(caught.value).endswith(
         "with --shape X:N,2. The server sent no configuration of the model (this token has no "
         "access to 'model-config'): if the model has a batch dimension, leave out the first number"
     )
@@ -81,10 +81,10 @@ def test_a_shape_is_numbers_by_name(text: str) -> None:
         data.read_requests(PLAIN, DataOptions(shapes=[text]))
 
 
-@pytest.mark.parametrize("given", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
-def test_an_input_that_is_not_there_is_named(given: DataOptions) -> None:
+@pytest.mark.parametrize("options", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
+def test_an_input_that_is_not_there_is_named(options: DataOptions) -> None:
     with pytest.raises(InvalidArgument, match="no input 'Z'; it has X"):
-        data.read_requests(BATCHED, given)
+        data.read_requests(BATCHED, options)
 
 
 def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ def test_percentiles_of_a_hundred() -> None:
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=12), st.floats(0.001, 0.5))
 def test_windows_agree_within_a_share_of_their_mean(rates: list[float], within: float) -> None:
-    last = rates[-3:]
-    mean = sum(last) / len(last)
-    distance = max(abs(rate - mean) for rate in last)
-    if len(last) < 3:
+    last_rates = rates[-3:]
+    mean = sum(last_rates) / len(last_rates)
+    distance = max(abs(rate - mean) for rate in last_rates)
+    if len(last_rates) < 3:
         assert not measure.agree(rates, within)
     elif abs(distance - within * mean) > 1e-6:
         assert measure.agree(rates, within) == (distance < within * mean)
@@ -59,9 +59,9 @@ def test_a_window_has_the_requests_that_ended_in_it_with_latencies_from_the_sche
     None
 ):
     records = Records()
-    for began, ended in [(0, 5), (1, 9), (2, 20)]:
-        records.scheduled_ns.append(began)
-        records.ended_ns.append(ended)
+    for scheduled_ns, ended_ns in [(0, 5), (1, 9), (2, 20)]:
+        records.scheduled_ns.append(scheduled_ns)
+        records.ended_ns.append(ended_ns)
     marks = [Mark(0, 0, 0, 0, 0.0), Mark(10, 2, 0, 0, 0.0), Mark(30, 3, 0, 0, 0.0)]
     assert measure.latencies(records, marks[0], marks[1]).tolist() == [5, 8]
     assert measure.window_rates(marks) == [2e8, 5e7]

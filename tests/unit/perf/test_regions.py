@@ -35,16 +35,16 @@ class Transport:
 def test_inputs_are_written_to_the_ranges_of_the_requests() -> None:
     transport: Any = Transport()
     with Regions(transport, "system") as regions:
-        placed = regions.inputs(ITEMS)
+        placed_items = regions.inputs(ITEMS)
         ((kind, fields),) = transport.registered.values()
         content = Path("/dev/shm", fields["key"].lstrip("/")).read_bytes()
         assert (kind, fields["byte_size"]) == ("system", len(content))
-        for item, sent in zip(placed, ITEMS, strict=True):
-            for tensor, before in zip(item, sent, strict=True):
+        for item, sent in zip(placed_items, ITEMS, strict=True):
+            for tensor, original in zip(item, sent, strict=True):
                 assert tensor.part is not None and tensor.raw == b""
                 assert tensor.part.region in transport.registered
-                at = tensor.part.offset
-                assert content[at : at + tensor.part.byte_size] == before.raw
+                offset = tensor.part.offset
+                assert content[offset : offset + tensor.part.byte_size] == original.raw
     assert not transport.registered
     assert not os.path.exists(f"/dev/shm{fields['key']}")
 
@@ -52,8 +52,10 @@ def test_inputs_are_written_to_the_ranges_of_the_requests() -> None:
 def test_slots_have_ranges_of_their_own() -> None:
     transport: Any = Transport()
     with Regions(transport, "system") as regions:
-        rooms = regions.outputs({"Y": 100, "Z": 4}, 3)
-        ranges = sorted((p.offset, p.offset + p.byte_size) for room in rooms for p in room.values())
+        slot_outputs = regions.outputs({"Y": 100, "Z": 4}, 3)
+        ranges = sorted(
+            (p.offset, p.offset + p.byte_size) for slot in slot_outputs for p in slot.values()
+        )
         assert len(ranges) == 6
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
         ((_, fields),) = transport.registered.values()
@@ -65,8 +67,8 @@ def test_memory_of_a_device_is_registered_by_its_handle(monkeypatch: pytest.Monk
     monkeypatch.setattr(targets, "open_exporter", lambda: cuda)
     transport: Any = Transport()
     with Regions(transport, "cuda") as regions:
-        placed = regions.inputs(ITEMS)
+        placed_items = regions.inputs(ITEMS)
         ((kind, fields),) = transport.registered.values()
         assert (kind, fields["device_id"], len(fields["raw_handle"])) == ("cuda", 0, 64)
-        assert placed[0][1].part is not None
+        assert placed_items[0][1].part is not None
     assert not transport.registered

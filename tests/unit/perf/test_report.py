@@ -30,8 +30,8 @@ def test_the_table_attributes_the_time() -> None:
 
 def test_the_report_warns_of_unreliable_figures() -> None:
     assert report.notes(POINT) == []
-    bad = replace(POINT, kind="rate", value=4000.0, settled=False, errors=3, error="no")
-    text = "; ".join(report.notes(replace(bad, client_busy=0.95)))
+    unreliable = replace(POINT, kind="rate", value=4000.0, settled=False, errors=3, error="no")
+    text = "; ".join(report.notes(replace(unreliable, client_busy=0.95)))
     assert "differ" in text
     assert "3 requests failed; mostly: no" in text
     assert "load generator was CPU-bound" in text
@@ -46,8 +46,11 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text(report.as_json({"model": "m"}, [POINT]))
     assert report.read_report(str(path)) == [POINT]
-    new = replace(POINT, per_second=3000.0)
-    assert report.comparison([POINT], [new]).splitlines()[1].split()[2:4] == ["1.500", "1.000"]
+    new_point = replace(POINT, per_second=3000.0)
+    assert report.comparison([POINT], [new_point]).splitlines()[1].split()[2:4] == [
+        "1.500",
+        "1.000",
+    ]
     alike = replace(POINT, per_second=2030.0)
     assert "~1.015" in report.comparison([POINT], [alike])
     assert "none of these" in report.comparison([POINT], [replace(POINT, value=8.0)])
@@ -76,8 +79,8 @@ def test_the_picture_is_svg(values: list[float]) -> None:
     assert root.tag.endswith("svg")
     texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
     assert texts[0].startswith("<m> & n")
-    marks = [element for element in root.iter() if element.tag.endswith("circle")]
-    assert len(marks) == (5 if len(values) == 1 else 9)
+    circles = [element for element in root.iter() if element.tag.endswith("circle")]
+    assert len(circles) == (5 if len(values) == 1 else 9)
 
 
 def test_server_counts_are_differences() -> None:

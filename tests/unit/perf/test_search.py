@@ -36,12 +36,14 @@ def model(
 
     def measure(candidate: Candidate) -> Trial:
         k, rows = candidate.instances, max(candidate.batch, 1)
-        took = (a + b * rows) * max(k / cores, 1)
-        latency = took * candidate.depth
+        took_ms = (a + b * rows) * max(k / cores, 1)
+        latency = took_ms * candidate.depth
         if candidate.depth == 1 and candidate.delay_us < 500:  # the delay is too short for all
             latency *= 2
-        doubt = [1 + draw.uniform(-noise, noise) for _ in range(2)]
-        return Trial(candidate, k * rows / took * 1000 * doubt[0], latency * doubt[1])
+        noise_factors = [1 + draw.uniform(-noise, noise) for _ in range(2)]
+        return Trial(
+            candidate, k * rows / took_ms * 1000 * noise_factors[0], latency * noise_factors[1]
+        )
 
     return measure
 
@@ -49,10 +51,10 @@ def model(
 def optimum(measure: Callable[[Candidate], Trial]) -> float:
     """Return the highest throughput of all configurations, each of which is tried."""
     trials = (
-        measure(replace(START, instances=k, batch=batch, **way))
+        measure(replace(START, instances=k, batch=batch, **variant))
         for k in SPACE.instances
         for batch in range(1, MOST + 1)
-        for way in WAYS
+        for variant in WAYS
     )
     return max(trial.per_second for trial in trials if trial.p99_ms <= TARGET_MS)
 
@@ -62,18 +64,18 @@ def optimum(measure: Callable[[Candidate], Trial]) -> float:
 def test_the_search_finds_the_best_in_few_runs(a: float, b: float, cores: int) -> None:
     measure = model(a, b, cores)
     search = Search(measure, TARGET_MS, SPACE, 60)
-    best = search.run(START)
-    assert best is not None and best.p99_ms <= TARGET_MS
-    assert best.per_second >= 0.95 * optimum(measure)
+    best_trial = search.run(START)
+    assert best_trial is not None and best_trial.p99_ms <= TARGET_MS
+    assert best_trial.per_second >= 0.95 * optimum(measure)
     assert len(search.trials) <= 40
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_costs_little(seed: int) -> None:
     search = Search(model(4, 0.4, 2, 0.02, seed), TARGET_MS, SPACE, 60)
-    best = search.run(START)
-    assert best is not None
-    assert model(4, 0.4, 2)(best.candidate).per_second >= 0.9 * optimum(model(4, 0.4, 2))
+    best_trial = search.run(START)
+    assert best_trial is not None
+    assert model(4, 0.4, 2)(best_trial.candidate).per_second >= 0.9 * optimum(model(4, 0.4, 2))
 
 
 def test_where_execution_time_has_a_cliff_it_stays_below() -> None:
@@ -84,16 +86,16 @@ def test_where_execution_time_has_a_cliff_it_stays_below() -> None:
         slower = 2.5 if candidate.batch > 16 else 1
         return trial._replace(per_second=trial.per_second / slower, p99_ms=trial.p99_ms * slower)
 
-    best = Search(measure, TARGET_MS, SPACE, 60).run(START)
-    assert best is not None and best.candidate.batch == 16
+    best_trial = Search(measure, TARGET_MS, SPACE, 60).run(START)
+    assert best_trial is not None and best_trial.candidate.batch == 16
 
 
 def test_models_without_batching_get_more_instances() -> None:
     space = Space((1, 2, 4, 8), [{"depth": depth} for depth in (1, 2, 4)], 0)
     search = Search(model(4, 1, 4), TARGET_MS, space, 40)
-    best = search.run(Candidate(1, 0))
-    assert best is not None
-    assert (best.candidate.instances, best.candidate.batch) == (4, 0)
+    best_trial = search.run(Candidate(1, 0))
+    assert best_trial is not None
+    assert (best_trial.candidate.instances, best_trial.candidate.batch) == (4, 0)
     assert all(trial.candidate.batch == 0 for trial in search.trials.values())
 
 
@@ -106,15 +108,15 @@ def test_an_unreachable_target_is_reported() -> None:
 def test_errors_are_no_answers() -> None:
     measure = model(4, 0.4, 2)
     fails = lambda c: measure(c)._replace(errors=int(c.batch > 10))  # noqa: E731
-    best = Search(fails, TARGET_MS, SPACE, 60).run(START)
-    assert best is not None and 8 <= best.candidate.batch <= 10
+    best_trial = Search(fails, TARGET_MS, SPACE, 60).run(START)
+    assert best_trial is not None and 8 <= best_trial.candidate.batch <= 10
 
 
-@pytest.mark.parametrize("most", [1, 5, 12])
-def test_there_are_no_more_runs_than_may_be(most: int) -> None:
-    search = Search(model(4, 0.4, 2), TARGET_MS, SPACE, most)
+@pytest.mark.parametrize("max_runs", [1, 5, 12])
+def test_there_are_no_more_runs_than_may_be(max_runs: int) -> None:
+    search = Search(model(4, 0.4, 2), TARGET_MS, SPACE, max_runs)
     search.run(START)
-    assert len(search.trials) == most
+    assert len(search.trials) == max_runs
 
 
 def test_the_best_is_measured_once_more_and_may_fall() -> None:
@@ -123,15 +125,15 @@ def test_the_best_is_measured_once_more_and_may_fall() -> None:
     lucky = Search(measure, TARGET_MS, SPACE, 60).run(START)
     assert lucky is not None
 
-    def once(candidate: Candidate) -> Trial:
+    def measure_once(candidate: Candidate) -> Trial:
         measurements[candidate] = measurements.get(candidate, 0) + 1
-        late = candidate == lucky.candidate and measurements[candidate] > 1
-        return measure(candidate)._replace(p99_ms=99.0) if late else measure(candidate)
+        is_repeated = candidate == lucky.candidate and measurements[candidate] > 1
+        return measure(candidate)._replace(p99_ms=99.0) if is_repeated else measure(candidate)
 
-    best = Search(once, TARGET_MS, SPACE, 60).run(START)
-    assert best is not None
-    assert best.candidate != lucky.candidate
-    assert measurements[best.candidate] == 2
+    best_trial = Search(measure_once, TARGET_MS, SPACE, 60).run(START)
+    assert best_trial is not None
+    assert best_trial.candidate != lucky.candidate
+    assert measurements[best_trial.candidate] == 2
 
 
 def test_a_best_run_that_is_slower_when_repeated_is_not_preferred() -> None:
@@ -141,9 +143,9 @@ def test_a_best_run_that_is_slower_when_repeated_is_not_preferred() -> None:
         return Trial(candidate, rates.get(candidate.batch, [0.0]).pop(0), 1.0)
 
     search = Search(measure, TARGET_MS, Space((1,), (), 16), 60)
-    best = search.run(Candidate(1, 4))
-    assert best is not None
-    assert (best.candidate.batch, best.per_second) == (8, 200.0)
+    best_trial = search.run(Candidate(1, 4))
+    assert best_trial is not None
+    assert (best_trial.candidate.batch, best_trial.per_second) == (8, 200.0)
 
 
 IO = """
@@ -156,11 +158,11 @@ instance_group {{ kind: KIND_CPU count: 2 }} {IO}
 """
 
 
-def in_force(text: str) -> dict[str, Any]:
+def normalised(text: str) -> dict[str, Any]:
     return to_dict(normalise(parse_pbtxt(text), "m", 0))
 
 
-CONFIG = in_force(BATCHING)
+CONFIG = normalised(BATCHING)
 
 
 @pytest.mark.parametrize(
@@ -176,24 +178,30 @@ CONFIG = in_force(BATCHING)
 def test_a_candidate_is_a_valid_configuration_and_back(candidate: Candidate) -> None:
     configured = search.with_candidate(CONFIG, candidate, 12.5)
     assert search.current_candidate(configured) == candidate
-    best = Trial(candidate, 100.0, 9.0)
-    written = search.recommendation(CONFIG, [best._replace(per_second=50.0), best], best, 12.5)
-    assert "p99 within 12.5 ms: 100.0 requests/s" in written
-    assert "before: 50.0 requests/s" in written
-    config = normalise(parse_pbtxt(f'backend: "python" {IO}\n{written}'), "m", 0)
+    best_trial = Trial(candidate, 100.0, 9.0)
+    text = search.recommendation(
+        CONFIG, [best_trial._replace(per_second=50.0), best_trial], best_trial, 12.5
+    )
+    assert "p99 within 12.5 ms: 100.0 requests/s" in text
+    assert "before: 50.0 requests/s" in text
+    config = normalise(parse_pbtxt(f'backend: "python" {IO}\n{text}'), "m", 0)
     validate(config, gpu_count=0, complete=True)
     assert search.current_candidate(to_dict(config)) == candidate
-    assert ("target_p99_ms" in written) == (candidate.strategy == "adaptive")
-    assert in_force(BATCHING) == CONFIG  # the former configuration is not changed
+    assert ("target_p99_ms" in text) == (candidate.strategy == "adaptive")
+    assert normalised(BATCHING) == CONFIG  # the former configuration is not changed
 
 
 def test_models_without_batching_keep_that_setting() -> None:
-    config = in_force(f'backend: "onnxruntime" platform: "onnxruntime_onnx" {IO}')
+    config = normalised(f'backend: "onnxruntime" platform: "onnxruntime_onnx" {IO}')
     start = search.current_candidate(config)
     assert (start.batch, start.strategy) == (0, "")
     space = search.search_space(config, 30, 4, 3, 64)
     assert (space.instances, space.largest_batch) == ([1, 2, 3], 0)
-    assert [way.get("threads") for way in space.variants if "threads" in way] == [1, 2, 4]
+    assert [variant.get("threads") for variant in space.variants if "threads" in variant] == [
+        1,
+        2,
+        4,
+    ]
     configured = search.with_candidate(config, replace(start, instances=3, threads=2), 30)
     assert configured["parameters"]["intra_op_thread_count"] == {"string_value": "2"}
     assert configured["instance_group"][0]["count"] == 3
@@ -201,16 +209,16 @@ def test_models_without_batching_keep_that_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("fields", "reason"),
     [
         ({"sequence_batching": {"direct": {}}}, "its sequences"),
         ({"ensemble_scheduling": {"step": []}}, "tune the models of its steps"),
         ({"backend": "llm"}, "engine.yaml"),
     ],
 )
-def test_models_that_cannot_be_tuned_are_rejected(more: dict[str, Any], why: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"model 'm' cannot be tuned: .*{why}"):
-        search.current_candidate({**CONFIG, **more})
+def test_models_that_cannot_be_tuned_are_rejected(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"model 'm' cannot be tuned: .*{reason}"):
+        search.current_candidate({**CONFIG, **fields})
 
 
 def test_the_picture_has_every_run_and_the_target() -> None:

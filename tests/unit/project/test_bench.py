@@ -29,13 +29,13 @@ REPORT = """Concurrency,Inferences/Second,Client Send,p50 latency,p99 latency,Av
 """
 
 
-def _figure(better: str = "higher", target: Target | None = None) -> Figure:
-    ratio = Target("ratio", 0.8, 1.2) if better == "higher" else Target("ratio", 1.2, 0.8)
-    return Figure("case", "a case", "x/s", better, target or ratio)  # type: ignore[arg-type]
+def _figure(direction: str = "higher", target: Target | None = None) -> Figure:
+    ratio = Target("ratio", 0.8, 1.2) if direction == "higher" else Target("ratio", 1.2, 0.8)
+    return Figure("case", "a case", "x/s", direction, target or ratio)  # type: ignore[arg-type]
 
 
-def _row(ours: list[float], theirs: list[float], figure: Figure | None = None) -> Row:
-    return Row(figure or _figure(), {"shmserve": ours, "triton": theirs})
+def _row(own_samples: list[float], peer_samples: list[float], figure: Figure | None = None) -> Row:
+    return Row(figure or _figure(), {"shmserve": own_samples, "triton": peer_samples})
 
 
 def _results(*rows: Row) -> Results:
@@ -71,17 +71,19 @@ def test_ratio_is_of_medians_with_the_extremes_of_the_pairs() -> None:
     assert (ratio.median, ratio.low, ratio.high) == (2.0, 0.5, 2.0)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])])
+@pytest.mark.parametrize(
+    ("own_samples", "peer_samples"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])]
+)
 def test_without_both_there_is_no_ratio_and_no_verdict(
-    ours: list[float], theirs: list[float]
+    own_samples: list[float], peer_samples: list[float]
 ) -> None:
-    row = _row(ours, theirs)
+    row = _row(own_samples, peer_samples)
     assert row.ratio() is None
     assert row.verdict() == ""
 
 
 @pytest.mark.parametrize(
-    ("better", "ours", "verdict"),
+    ("direction", "own_value", "verdict"),
     [
         ("higher", 12.0, "aim"),
         ("higher", 8.0, "must"),
@@ -91,8 +93,8 @@ def test_without_both_there_is_no_ratio_and_no_verdict(
         ("lower", 12.1, "BELOW"),
     ],
 )
-def test_verdict_on_a_ratio(better: str, ours: float, verdict: str) -> None:
-    assert _row([ours], [10.0], _figure(better)).verdict() == verdict
+def test_verdict_on_a_ratio(direction: str, own_value: float, verdict: str) -> None:
+    assert _row([own_value], [10.0], _figure(direction)).verdict() == verdict
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(3.0, "must"), (3.1, "BELOW")])
@@ -133,10 +135,10 @@ def test_a_report_of_nothing_is_still_a_report() -> None:
 
 
 def test_compare_calls_better_only_what_no_sample_contradicts() -> None:
-    before = _results(_row([10, 11], [10, 10]))
-    assert "better" in rendering.compare(before, _results(_row([12, 13], [10, 10])))
-    assert "worse" in rendering.compare(before, _results(_row([8, 9], [10, 10])))
-    overlapping = rendering.compare(before, _results(_row([11, 13], [10, 10])))
+    earlier_results = _results(_row([10, 11], [10, 10]))
+    assert "better" in rendering.compare(earlier_results, _results(_row([12, 13], [10, 10])))
+    assert "worse" in rendering.compare(earlier_results, _results(_row([8, 9], [10, 10])))
+    overlapping = rendering.compare(earlier_results, _results(_row([11, 13], [10, 10])))
     assert "better" not in overlapping
     assert "1.14" in overlapping
 
@@ -159,7 +161,9 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
     assert processes.signal_all(members, 9) == []
 
 
-def soaked(memory: list[float], descriptors: list[int], shm: list[float]) -> list[resources.Sample]:
+def soak_samples(
+    memory: list[float], descriptors: list[int], shm: list[float]
+) -> list[resources.Sample]:
     return [
         resources.Sample({"gateway": mb}, {"gateway": count}, {"gateway": 3}, in_shm)
         for mb, count, in_shm in zip(memory, descriptors, shm, strict=True)
@@ -180,15 +184,17 @@ def test_growth_in_a_soak_is_reported(
     memory: list[float], descriptors: list[int], shm: list[float], grown: list[str]
 ) -> None:
     """The last third against the one before; in the first one caches fill."""
-    assert resources.growth(soaked(memory, descriptors, shm)) == grown
+    assert resources.growth(soak_samples(memory, descriptors, shm)) == grown
 
 
 def test_too_short_a_soak_is_reported() -> None:
-    assert resources.growth(soaked([1.0], [1], [0.0])) == ["the run was too short to say what grew"]
+    assert resources.growth(soak_samples([1.0], [1], [0.0])) == [
+        "the run was too short to say what grew"
+    ]
 
 
 def test_processes_started_later_are_ignored() -> None:
-    samples = soaked([50.0] * 6, [9] * 6, [0.0] * 6)
+    samples = soak_samples([50.0] * 6, [9] * 6, [0.0] * 6)
     samples[-1].memory_mb["worker"] = 900.0
     assert resources.growth(samples) == []
 
@@ -201,10 +207,10 @@ def test_resources_of_this_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "share", "found"), [([], 0.5, 0), ([3, 1, 2], 0.5, 2), ([1], 1, 1)]
+    ("values", "share", "expected_quantile"), [([], 0.5, 0), ([3, 1, 2], 0.5, 2), ([1], 1, 1)]
 )
-def test_quantile(values: list[float], share: float, found: float) -> None:
-    assert quantile(values, share) == found
+def test_quantile(values: list[float], share: float, expected_quantile: float) -> None:
+    assert quantile(values, share) == expected_quantile
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -36,7 +36,7 @@ numbers = st.sampled_from([0, 1, 2, 4, -1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2
 scalars = st.none() | st.booleans() | numbers | words | st.text(max_size=5)
 tree = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=5),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(keys, children, max_size=5),
     max_leaves=20,
 )
 tensors = st.fixed_dictionaries(
@@ -72,9 +72,9 @@ def test_inputs_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         inputs.clear()
         with pytest.raises(AssertionError):
             search(target, [b"corpus", b"other"], 60, seed=7)
-        (kept,) = tmp_path.iterdir()
-        assert kept.name == "crash-7-49"
-        assert kept.read_bytes() == inputs[-1]
+        (kept_input,) = tmp_path.iterdir()
+        assert kept_input.name == "crash-7-49"
+        assert kept_input.read_bytes() == inputs[-1]
     assert search(len, [b"corpus"], 0, seed=7) == 1
 
 
@@ -128,7 +128,9 @@ packed = st.recursive(
     | st.text(max_size=5)
     | st.binary(max_size=5)
     | st.sampled_from(["FP32", "BYTES", *frames.tags_by_class().values()]),
-    lambda inner: st.lists(inner, max_size=10) | st.dictionaries(st.text(max_size=3), inner),
+    lambda children: (
+        st.lists(children, max_size=10) | st.dictionaries(st.text(max_size=3), children)
+    ),
     max_leaves=30,
 )
 
@@ -146,8 +148,8 @@ def test_any_host_and_any_token(host: str, token: str) -> None:
     """R18, R21: no header opens anything by being odd."""
     rules = Authorisation({"ab" * 32: ("inference",)}, {})
     for kind in (ListenerKind.LOOPBACK, ListenerKind.REMOTE):
-        refused = ClientIdentity(ListenerRules(kind, rules, None), None).find_access_error(
+        access_error = ClientIdentity(ListenerRules(kind, rules, None), None).find_access_error(
             "inference", {"Host": host, "Authorization": f"Bearer {token}"}
         )
-        assert refused is not None
-        assert refused.status in (401, 421)
+        assert access_error is not None
+        assert access_error.status in (401, 421)

@@ -26,7 +26,7 @@ USES = {
 }
 
 
-def named(value: object) -> str:
+def parameter_id(value: object) -> str:
     return value.stem if isinstance(value, Path) else str(getattr(value, "use", value))
 
 
@@ -37,16 +37,17 @@ def links(page: Path) -> list[str]:
 @cache
 def known_flags(verb: str) -> set[str]:
     """Return the flags of `shmserve VERB` from its help."""
-    if own := {"check": ("--input", "--json", "--on-cpu"), "doctor": ("--json", "--peer")}.get(
-        verb
-    ):
-        return known_flags("serve") | set(own)
+    if verb_flags := {
+        "check": ("--input", "--json", "--on-cpu"),
+        "doctor": ("--json", "--peer"),
+    }.get(verb):
+        return known_flags("serve") | set(verb_flags)
     if verb == "serve":
         return {f"--{name}" for name in FLAGS}
-    shown = io.StringIO()
-    with redirect_stdout(shown), pytest.raises(SystemExit):
+    help_text = io.StringIO()
+    with redirect_stdout(help_text), pytest.raises(SystemExit):
         cli.main([*verb.split(), "--help"])
-    return set(re.findall(r"--[a-z][a-z0-9-]+", shown.getvalue()))
+    return set(re.findall(r"--[a-z][a-z0-9-]+", help_text.getvalue()))
 
 
 def commands(text: str) -> list[list[str]]:
@@ -64,7 +65,7 @@ def test_the_readme_is_a_front_page() -> None:
     assert len(PAGES[0].read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in links(page):
         assert link.startswith("https://") or (page.parent / link).exists(), link
@@ -74,7 +75,7 @@ def test_the_contents_name_every_page() -> None:
     assert {GUIDE / link for link in links(CONTENTS)} >= set(PAGES[1:]) - {CONTENTS}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_each_block_has_a_purpose(page: Path) -> None:
     fences = re.findall(r"^```", page.read_text(), re.MULTILINE)
     assert len(fences) == 2 * len(blocks(page))
@@ -84,33 +85,35 @@ def test_each_block_has_a_purpose(page: Path) -> None:
     assert "\n\n    " not in prose, "indented code says nothing of itself"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_commands_have_the_flags_that_there_are(page: Path) -> None:
-    shown = [block.text for block in blocks(page) if block.language == "sh"]
+    code_blocks = [block.text for block in blocks(page) if block.language == "sh"]
     inline = re.findall(r"`(shmserve [^`]+)`", page.read_text())
-    for verb, *rest in commands("\n".join(shown + inline)):
+    for verb, *arguments in commands("\n".join(code_blocks + inline)):
         if verb.startswith("--") or verb == "VERB":
             continue
-        if verb == "client" and rest and rest[0].islower():
-            verb = f"client {rest[0]}"
-        for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        if verb == "client" and arguments and arguments[0].islower():
+            verb = f"client {arguments[0]}"
+        for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
             assert flag in known_flags(verb) | {"--help"}, f"shmserve {verb} {flag}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
 def test_flags_in_the_text_are_there(page: Path) -> None:
     verbs = ("check", "doctor", "client infer", "events", "perf", "profile", "systemd", "tune")
-    known = set().union(*map(known_flags, verbs))
+    valid_flags = set().union(*map(known_flags, verbs))
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for flag in re.findall(r"`(--[a-z][a-z0-9-]+)[^`]*`", text):
-        assert flag in known, flag
+        assert flag in valid_flags, flag
 
 
 @pytest.mark.parametrize(
-    ("page", "block"), [each for each in BLOCKS if each[1].language == "pbtxt"], ids=named
+    ("page", "block"),
+    [named_block for named_block in BLOCKS if named_block[1].language == "pbtxt"],
+    ids=parameter_id,
 )
 def test_configurations_are_valid(page: Path, block: Block) -> None:
-    whole = re.search("^(backend|platform):", block.text, re.MULTILINE)
-    text = block.text if whole else f'backend: "python"\n{block.text}'
+    is_complete = re.search("^(backend|platform):", block.text, re.MULTILINE)
+    text = block.text if is_complete else f'backend: "python"\n{block.text}'
     config, source = read_pbtxt(text)
     validate(normalise(config, "m", 1), gpu_count=1, complete=False, source=source)

@@ -53,6 +53,6 @@ def test_a_build_writes_nothing_beside_the_sources(tmp_path: Path) -> None:
 def test_help_of_a_demo_is_help(tmp_path: Path, example: str) -> None:
     command = [sys.executable, str(ROOT / "examples" / example / "demo.py"), "--help"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.startswith("usage: demo.py")
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert completed.stdout.startswith("usage: demo.py")
     assert not list(tmp_path.iterdir())

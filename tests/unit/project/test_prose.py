@@ -73,7 +73,9 @@ def files(roots: Iterable[str], suffix: str) -> Iterator[Path]:
         if (ROOT / root).is_file():
             yield ROOT / root
         for folder, folders, names in os.walk(ROOT / root):
-            folders[:] = [each for each in folders if not (Path(folder) / each).is_symlink()]
+            folders[:] = [
+                subfolder for subfolder in folders if not (Path(folder) / subfolder).is_symlink()
+            ]
             yield from (Path(folder) / n for n in names if n.endswith(suffix) and "_pb2" not in n)
 
 
@@ -87,23 +89,25 @@ def docstrings(path: Path) -> Iterator[Text]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text:
-                where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+                location = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
                 function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-                yield Text(where, "docstring", text, function)
+                yield Text(location, "docstring", text, function)
 
 
 def comments(path: Path) -> Iterator[Text]:
     """Yield the comments of a module. Adjacent lines are one comment, unless they follow code."""
     run: list[tokenize.TokenInfo] = []
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    for token in [*(each for each in tokens if each.type == tokenize.COMMENT), None]:
+    for token in [*(candidate for candidate in tokens if candidate.type == tokenize.COMMENT), None]:
         if run and (
             token is None
             or token.start[0] != run[-1].start[0] + 1
-            or any(each.line[: each.start[1]].strip() for each in (token, run[-1]))
+            or any(comment.line[: comment.start[1]].strip() for comment in (token, run[-1]))
         ):
-            where = f"{path.relative_to(ROOT)}:{run[0].start[0]}"
-            yield Text(where, "comment", " ".join(each.string.lstrip("# ") for each in run))
+            location = f"{path.relative_to(ROOT)}:{run[0].start[0]}"
+            yield Text(
+                location, "comment", " ".join(comment.string.lstrip("# ") for comment in run)
+            )
             run = []
         if token is not None:
             run.append(token)
@@ -130,14 +134,14 @@ def suspects(text: str) -> tuple[int, list[tuple[str, str]]]:
         words = sentence.split()
         if len(words) >= 3:
             count += 1
-            shown = " ".join(words)
-            hits = {
-                "headless": HEADLESS.match(shown),
+            joined_words = " ".join(words)
+            matches = {
+                "headless": HEADLESS.match(joined_words),
                 "long": len(words) > LONG,
-                "personified": PERSONIFIED.search(shown),
-                "vague": VAGUE.search(shown),
+                "personified": PERSONIFIED.search(joined_words),
+                "vague": VAGUE.search(joined_words),
             }
-            suspicious += [(rule, shown) for rule, hit in hits.items() if hit]
+            suspicious += [(rule, joined_words) for rule, match in matches.items() if match]
     return count, suspicious
 
 
@@ -156,8 +160,8 @@ def test_few_sentences_are_suspect(kind: str) -> None:
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
     of_functions = [text for text in texts() if text.of_function]
-    bare = [text.where for text in of_functions if NO_VERB.match(text.text)]
-    assert 100 * len(bare) / len(of_functions) <= NO_VERB_PERCENT, bare
+    without_verb = [text.where for text in of_functions if NO_VERB.match(text.text)]
+    assert 100 * len(without_verb) / len(of_functions) <= NO_VERB_PERCENT, without_verb
 
 
 # --- rules that ruff's D does not check ---------------------------------------------------------
@@ -168,32 +172,36 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
     base class.
     """
     classes: dict[str, list[ast.ClassDef]] = {}
-    where: dict[ast.ClassDef, Path] = {}
+    class_paths: dict[ast.ClassDef, Path] = {}
     for path in files(CODE, ".py"):
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append(node)
-                where[node] = path
+                class_paths[node] = path
 
-    def documented(of: ast.ClassDef, name: str) -> bool:
-        own = (definition for definition in of.body if getattr(definition, "name", "") == name)
-        if any(ast.get_docstring(definition) for definition in own):  # type: ignore[arg-type]
+    def documented(class_node: ast.ClassDef, name: str) -> bool:
+        own_definitions = (
+            definition for definition in class_node.body if getattr(definition, "name", "") == name
+        )
+        if any(ast.get_docstring(definition) for definition in own_definitions):  # type: ignore[arg-type]
             return True
-        bases = (re.split(r"[\[.]", ast.unparse(base).split("[")[0])[-1] for base in of.bases)
+        bases = (
+            re.split(r"[\[.]", ast.unparse(base).split("[")[0])[-1] for base in class_node.bases
+        )
         return any(
             documented(definition, name) for base in bases for definition in classes.get(base, [])
         )
 
     missing = [
-        f"{path.relative_to(ROOT)}:{method.lineno} {of.name}.{method.name}"
-        for of, path in where.items()
-        if not of.name.startswith("_")
+        f"{path.relative_to(ROOT)}:{method.lineno} {class_node.name}.{method.name}"
+        for class_node, path in class_paths.items()
+        if not class_node.name.startswith("_")
         and not {ROOT / "bench" / "models", ROOT / "bench" / "peers" / "servers"}
         & set(path.parents)
-        for method in of.body
+        for method in class_node.body
         if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef))
         and not method.name.startswith("_")
-        and not documented(of, method.name)
+        and not documented(class_node, method.name)
     ]
     assert not missing
 
@@ -227,15 +235,17 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             case ast.Call():
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
                 name = node.func.id if isinstance(node.func, ast.Name) else name
-                texts = [each.value for each in node.keywords if each.arg in TEXT_ARGUMENTS]
+                texts = [
+                    keyword.value for keyword in node.keywords if keyword.arg in TEXT_ARGUMENTS
+                ]
                 if name in LOG_METHODS or name[:1].isupper() or name in ("warning", "ok"):
                     texts += node.args
             case ast.Assign(value=value) | ast.Return(value=ast.expr() as value):
                 texts = [value]
             case _:
                 continue
-        for each in texts:
-            text = template(each)
+        for text_node in texts:
+            text = template(text_node)
             if " " in text.strip():
                 yield node.lineno, text
 
@@ -262,7 +272,7 @@ VALUES = re.compile(
 
 def test_the_log_lines_that_the_page_of_faults_quotes_exist() -> None:
     nodes = [n for path in files(("shmserve", "workers"), ".py") for n in ast.walk(tree(path))]
-    written = "\0".join(
+    code_text = "\0".join(
         re.sub(r"%[.0-9]*[a-z]", "", node.value)
         for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -276,13 +286,13 @@ def test_the_log_lines_that_the_page_of_faults_quotes_exist() -> None:
         for part in VALUES.split(line)
     ]
     assert len(quoted) > 30
-    assert [part for part in quoted if len(part) > 3 and part not in written] == []
+    assert [part for part in quoted if len(part) > 3 and part not in code_text] == []
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:]
-    for each in [*texts(chosen or CODE), *(() if chosen else pages())]:
-        if each.of_function and NO_VERB.match(each.text):
-            print(f"{each.where} no verb: {each.text.splitlines()[0]}")
-        for rule, sentence in suspects(each.text)[1]:
-            print(f"{each.where} {each.kind} {rule}: {sentence}")
+    paths = sys.argv[1:]
+    for passage in [*texts(paths or CODE), *(() if paths else pages())]:
+        if passage.of_function and NO_VERB.match(passage.text):
+            print(f"{passage.where} no verb: {passage.text.splitlines()[0]}")
+        for rule, sentence in suspects(passage.text)[1]:
+            print(f"{passage.where} {passage.kind} {rule}: {sentence}")

@@ -57,8 +57,8 @@ def test_a_request_costs_no_more_calls(
     }
     by_function = count[process](tmp_path, case).by_function()
     calls, ceiling = sum(by_function.values()), _CEILINGS[kind, process]
-    most = sorted(by_function.items(), key=lambda item: -item[1])
-    table = "\n".join(f"{count:6.2f}  {name}" for name, count in most)
+    ranked = sorted(by_function.items(), key=lambda item: -item[1])
+    table = "\n".join(f"{count:6.2f}  {name}" for name, count in ranked)
     assert calls <= ceiling, f"{calls:.2f} calls a request in the {process}:\n{table}"
     if sys.version_info[:2] == _COUNTED_WITH:
         assert calls > ceiling - _SLACK, f"lower the ceiling of the {process} to {calls:.2f}"

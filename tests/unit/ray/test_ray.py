@@ -11,7 +11,7 @@ from shmserve.ray.server import passed_on, path_of, refusal
 
 
 @pytest.mark.parametrize(
-    ("raw_path", "prefix", "query", "passed"),
+    ("raw_path", "prefix", "query", "expected_path"),
     [
         (b"/v2/models/a%2Fb/infer", "", b"", "/v2/models/a%2Fb/infer"),
         (b"/vision/v2/models/x", "/vision", b"", "/v2/models/x"),
@@ -19,10 +19,10 @@ from shmserve.ray.server import passed_on, path_of, refusal
     ],
 )
 def test_paths_stay_as_they_were_spelled(
-    raw_path: bytes, prefix: str, query: bytes, passed: str
+    raw_path: bytes, prefix: str, query: bytes, expected_path: str
 ) -> None:
     scope = {"raw_path": raw_path, "root_path": prefix, "query_string": query}
-    assert path_of(scope) == passed
+    assert path_of(scope) == expected_path
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,19 @@ from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, scattered
 
 
-def adaptive(target_ms: float = 60, most: int = 32, delay_ms: float = 0) -> AdaptiveBatcher:
+def adaptive_batcher(
+    target_ms: float = 60, max_batch_size: int = 32, delay_ms: float = 0
+) -> AdaptiveBatcher:
     """Return an adaptive batcher with this maximum batch size."""
-    rules = Batching(most, frozenset({most}), int(delay_ms * MS), int(target_ms * MS))
+    rules = Batching(
+        max_batch_size, frozenset({max_batch_size}), int(delay_ms * MS), int(target_ms * MS)
+    )
     return AdaptiveBatcher(rules)
 
 
-def fixed(delay_ms: float, most: int = 32) -> DynamicBatcher:
+def fixed_batcher(delay_ms: float, max_batch_size: int = 32) -> DynamicBatcher:
     """Return a batcher with this delay. 0 means prefer_latency."""
-    return DynamicBatcher(Batching(most, frozenset({most}), int(delay_ms * MS)))
+    return DynamicBatcher(Batching(max_batch_size, frozenset({max_batch_size}), int(delay_ms * MS)))
 
 
 # --- estimates of batch durations -----------------------------------------------------------------
@@ -50,8 +54,8 @@ def test_noise_and_outliers_do_not_move_it_far() -> None:
     sizes, time = random.Random(5), SizeTimes(64)
     for number in range(400):
         size = sizes.randint(1, 16)
-        took = (10 + size) * MS * sizes.uniform(0.9, 1.1)
-        time.observe(size, took * (40 if number % 29 == 0 else 1))
+        took_ns = (10 + size) * MS * sizes.uniform(0.9, 1.1)
+        time.observe(size, took_ns * (40 if number % 29 == 0 else 1))
     assert time.expected_ns(8) == pytest.approx(18 * MS, rel=0.25)
 
 
@@ -69,11 +73,11 @@ def test_a_change_that_lasts_is_believed() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_change_is_believed_despite_noise_and_outliers(factor: float, seed: int) -> None:
     draw, time = random.Random(seed), SizeTimes(64)
-    for each in (1, factor):
+    for slowdown in (1, factor):
         for _ in range(300):
             size = draw.randint(1, 16)
-            took = (10 + size) * MS * each * draw.uniform(0.9, 1.1)
-            time.observe(size, took * (10 if draw.random() < 0.03 else 1))
+            took_ns = (10 + size) * MS * slowdown * draw.uniform(0.9, 1.1)
+            time.observe(size, took_ns * (10 if draw.random() < 0.03 else 1))
     assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.1)
 
 
@@ -128,17 +132,17 @@ def test_a_burst_ends_when_every_client_has_sent() -> None:
     for _ in range(80):
         for queued in (1, 2, 3):
             arrivals.record_arrival(next(clock), queued, 5 * MS)
-        now = [next(clock) for _ in range(20)][-1]
-        arrivals.record_batch(now, 0, 5 * MS)
-    assert now < arrivals.next_by_ns <= now + 2 * MS
+        now_ns = [next(clock) for _ in range(20)][-1]
+        arrivals.record_batch(now_ns, 0, 5 * MS)
+    assert now_ns < arrivals.next_by_ns <= now_ns + 2 * MS
     burst = list(arrivals.burst(8))
     assert len(burst) == 3 and burst[-1][0] == pytest.approx(3, rel=0.05)
     assert burst[-1][1] == pytest.approx(3 * MS, rel=0.1)
     assert len(list(arrivals.burst(2))) == 2
     for queued in (1, 2):
-        now = next(clock)
-        arrivals.record_arrival(now, queued, 5 * MS)
-        assert arrivals.next_by_ns > now and len(list(arrivals.burst(8))) == 3 - queued
+        now_ns = next(clock)
+        arrivals.record_arrival(now_ns, queued, 5 * MS)
+        assert arrivals.next_by_ns > now_ns and len(list(arrivals.burst(8))) == 3 - queued
     arrivals.record_arrival(next(clock), 3, 5 * MS)
     assert arrivals.next_by_ns == 0 and not list(arrivals.burst(8))
 
@@ -154,32 +158,32 @@ def test_a_lone_client_is_no_burst() -> None:
 # --- whether waiting improves latency ---
 
 
-@pytest.mark.parametrize("better", [True, False])
-def test_the_way_with_shorter_latencies_is_used_mostly(better: bool) -> None:
-    trial, done = WaitingChoice(Account()), []
+@pytest.mark.parametrize("waiting_is_better", [True, False])
+def test_the_way_with_shorter_latencies_is_used_mostly(waiting_is_better: bool) -> None:
+    trial, choices = WaitingChoice(Account()), []
     for _ in range(2400):
-        done.append(trial.waits)
-        trial.record_batch([MS if trial.waits is better else 2 * MS], 0)
-    share = done[480:].count(better) / len(done[480:])
+        choices.append(trial.waits)
+        trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
+    share = choices[480:].count(waiting_is_better) / len(choices[480:])
     assert 0.85 < share < 1
 
 
 def test_the_better_way_may_change() -> None:
     trial = WaitingChoice(Account())
-    for better in (True, False, True):
+    for waiting_is_better in (True, False, True):
         for _ in range(4800):
-            trial.record_batch([MS if trial.waits is better else 2 * MS], 0)
-        done = []
+            trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
+        choices = []
         for _ in range(480):
-            done.append(trial.waits)
-            trial.record_batch([MS if trial.waits is better else 2 * MS], 0)
-        assert done.count(better) > 400
+            choices.append(trial.waits)
+            trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
+        assert choices.count(waiting_is_better) > 400
 
 
 # --- decisions ------------------------------------------------------------------------------------
 
 
-def learned(
+def learn_load(
     target_ms: float, delay_ms: float = 0, gap_ms: float = 1
 ) -> tuple[AdaptiveBatcher, int]:
     """Return a batcher that has learned a model and its load, and the time at the end of a batch.
@@ -187,127 +191,127 @@ def learned(
     The model takes 10 ms, and 1 ms per request. Requests arrive in bursts of 16 at this interval.
     The queue is empty.
     """
-    batcher = adaptive(target_ms, delay_ms=delay_ms)
-    clock, now = random.Random(3), 0
+    batcher = adaptive_batcher(target_ms, delay_ms=delay_ms)
+    clock, now_ns = random.Random(3), 0
     for _ in range(60):
         size = clock.randint(1, 16)
         for queued in range(1, 17):
-            now += int(gap_ms * MS)
-            batcher.record_arrival(now, queued)
-        now += (10 + size) * MS
-        batcher.record_batch(now, 0, size, (10 + size) * MS, [MS])
+            now_ns += int(gap_ms * MS)
+            batcher.record_arrival(now_ns, queued)
+        now_ns += (10 + size) * MS
+        batcher.record_batch(now_ns, 0, size, (10 + size) * MS, [MS])
     batcher._waiting.waits = True
-    return batcher, now
+    return batcher, now_ns
 
 
 def test_the_batcher_waits_for_a_burst_and_not_past_its_end() -> None:
-    batcher, now = learned(1000, gap_ms=0.1)
+    batcher, now_ns = learn_load(1000, gap_ms=0.1)
     queue: list[Item] = []
     for queued in range(1, 16):
-        now += MS // 10
-        queue.append(Item(now))
-        batcher.record_arrival(now, queued)
-        decision = batcher.decide(now, queue, 0)
-        assert isinstance(decision, WaitUntil) and now < decision.ns < now + MS
-    batcher.record_arrival(now, 16)
-    queue.append(Item(now))
-    assert batcher.decide(now, queue, 0) == Batch(16, CloseReason.IDLE)
+        now_ns += MS // 10
+        queue.append(Item(now_ns))
+        batcher.record_arrival(now_ns, queued)
+        decision = batcher.decide(now_ns, queue, 0)
+        assert isinstance(decision, WaitUntil) and now_ns < decision.ns < now_ns + MS
+    batcher.record_arrival(now_ns, 16)
+    queue.append(Item(now_ns))
+    assert batcher.decide(now_ns, queue, 0) == Batch(16, CloseReason.IDLE)
 
 
 def test_the_batcher_waits_no_longer_than_the_setup_of_an_execution() -> None:
-    batcher, now = learned(1000, gap_ms=1)
-    began, queue, queued = now, [], 0
+    batcher, now_ns = learn_load(1000, gap_ms=1)
+    start_ns, queue, queued = now_ns, [], 0
     while True:
-        now, queued = now + MS, queued + 1
-        queue.append(Item(now))
-        batcher.record_arrival(now, 3)  # more requests seem to be in transit
-        decision = batcher.decide(now, queue, 0)
+        now_ns, queued = now_ns + MS, queued + 1
+        queue.append(Item(now_ns))
+        batcher.record_arrival(now_ns, 3)  # more requests seem to be in transit
+        decision = batcher.decide(now_ns, queue, 0)
         if isinstance(decision, Batch):
             break
-    assert decision == Batch(queued, CloseReason.IDLE) and now - began <= 12 * MS
+    assert decision == Batch(queued, CloseReason.IDLE) and now_ns - start_ns <= 12 * MS
 
 
 def test_the_batcher_does_not_wait_where_the_target_would_be_missed() -> None:
-    batcher, now = learned(14, gap_ms=0.1)
-    batcher.record_arrival(now, 1)
-    assert isinstance(batcher.decide(now, [Item(now)], 0), WaitUntil)
-    late = [Item(now - 4 * MS)]
-    assert batcher.decide(now, late, 0) == Batch(1, CloseReason.TARGET)
+    batcher, now_ns = learn_load(14, gap_ms=0.1)
+    batcher.record_arrival(now_ns, 1)
+    assert isinstance(batcher.decide(now_ns, [Item(now_ns)], 0), WaitUntil)
+    late_items = [Item(now_ns - 4 * MS)]
+    assert batcher.decide(now_ns, late_items, 0) == Batch(1, CloseReason.TARGET)
 
 
 def test_a_configured_delay_is_the_most_it_waits() -> None:
-    batcher, now = learned(1000, delay_ms=0.05, gap_ms=0.1)
-    batcher.record_arrival(now, 1)
-    assert batcher.decide(now, [Item(now)], 0) == WaitUntil(now + MS // 20)
-    assert batcher.decide(now + MS // 20, [Item(now)], 0) == Batch(1, CloseReason.IDLE)
+    batcher, now_ns = learn_load(1000, delay_ms=0.05, gap_ms=0.1)
+    batcher.record_arrival(now_ns, 1)
+    assert batcher.decide(now_ns, [Item(now_ns)], 0) == WaitUntil(now_ns + MS // 20)
+    assert batcher.decide(now_ns + MS // 20, [Item(now_ns)], 0) == Batch(1, CloseReason.IDLE)
 
 
 def test_a_deadline_and_a_drain_end_the_wait() -> None:
-    batcher, now = learned(1000, gap_ms=0.1)
-    batcher.record_arrival(now, 1)
-    item = Item(now, flush_by_ns=now + 15 * MS)
-    assert batcher.decide(now, [item], 15 * MS) == Batch(1, CloseReason.DEADLINE)
-    assert isinstance(batcher.decide(now, [item], 0), WaitUntil)
+    batcher, now_ns = learn_load(1000, gap_ms=0.1)
+    batcher.record_arrival(now_ns, 1)
+    item = Item(now_ns, flush_by_ns=now_ns + 15 * MS)
+    assert batcher.decide(now_ns, [item], 15 * MS) == Batch(1, CloseReason.DEADLINE)
+    assert isinstance(batcher.decide(now_ns, [item], 0), WaitUntil)
     batcher.flush()
-    assert batcher.decide(now, [item], 0) == Batch(1, CloseReason.IDLE)
+    assert batcher.decide(now_ns, [item], 0) == Batch(1, CloseReason.IDLE)
 
 
 def test_a_batch_is_split_if_only_the_whole_would_be_late() -> None:
     """The model takes 10 ms and 1 ms per request: 12 requests take 22 ms; 9 take 19 ms, and the
     other 3 take 13 ms.
     """
-    batcher, now = learned(42, gap_ms=0.1)
-    old = [Item(now - 22 * MS) for _ in range(4)]
-    new = [Item(now) for _ in range(8)]
-    assert batcher.decide(now, old + new, 0) == Batch(9, CloseReason.TARGET)
+    batcher, now_ns = learn_load(42, gap_ms=0.1)
+    older_items = [Item(now_ns - 22 * MS) for _ in range(4)]
+    new_items = [Item(now_ns) for _ in range(8)]
+    assert batcher.decide(now_ns, older_items + new_items, 0) == Batch(9, CloseReason.TARGET)
     # If some requests are late in any case, the batch is as large as possible to catch up.
-    older = [Item(now - 60 * MS) for _ in range(4)]
-    assert batcher.decide(now, older + new, 0) == Batch(12, CloseReason.TARGET)
+    older = [Item(now_ns - 60 * MS) for _ in range(4)]
+    assert batcher.decide(now_ns, older + new_items, 0) == Batch(12, CloseReason.TARGET)
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
+def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
     """Draw a batcher that has learned any load, the time, and a queue."""
-    most = draw(st.integers(1, 12))
-    batcher: Batcher = adaptive(draw(st.sampled_from([1, 20, 500])), most)
-    now = queued = 0
+    max_batch_size = draw(st.integers(1, 12))
+    batcher: Batcher = adaptive_batcher(draw(st.sampled_from([1, 20, 500])), max_batch_size)
+    now_ns = queued = 0
     for step in draw(st.lists(st.integers(0, 30), max_size=120)):
-        now += step * MS
+        now_ns += step * MS
         if draw(st.booleans()) or not queued:
             queued += 1
-            batcher.record_arrival(now, queued)
+            batcher.record_arrival(now_ns, queued)
         else:
-            done = draw(st.integers(1, min(queued, most)))
-            queued -= done
-            batcher.record_batch(now, queued, done, step * MS, [step * MS] * done)
+            executed = draw(st.integers(1, min(queued, max_batch_size)))
+            queued -= executed
+            batcher.record_batch(now_ns, queued, executed, step * MS, [step * MS] * executed)
     item = st.builds(
         Item,
-        enqueued_ns=st.integers(now - 40 * MS, now),
-        units=st.integers(1, most),
+        enqueued_ns=st.integers(now_ns - 40 * MS, now_ns),
+        units=st.integers(1, max_batch_size),
         shape_key=st.sampled_from([b"a", b"a", b"a", b"b"]),
     )
-    return batcher, now, draw(st.lists(item, min_size=1, max_size=14))
+    return batcher, now_ns, draw(st.lists(item, min_size=1, max_size=14))
 
 
-@given(situations())
+@given(batcher_states())
 def test_every_decision_is_legal_and_every_wait_ends(
-    situation: tuple[Batcher, int, list[Item]],
+    drawn_case: tuple[Batcher, int, list[Item]],
 ) -> None:
-    batcher, now, queue = situation
-    most = batcher._rules.max_batch_size  # type: ignore[attr-defined]
+    batcher, now_ns, queue = drawn_case
+    max_batch_size = batcher._rules.max_batch_size  # type: ignore[attr-defined]
     for _ in range(1000):
         if not queue:
             return
-        decision = batcher.decide(now, queue, 0)
+        decision = batcher.decide(now_ns, queue, 0)
         assert decision is not None
         if isinstance(decision, WaitUntil):
-            assert decision.ns > now
-            now = decision.ns
+            assert decision.ns > now_ns
+            now_ns = decision.ns
             continue
-        chosen = queue[: decision.count]
+        batch_items = queue[: decision.count]
         assert 1 <= decision.count <= len(queue)
-        assert sum(item.units for item in chosen) <= most
-        assert len({item.shape_key for item in chosen}) == 1
+        assert sum(item.units for item in batch_items) <= max_batch_size
+        assert len({item.shape_key for item in batch_items}) == 1
         del queue[: decision.count]
     pytest.fail("it waits for ever")
 
@@ -322,7 +326,7 @@ def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
             clients, 200 * clients, about(0.4)
         )
-        for batcher in (adaptive(60), fixed(0), fixed(5))
+        for batcher in (adaptive_batcher(60), fixed_batcher(0), fixed_batcher(5))
     ]
     assert runs[0].per_second > 1.05 * max(runs[1].per_second, runs[2].per_second)
     assert runs[0].percentile_ms(99) < 60
@@ -335,7 +339,7 @@ def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) ->
         Simulation(batcher, linear(4.3, 0.4, noise=0.3)).closed_loop(
             clients, 300 * clients, scattered(pause_ms)
         )
-        for batcher in (adaptive(30), fixed(0))
+        for batcher in (adaptive_batcher(30), fixed_batcher(0))
     ]
     assert runs[0].per_second > 0.97 * runs[1].per_second
 
@@ -343,7 +347,7 @@ def test_scattered_requests_are_hardly_delayed(clients: int, pause_ms: float) ->
 def test_a_single_client_is_not_delayed() -> None:
     run, eager = (
         Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, about(0.4))
-        for batcher in (adaptive(100), fixed(0))
+        for batcher in (adaptive_batcher(100), fixed_batcher(0))
     )
     assert run.per_second > 0.98 * eager.per_second
 
@@ -351,14 +355,16 @@ def test_a_single_client_is_not_delayed() -> None:
 @pytest.mark.parametrize("per_second", [20, 100, 300, 600])
 def test_the_target_is_held_where_it_can_be(per_second: float) -> None:
     """A fixed delay for full batches would miss the target."""
-    run = Simulation(adaptive(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
+    run = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
     assert run.percentile_ms(99) < 40
-    patient = Simulation(fixed(30), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
-    assert patient.percentile_ms(99) > 40
+    waiting_simulation = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(
+        per_second, 3000
+    )
+    assert waiting_simulation.percentile_ms(99) > 40
 
 
 def test_an_overload_is_served_in_full_batches() -> None:
-    run = Simulation(adaptive(20), linear(10, 0.5)).open_loop(2000, 4000)
-    eager = Simulation(fixed(0), linear(10, 0.5)).open_loop(2000, 4000)
+    run = Simulation(adaptive_batcher(20), linear(10, 0.5)).open_loop(2000, 4000)
+    eager = Simulation(fixed_batcher(0), linear(10, 0.5)).open_loop(2000, 4000)
     assert run.per_second > 0.98 * eager.per_second
     assert sum(run.sizes) / len(run.sizes) > 30

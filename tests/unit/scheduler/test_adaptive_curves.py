@@ -16,7 +16,7 @@ CURVES = {curve.name: curve for curve in NAMED}
 SCATTERED = Curve("scattered step", step(7, 16, 93), 0.3, 0.2, 2.5)
 
 
-def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
+def learn_times(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
     """Return the estimates for a model that has run batches of these sizes."""
     times, timer = SizeTimes(32), curve.timer(1, 1.0)
     for number in range(batches):
@@ -26,7 +26,7 @@ def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
 
 
 @pytest.mark.parametrize(
-    ("name", "best"),
+    ("name", "best_sizes"),
     [
         ("step at 4", {3: 3, 4: 4, 5: 4, 15: 4, 32: 32}),
         ("step at 8", {8: 8, 9: 8, 32: 8}),
@@ -38,16 +38,16 @@ def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
     ],
 )
 def test_the_best_size_is_that_which_does_most_rows_in_a_time(
-    name: str, best: dict[int, int]
+    name: str, best_sizes: dict[int, int]
 ) -> None:
-    times = learned(CURVES[name], list(range(1, 33)), 640)
-    assert {units: times.best_size(units) for units in best} == best
+    times = learn_times(CURVES[name], list(range(1, 33)), 640)
+    assert {units: times.best_size(units) for units in best_sizes} == best_sizes
     for size in (1, 8, 32):
         assert times.expected_ns(size) == pytest.approx(CURVES[name].ms[size - 1] * MS, rel=0.15)
 
 
 def test_a_cliff_is_found_by_bisection() -> None:
-    times, timer = learned(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
+    times, timer = learn_times(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
     tries: list[int] = []
     while (size := times.find_trial(32)[0]) and len(tries) < 32:
         tries.append(size)
@@ -56,7 +56,7 @@ def test_a_cliff_is_found_by_bisection() -> None:
 
 
 def test_a_drift_moves_the_times_of_sizes_that_do_not_occur() -> None:
-    times = learned(CURVES["line"], list(range(1, 33)), 640)
+    times = learn_times(CURVES["line"], list(range(1, 33)), 640)
     before_ns = times.expected_ns(32)
     for number in range(400):
         size = 1 + number % 8
@@ -67,7 +67,7 @@ def test_a_drift_moves_the_times_of_sizes_that_do_not_occur() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_times_that_scatter_are_no_drift_of_sizes_that_do_not_occur(seed: int) -> None:
-    curve, times = SCATTERED, learned(SCATTERED, [4, 32], 200)
+    curve, times = SCATTERED, learn_times(SCATTERED, [4, 32], 200)
     before_ns, timer = times.expected_ns(32), curve.timer(seed, 1.0)
     for number in range(2000):
         size = 1 + number % 7
@@ -76,12 +76,12 @@ def test_times_that_scatter_are_no_drift_of_sizes_that_do_not_occur(seed: int) -
 
 
 def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
-    times = learned(SCATTERED, [7] * 10 + [32] * 10, 20)
+    times = learn_times(SCATTERED, [7] * 10 + [32] * 10, 20)
     assert times.best_size(32) == 32 and times.best_size(32, out_of_reach=True) == 7
 
 
 @pytest.mark.parametrize(
-    ("seen", "again"),
+    ("times_ms", "retried_size"),
     [
         # The slow size 4 hides that sizes up to 8 are as fast as 2. The largest sizes have the best
         # known rate.
@@ -91,15 +91,15 @@ def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
     ],
 )
 def test_a_possibly_disturbed_size_is_tried_again_under_overload(
-    seen: dict[int, int], again: int
+    times_ms: dict[int, int], retried_size: int
 ) -> None:
     times = SizeTimes(32)
-    for size in (32, *seen):
-        times.observe(size, seen[size] * MS)
-    for late, best in ((False, 32), (True, again)):
+    for size in (32, *times_ms):
+        times.observe(size, times_ms[size] * MS)
+    for is_late, best_size in ((False, 32), (True, retried_size)):
         for _ in range(96):
-            times.observe(32, seen[32] * MS, out_of_reach=late)
-        assert times.best_size(32, out_of_reach=True) == best
+            times.observe(32, times_ms[32] * MS, out_of_reach=is_late)
+        assert times.best_size(32, out_of_reach=True) == best_size
 
 
 @pytest.mark.parametrize("largest", [1, 63, 64, 1000, 4096])
@@ -127,12 +127,12 @@ def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int)
 
     Batches of 32 just keep up with the load, so that nothing else causes another trial of 8.
     """
-    timer, seen = replace(CURVES["step at 8"], jitter=0.05).timer(seed, 1.0), [0] * 33
+    timer, run_counts = replace(CURVES["step at 8"], jitter=0.05).timer(seed, 1.0), [0] * 33
 
     def time_ns(size: int, now_ns: int) -> float:
-        seen[size] += 1
-        first = size == 8 and seen[size] == 1
-        return timer(size, now_ns) * 3 ** (first + (now_ns < 1500 * MS))
+        run_counts[size] += 1
+        is_first_run = size == 8 and run_counts[size] == 1
+        return timer(size, now_ns) * 3 ** (is_first_run + (now_ns < 1500 * MS))
 
     rules = Batching(32, frozenset({32}), 0, 80 * MS)
     run = Simulation(AdaptiveBatcher(rules), time_ns).open_loop(250, 4000, seed)

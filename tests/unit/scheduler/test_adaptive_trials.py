@@ -12,7 +12,7 @@ from tests.rigs.batching_simulation import MS
 MOMENT = TrialState(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, is_overloaded=False)
 
 
-def settled() -> Account:
+def settled_account() -> Account:
     """Return an account after the learning period."""
     account = Account()
     account.end_learning()
@@ -20,7 +20,7 @@ def settled() -> Account:
 
 
 def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
-    account = settled()
+    account = settled_account()
     account.spend(1000)
     assert Sizes(account).start_trial(9, 50 * MS, MOMENT, 100)
     assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
@@ -32,74 +32,74 @@ def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
     During the lost 47.5 ms, 0.25 requests arrive per ms; with 3/8 idle time, 32 requests are late
     after it.
     """
-    for credit, allowed in ((40.0, False), (42.0, True)):
+    for credit, is_allowed in ((40.0, False), (42.0, True)):
         account = Account()
         account.credit = credit
-        assert Sizes(account).start_trial(9, 100 * MS, MOMENT, 100) is allowed
+        assert Sizes(account).start_trial(9, 100 * MS, MOMENT, 100) is is_allowed
 
 
 def test_of_clients_that_wait_no_more_are_late_than_there_are() -> None:
-    account = settled()
+    account = settled_account()
     assert not Sizes(account).start_trial(9, 100 * MS, MOMENT, 100)
     assert Sizes(account).start_trial(9, 100 * MS, replace(MOMENT, max_in_flight=12.0), 100)
 
 
 def test_a_necessary_trial_runs_at_any_price() -> None:
-    sizes = Sizes(settled())
+    sizes = Sizes(settled_account())
     assert sizes.start_trial(32, 1000 * MS, replace(MOMENT, is_overloaded=True), 100)
     assert not sizes.is_due(101) and sizes.is_due(102)
 
 
 def test_sizes_are_tried_seldom_once_there_was_time_to_learn() -> None:
-    sizes = Sizes(settled())
+    sizes = Sizes(settled_account())
     assert sizes.start_trial(9, 50 * MS, MOMENT, 100)
     assert not sizes.is_due(115) and sizes.is_due(116)
 
 
 def test_a_trial_costs_exactly_its_own_misses() -> None:
-    account = settled()
-    before, sizes = account.credit, Sizes(account)
+    account = settled_account()
+    credit_before, sizes = account.credit, Sizes(account)
     assert sizes.start_trial(9, 50 * MS, MOMENT, 100)
     sizes.record_batch(9, 100 * MS, 9, 25, 9)
     sizes.record_batch(8, 20 * MS, 8, 22, 8)
-    assert account.credit == before - 17
+    assert account.credit == credit_before - 17
     assert account.subtract_trial_misses(9) == 0 and account.subtract_trial_misses(10) == 2
     # Misses long after a trial are not charged to it.
     for _ in range(20):
         sizes.record_batch(8, 20 * MS, 8, 8, 0)
     sizes.record_batch(8, 20 * MS, 8, 8, 8)
-    assert account.credit == before - 17 and account.subtract_trial_misses(8) == 8
+    assert account.credit == credit_before - 17 and account.subtract_trial_misses(8) == 8
 
 
 def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
-    account = settled()
+    account = settled_account()
     account.spend(20)
-    before = account.credit
+    credit_before = account.credit
     for _ in range(100):
         account.earn(50)
-    assert account.credit == pytest.approx(before + 5000 / 100 / 5)
+    assert account.credit == pytest.approx(credit_before + 5000 / 100 / 5)
     for _ in range(10_000):
         account.earn(50)
     assert account.credit < 25
 
 
 def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
-    account = settled()
-    ways, other = WaitingChoice(account), 0
+    account = settled_account()
+    choice, alternative_count = WaitingChoice(account), 0
     for _ in range(20_000):
-        late = 0 if ways.waits else 4
-        other += not ways.waits
-        ways.record_batch([MS if ways.waits else 2 * MS] * 4, late)
-    assert ways.waits and ways.waiting_clearly_pays
-    assert other < 48  # number of batches; no misses were earned
+        late_count = 0 if choice.waits else 4
+        alternative_count += not choice.waits
+        choice.record_batch([MS if choice.waits else 2 * MS] * 4, late_count)
+    assert choice.waits and choice.waiting_clearly_pays
+    assert alternative_count < 48  # number of batches; no misses were earned
 
 
 def test_the_load_of_each_of_several_instances() -> None:
     """Three instances complete 8 requests of 2 rows in 24 ms each."""
-    load, now = Load(), 0
+    load, now_ns = Load(), 0
     for _ in range(400):
-        now += 8 * MS
-        load.record_batch(now, 24, 8, 16, 24 * MS)
+        now_ns += 8 * MS
+        load.record_batch(now_ns, 24, 8, 16, 24 * MS)
     assert load.rows_per_ns == pytest.approx(16 / 24 / MS, rel=0.05)
     assert load.waiting == pytest.approx(16, rel=0.05)
     assert load.row_ns == pytest.approx(MS / 2, rel=0.05) and load.is_steady

@@ -37,7 +37,7 @@ from tests.support.texts import EXPIRED
 OTHER_PEER = b"7001.cd"
 
 
-def failed(number: int, code: str, message: str, early: bool = False) -> m.Failed:
+def failure(number: int, code: str, message: str, early: bool = False) -> m.Failed:
     """Return an error without a retry hint."""
     return m.Failed(number, code, message, 0, early)
 
@@ -47,16 +47,16 @@ def failed(number: int, code: str, message: str, early: bool = False) -> m.Faile
 
 def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     rig, peer = ready_rig()
-    first, second = rig.submit(2)
+    first_id, second_id = rig.submit(2)
     _, batch = rig.execute()
     assert [request.data[0] for request in batch.requests] == [b"w1"]
     assert (batch.requests[0].client_pid, batch.in_flight) == (7000, 2)
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(first, b"done", [b"done"])]
+    assert rig.answers() == [m.Finished(first_id, b"done", [b"done"])]
     _, batch = rig.execute()
     assert batch.in_flight == 1
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(second, b"done", [b"done"])]
+    assert rig.answers() == [m.Finished(second_id, b"done", [b"done"])]
     assert rig.wake_ns == NEVER
 
 
@@ -94,13 +94,13 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
 
 def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     rig, peer = ready_rig({})
-    first, second = rig.submit(2)
+    first_id, second_id = rig.submit(2)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
     rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok(keys[0]))
     assert rig.answers() == [
-        m.Finished(first, b"done", [b"done"]),
-        failed(second, "INVALID_ARG", "bad row"),
+        m.Finished(first_id, b"done", [b"done"]),
+        failure(second_id, "INVALID_ARG", "bad row"),
     ]
 
 
@@ -121,16 +121,16 @@ def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> Non
     rig.start(0, 100)
     rig.start(1, 101)
     rig.start(2, 102)
-    first, second, third = rig.submit(3)
-    (one, batch1), (two, batch2), (three, batch3) = rig.executes()
-    rig.finish(three, batch3)
-    rig.finish(two, batch2, m.Reply(batch2.requests[0].key, "INTERNAL", "no"))
+    first_id, second_id, third_id = rig.submit(3)
+    (peer1, batch1), (peer2, batch2), (peer3, batch3) = rig.executes()
+    rig.finish(peer3, batch3)
+    rig.finish(peer2, batch2, m.Reply(batch2.requests[0].key, "INTERNAL", "no"))
     assert rig.answers() == []
-    rig.finish(one, batch1)
+    rig.finish(peer1, batch1)
     assert rig.answers() == [
-        m.Finished(first, b"done", [b"done"]),
-        failed(second, "INTERNAL", "no"),
-        m.Finished(third, b"done", [b"done"]),
+        m.Finished(first_id, b"done", [b"done"]),
+        failure(second_id, "INTERNAL", "no"),
+        m.Finished(third_id, b"done", [b"done"]),
     ]
 
 
@@ -138,15 +138,15 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
     rig.start(0, 100)
     rig.start(1, 101)
-    (first,) = rig.submit(timeout_ns=5 * MS)
-    (second,) = rig.submit()
-    _, (two, batch2) = rig.executes()
-    rig.finish(two, batch2)
+    (first_id,) = rig.submit(timeout_ns=5 * MS)
+    (second_id,) = rig.submit()
+    _, (peer2, batch2) = rig.executes()
+    rig.finish(peer2, batch2)
     assert rig.answers() == []
     rig.pass_time(6 * MS)
     assert rig.answers() == [
-        failed(first, "UNAVAILABLE", EXPIRED, early=True),
-        m.Finished(second, b"done", [b"done"]),
+        failure(first_id, "UNAVAILABLE", EXPIRED, early=True),
+        m.Finished(second_id, b"done", [b"done"]),
     ]
 
 
@@ -155,19 +155,19 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     rig.start(0, 100)
     rig.start(1, 101)
     rig.submit()
-    (second,) = rig.submit(timeout_ns=5 * MS)
-    (third,) = rig.submit()
-    _, (two, batch2) = rig.executes()
-    rig.finish(two, batch2, ok(batch2.requests[0].key, response_in_arena(101, 64, 192)))
-    ((two, batch3),) = rig.executes()
-    rig.finish(two, batch3, ok(batch3.requests[0].key, response_in_arena(101, 256)))
+    (second_id,) = rig.submit(timeout_ns=5 * MS)
+    (third_id,) = rig.submit()
+    _, (peer2, batch2) = rig.executes()
+    rig.finish(peer2, batch2, ok(batch2.requests[0].key, response_in_arena(101, 64, 192)))
+    ((peer2, batch3),) = rig.executes()
+    rig.finish(peer2, batch3, ok(batch3.requests[0].key, response_in_arena(101, 256)))
     rig.pass_time(6 * MS)
-    assert rig.answers() == [failed(second, "UNAVAILABLE", EXPIRED)]
-    rig.client(m.Cancel(third))
-    assert rig.answers() == [failed(third, "CANCELLED", "request cancelled")]
+    assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED)]
+    rig.client(m.Cancel(third_id))
+    assert rig.answers() == [failure(third_id, "CANCELLED", "request cancelled")]
     assert rig.workers.take() == [
-        (two, m.ReleaseOutputs(7000, [64, 192])),
-        (two, m.ReleaseOutputs(7000, [256])),
+        (peer2, m.ReleaseOutputs(7000, [64, 192])),
+        (peer2, m.ReleaseOutputs(7000, [256])),
     ]
 
 
@@ -182,18 +182,18 @@ def test_read_outputs_are_released_to_the_worker_that_made_them() -> None:
 
 def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
     rig, peer = ready_rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    first, batch = rig.begin()
+    first_peer, batch = rig.begin()
     for _ in range(3000):
         (cancelled,) = rig.submit()
         rig.client(m.Cancel(cancelled))
-    (last,) = rig.submit()
+    (last_id,) = rig.submit()
     assert len(rig.core._responses._in_order) < 2000
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
     assert rig.answers() == [
-        m.Finished(first, b"done", [b"done"]),
-        m.Finished(last, b"done", [b"done"]),
+        m.Finished(first_peer, b"done", [b"done"]),
+        m.Finished(last_id, b"done", [b"done"]),
     ]
 
 
@@ -208,7 +208,7 @@ def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
     assert rig.workers.take() == []
     peer = rig.start(0, 100)
     worker_messages = rig.workers.take()
-    assert worker_messages[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
+    assert worker_messages[:2] == [(peer, m.ReleaseOutputs(7000, [offset])) for offset in (64, 0)]
     assert len(worker_messages) == 4096
     rig.supervisor(ProcessExited(101, ""))
     assert rig.workers.take() == [(peer, m.ReaderExited(101))]
@@ -235,7 +235,9 @@ def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
     rig.supervisor(InstanceExpected(2, 102))
     for index, pid, offsets in ((0, 100, [64]), (1, 101, [128]), (2, 102, [320, 384])):
         peer = rig.start(index, pid)
-        assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [at])) for at in offsets]
+        assert rig.workers.take() == [
+            (peer, m.ReleaseOutputs(7000, [offset])) for offset in offsets
+        ]
     rig.supervisor(ProcessExited(103, ""))
     assert not rig.core.executions._early_releases and not rig.core.executions._unknown_releases
 
@@ -255,11 +257,11 @@ def test_an_unregistered_worker_is_notified_of_a_readers_exit() -> None:
     client.
     """
     rig = Rig()
-    first = rig.start(0, 100)
+    first_worker = rig.start(0, 100)
     rig.supervisor(InstanceExpected(1, 101), ProcessExited(7000, ""))
-    assert rig.workers.take() == [(first, m.ReaderExited(7000))]
-    second = rig.start(1, 101)
-    assert rig.workers.take() == [(second, m.ReaderExited(7000))]
+    assert rig.workers.take() == [(first_worker, m.ReaderExited(7000))]
+    second_worker = rig.start(1, 101)
+    assert rig.workers.take() == [(second_worker, m.ReaderExited(7000))]
     assert rig.core.executions._early_releases == {}
 
 
@@ -296,21 +298,21 @@ def test_a_full_queue_reports_when_to_retry() -> None:
 def test_expired_requests_are_removed_from_a_full_queue() -> None:
     """Holds also within a turn, when an instance has just become free."""
     rig = Rig(max_queue_size=1)
-    (late,) = rig.submit(timeout_ns=5 * MS)
+    (expiring_id,) = rig.submit(timeout_ns=5 * MS)
     rig.now += 6 * MS
     rig.core.from_control(InstanceExpected(0, 100), rig.now)
     rig.core.results.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
     (number,) = rig.submit()
-    assert rig.answers() == [failed(late, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(expiring_id, "UNAVAILABLE", EXPIRED)]
     rig.finish(*rig.execute())
     assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
 
 
 def test_overload_is_one_line_a_minute_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(max_queue_size=4)
-    for wait_s, refused in ((0, 2), (1, 3), (58, 0), (1, 0), (59, 1), (1, 0)):
+    for wait_s, refusal_count in ((0, 2), (1, 3), (58, 0), (1, 0), (59, 1), (1, 0)):
         rig.pass_time(wait_s * 1_000 * MS)
-        rig.submit((0 if caplog.messages else 4) + refused)
+        rig.submit((0 if caplog.messages else 4) + refusal_count)
     rig.submit(1)
     rig.supervisor(Stop())
     assert caplog.messages == [
@@ -339,9 +341,9 @@ def test_a_failed_pool_rejects_queued_and_new_requests() -> None:
     rig.supervisor(InstanceExpected(0, 100))
     (waiting,) = rig.submit()
     rig.supervisor(InstanceGone(0, "model 'm' failed"))
-    assert rig.answers() == [failed(waiting, "UNAVAILABLE", "model 'm' failed")]
-    (new,) = rig.submit()
-    assert rig.answers() == [failed(new, "UNAVAILABLE", "model 'm' failed")]
+    assert rig.answers() == [failure(waiting, "UNAVAILABLE", "model 'm' failed")]
+    (new_id,) = rig.submit()
+    assert rig.answers() == [failure(new_id, "UNAVAILABLE", "model 'm' failed")]
     rig.start()
     rig.submit()
     assert rig.execute()
@@ -376,7 +378,7 @@ def test_many_idle_clients_are_forgotten() -> None:
         rig.client(m.Cancel(1), peer=b"%d.x" % index)
     assert len(rig.scheduler._clients) <= 1025
     rig.client(m.Cancel(number))
-    assert rig.answers() == [failed(number, "CANCELLED", "request cancelled")]
+    assert rig.answers() == [failure(number, "CANCELLED", "request cancelled")]
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -389,7 +391,7 @@ def test_a_deadline_passes_in_the_queue() -> None:
     rig.pass_time(5 * MS)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED)]
     assert rig.wake_ns == NEVER
 
 
@@ -400,14 +402,14 @@ def test_a_deadline_expires_while_the_instance_is_busy() -> None:
     (number,) = rig.submit()
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
-    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED)]
 
 
 def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> None:
     rig, peer = ready_rig({})
     number, batch = rig.begin(timeout_ns=5 * MS)
     rig.pass_time(5 * MS + 1)
-    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED, early=True)]
+    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED, early=True)]
     assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
     rig.client(m.Cancel(number))
     rig.finish(peer, batch, ok(batch.requests[0].key, response_in_arena(100, 64)))
@@ -429,17 +431,22 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     rig, _ = ready_rig({})
     rig.core.executions.service_time.pipeline_depth = 2
     (running,) = rig.submit()
-    ahead, later = rig.submit(8), rig.submit(3)
+    prefetched_ids, later_ids = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()
-    assert [request.data[0] for request in batch.requests] == [b"w%d" % number for number in ahead]
+    assert [request.data[0] for request in batch.requests] == [
+        b"w%d" % number for number in prefetched_ids
+    ]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
-    ran = []
+    executed = []
     while executes := rig.executes():
         for _, batch in executes:
-            ran.append([request.data[0] for request in batch.requests])
+            executed.append([request.data[0] for request in batch.requests])
             rig.finish(peer, batch)
-    assert ran == [[b"w%d" % number for number in request] for request in ([running], ahead, later)]
+    assert executed == [
+        [b"w%d" % number for number in request]
+        for request in ([running], prefetched_ids, later_ids)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -480,7 +487,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     assert rig.wake_ns == rig.now + 500 * MS
     rig.pass_time(500 * MS)
     text = "execution of the request exceeded the limit of 0.5 seconds"
-    assert rig.answers() == [failed(number, "INTERNAL", text, early=True)]
+    assert rig.answers() == [failure(number, "INTERNAL", text, early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance) and kill.process == 100
     (waiting,) = rig.submit()
@@ -496,17 +503,17 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
 
 def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     rig, _ = ready_rig({}, execution_timeout_s=2)
-    first, second = rig.submit(2)
+    first_id, second_id = rig.submit(2)
     rig.execute()
     rig.pass_time(2_000 * MS)
     assert rig.answers() == []
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(first, b"done", [b"done"])]
+    assert rig.answers() == [m.Finished(first_id, b"done", [b"done"])]
     rig.pass_time(2_000 * MS)
     text = "execution of the request exceeded the limit of 2 seconds"
-    assert rig.answers() == [failed(second, "INTERNAL", text, early=True)]
+    assert rig.answers() == [failure(second_id, "INTERNAL", text, early=True)]
     assert rig.report()["shmserve"]["overruns"] == 2
 
 
@@ -515,7 +522,7 @@ def test_a_request_that_does_not_fit_the_model_is_refused(batch_size: int) -> No
     rig, _ = ready_rig()
     (number,) = rig.submit(batch_size=batch_size, request_id="me")
     text = "[request id: me] inference request batch-size must be <= 8 for 'm'"
-    assert rig.answers() == [failed(number, "INVALID_ARG", text)]
+    assert rig.answers() == [failure(number, "INVALID_ARG", text)]
     rig.submit(batch_size=0)
     assert rig.executes()
 
@@ -523,7 +530,7 @@ def test_a_request_that_does_not_fit_the_model_is_refused(batch_size: int) -> No
 def test_a_schema_that_cannot_be_read_is_an_internal_error() -> None:
     rig, _ = ready_rig()
     (number,) = rig.submit(work=(b"\xc1", [b"data"]))
-    assert rig.answers() == [failed(number, "INTERNAL", "internal error")]
+    assert rig.answers() == [failure(number, "INTERNAL", "internal error")]
 
 
 # --- endings --------------------------------------------------------------------------------------
@@ -531,28 +538,28 @@ def test_a_schema_that_cannot_be_read_is_an_internal_error() -> None:
 
 def test_a_queued_request_is_cancelled() -> None:
     rig = Rig()
-    first, second = rig.submit(2)
-    rig.client(m.Cancel(first))
-    rig.client(m.Cancel(first))
+    first_id, second_id = rig.submit(2)
+    rig.client(m.Cancel(first_id))
+    rig.client(m.Cancel(first_id))
     rig.client(m.Cancel(99))
-    assert rig.answers() == [failed(first, "CANCELLED", "request cancelled")]
+    assert rig.answers() == [failure(first_id, "CANCELLED", "request cancelled")]
     rig.start()
     assert rig.execute()[1].requests[0].data == [b"w2"]
-    assert second
+    assert second_id
 
 
 def test_cancelling_an_executing_request_does_not_affect_other_requests() -> None:
     rig, peer = ready_rig({})
-    first, second = rig.submit(2, timeout_ns=50 * MS)
+    first_id, second_id = rig.submit(2, timeout_ns=50 * MS)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
-    rig.client(m.Cancel(first))
+    rig.client(m.Cancel(first_id))
     assert rig.answers() == []
     assert rig.workers.take() == [(peer, m.CancelExecution(keys[0]))]
     rig.finish(peer, batch, ok(keys[0], response_in_arena(100, 0)), ok(keys[1]))
     assert rig.answers() == [
-        failed(first, "CANCELLED", "request cancelled"),
-        m.Finished(second, b"done", [b"done"]),
+        failure(first_id, "CANCELLED", "request cancelled"),
+        m.Finished(second_id, b"done", [b"done"]),
     ]
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0]))]
 
@@ -561,24 +568,24 @@ def test_an_exited_client_receives_nothing() -> None:
     rig, peer = ready_rig({}, max_batch_size=2)
     rig.submit(1)
     rig.submit(2, peer=OTHER_PEER)
-    mine, batch = rig.begin()
+    client_id, batch = rig.begin()
     rig.supervisor(ProcessExited(7001, ""))
     rig.finish(peer, batch)
     assert [message.id for message in rig.answers()] == [1]
     _, batch = rig.execute()
     assert len(batch.requests) == 1
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(mine, b"done", [b"done"])]
+    assert rig.answers() == [m.Finished(client_id, b"done", [b"done"])]
     rig.submit(1, peer=OTHER_PEER)
     assert rig.executes() == [] and rig.answers() == []
 
 
 def test_a_client_disconnects_while_its_requests_execute() -> None:
     rig, peer = ready_rig({})
-    first, second = rig.submit(2, timeout_ns=5 * MS)
+    first_id, second_id = rig.submit(2, timeout_ns=5 * MS)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
-    rig.client(m.Cancel(first))
+    rig.client(m.Cancel(first_id))
     rig.supervisor(ProcessExited(7000, ""))
     messages = rig.to_workers()
     assert m.ReaderExited(7000) in messages
@@ -587,7 +594,7 @@ def test_a_client_disconnects_while_its_requests_execute() -> None:
     )
     rig.pass_time(6 * MS)
     rig.finish(peer, batch, ok(keys[0]), ok(keys[1], response_in_arena(100, 64)))
-    assert rig.answers() == [] and second
+    assert rig.answers() == [] and second_id
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
     assert rig.report()["shmserve"]["failures"]["CANCELED"] == 2
 
@@ -596,10 +603,10 @@ def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> 
     rig, _ = ready_rig({})
     numbers = rig.submit(3)
     rig.execute()
-    (later,) = rig.submit()
+    (later_id,) = rig.submit()
     rig.supervisor(ProcessExited(100, "signal 11"))
     peer = rig.start(0, 101)
-    for number in [*numbers, later]:
+    for number in [*numbers, later_id]:
         _, batch = rig.execute()
         assert len(batch.requests) == 1
         rig.finish(peer, batch)
@@ -612,24 +619,24 @@ def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> 
 def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     rig = Rig({})
     rig.start(0, 100)
-    bad, good = rig.submit(2)
+    fatal_id, harmless_id = rig.submit(2)
     rig.execute()
     rig.supervisor(ProcessExited(100, "signal 11"))
     rig.start(0, 101)
     rig.execute()
     rig.supervisor(ProcessExited(101, "signal 11"))
     text = "the model's worker died while running this request (signal 11)"
-    assert rig.answers() == [failed(bad, "INTERNAL", text)]
+    assert rig.answers() == [failure(fatal_id, "INTERNAL", text)]
     peer = rig.start(0, 102)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(good, b"done", [b"done"])]
+    assert rig.answers() == [m.Finished(harmless_id, b"done", [b"done"])]
 
 
 def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
     """A retry could return a different result."""
     rig = Rig({})
     rig.start(0, 100)
-    begun = rig.submit(2, work=in_place_work())
+    executing_ids = rig.submit(2, work=in_place_work())
     rig.execute()
     (waiting,) = rig.submit(work=in_place_work())
     rig.supervisor(ProcessExited(100, "signal 9"))
@@ -637,7 +644,7 @@ def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
         "the model's worker died while running this request (signal 9); its outputs overlap "
         "its inputs, which may have changed"
     )
-    assert rig.answers() == [failed(number, "INTERNAL", text) for number in begun]
+    assert rig.answers() == [failure(number, "INTERNAL", text) for number in executing_ids]
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(waiting, b"done", [b"done"])]
@@ -653,7 +660,7 @@ def test_a_cancelled_request_is_not_retried() -> None:
     rig.client(m.Cancel(2))
     rig.answers()
     rig.supervisor(ProcessExited(100, "signal 9"))
-    assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
+    assert rig.answers() == [m.Settled(1), failure(2, "CANCELLED", "request cancelled")]
     rig.start(0, 101)
     assert [request.data[0] for request in rig.execute()[1].requests] == [b"w3"]
 
@@ -662,24 +669,24 @@ def test_a_cancelled_request_is_not_retried() -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "corrupt",
     [
-        lambda good: [],
-        lambda good: good[:1],
-        lambda good: [*good, good[0]],
-        lambda good: [good[0], good[0]],
-        lambda good: [good[0], m.Reply(999, "", "")],
+        lambda replies: [],
+        lambda replies: replies[:1],
+        lambda replies: [*replies, replies[0]],
+        lambda replies: [replies[0], replies[0]],
+        lambda replies: [replies[0], m.Reply(999, "", "")],
     ],
 )
-def test_replies_that_do_not_match_fail_only_their_batch(spoil) -> None:
+def test_replies_that_do_not_match_fail_only_their_batch(corrupt) -> None:
     rig, peer = ready_rig({})
-    first, second = rig.submit(2)
+    first_id, second_id = rig.submit(2)
     _, batch = rig.execute()
-    replies = spoil([ok(request.key) for request in batch.requests])
+    replies = corrupt([ok(request.key) for request in batch.requests])
     rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
     assert rig.answers() == [
-        failed(first, "INTERNAL", "internal error"),
-        failed(second, "INTERNAL", "internal error"),
+        failure(first_id, "INTERNAL", "internal error"),
+        failure(second_id, "INTERNAL", "internal error"),
     ]
     rig.submit()
     rig.finish(peer, rig.execute()[1])
@@ -691,7 +698,7 @@ def test_a_worker_that_returns_an_unknown_batch_is_replaced() -> None:
     number, batch = rig.begin()
     for wrong_value in (batch.batch + 1, -5, 0):
         rig.worker(peer, m.BatchFinished(wrong_value, 0, 0, 0, 0, []))
-    assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
+    assert rig.answers() == [failure(number, "INTERNAL", "internal error", early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance)
     rig.supervisor(ProcessExited(100, "signal 9"))
@@ -750,18 +757,18 @@ def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:
     assert rig.executes() == []
     rig.supervisor(Drain())
     _, batch = rig.execute()
-    (refused,) = rig.submit(request_id="late")
+    (refused_id,) = rig.submit(request_id="late")
     text = (
         "[request id: late] Server is stopping, scheduler for model has stopped accepting new "
         "inference requests"
     )
-    assert rig.answers() == [failed(refused, "UNAVAILABLE", text)]
-    assert not drained(rig)
+    assert rig.answers() == [failure(refused_id, "UNAVAILABLE", text)]
+    assert not has_drained(rig)
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
-    assert drained(rig)
+    assert has_drained(rig)
     rig.supervisor(Drain())
-    assert drained(rig)
+    assert has_drained(rig)
 
 
 def test_draining_waits_for_requests_that_are_not_settled() -> None:
@@ -770,12 +777,12 @@ def test_draining_waits_for_requests_that_are_not_settled() -> None:
     _, batch = rig.execute()
     rig.pass_time(2 * MS)
     rig.supervisor(Drain())
-    assert not drained(rig)
+    assert not has_drained(rig)
     rig.finish(peer, batch)
-    assert drained(rig)
+    assert has_drained(rig)
 
 
-def drained(rig: Rig) -> bool:
+def has_drained(rig: Rig) -> bool:
     """Return whether `Drained` was sent since the last call; the counts must precede it."""
     messages = rig.to_supervisor()
     assert {type(message) for message in messages[:-1]} <= {InstanceServed, StatisticsSnapshot}
@@ -784,7 +791,7 @@ def drained(rig: Rig) -> bool:
 
 def test_stopping_answers_everyone() -> None:
     rig, _ = ready_rig({}, max_batch_size=2)
-    early, cancelled = (rig.submit(timeout_ns=limit)[0] for limit in (MS, 0))
+    expiring_id, cancelled = (rig.submit(timeout_ns=limit)[0] for limit in (MS, 0))
     rig.pass_time(2 * MS)
     (queued,) = rig.submit()
     rig.client(m.Cancel(cancelled))
@@ -792,7 +799,7 @@ def test_stopping_answers_everyone() -> None:
     rig.supervisor(Stop())
     assert rig.scheduler.stopped
     answer_types = {answer.id: type(answer) for answer in rig.answers()}
-    assert answer_types[early] is m.Settled and answer_types[queued] is m.Failed
+    assert answer_types[expiring_id] is m.Settled and answer_types[queued] is m.Failed
     assert rig.core._responses.live_requests == 0
 
 
@@ -804,21 +811,21 @@ def test_metrics_are_an_instances_own_and_stay_counted() -> None:
     peers = [rig.start(0, 100), rig.start(1, 101)]
     for number, peer in enumerate(peers, 1):
         rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [number], []]]]]))
-    assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
+    assert reported_families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
     rig.supervisor(ProcessExited(100, ""))
     rig.worker(peers[0], m.MetricsReported([["c", "", "COUNTER", [[[], [50], []]]]]))
-    assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
+    assert reported_families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
 
 
 def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
     rig, peer = ready_rig()
     rig.worker(b"x.y", m.MetricsReported([["c", "", "COUNTER", [[[], [1], []]]]]))
     rig.worker(peer, m.MetricsReported([["c", "", "NONSENSE", [[[], [1], []]]]]))
-    assert families(rig) == []
+    assert reported_families(rig) == []
     assert rig.report()["shmserve"]["malformed"] == 2
 
 
-def families(rig: Rig) -> Any:
+def reported_families(rig: Rig) -> Any:
     return rig.report()["shmserve"]["families"]
 
 
@@ -828,8 +835,8 @@ def test_request_options_reach_the_worker() -> None:
     fields |= {"correlation_id": 4, "correlation_text": "text"}
     rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
     _, batch = rig.execute()
-    (work,) = batch.requests
+    (unit_of_work,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
-    assert work == m.Work(
-        work.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS
+    assert unit_of_work == m.Work(
+        unit_of_work.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS
     )

@@ -25,9 +25,9 @@ class Item:
     flush_by_ns: int = NEVER
 
 
-def rules(most: int = 8, preferred: tuple[int, ...] = (), delay_ns: int = 0) -> Batching:
+def rules(max_batch_size: int = 8, preferred: tuple[int, ...] = (), delay_ns: int = 0) -> Batching:
     """Return batching rules with Triton's default preferred size."""
-    return Batching(most, frozenset(preferred or (most,)), delay_ns)
+    return Batching(max_batch_size, frozenset(preferred or (max_batch_size,)), delay_ns)
 
 
 def items(*units: int) -> list[Item]:
@@ -70,8 +70,8 @@ def test_sizes(units: tuple[int, ...], batching: Batching, expected: Batch) -> N
 
 def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
     queue = items(*[1] * 7)
-    first = decide(NOW, queue, rules(8, (4, 6)), 0)
-    assert first == Batch(6, CloseReason.PREFERRED)
+    first_decision = decide(NOW, queue, rules(8, (4, 6)), 0)
+    assert first_decision == Batch(6, CloseReason.PREFERRED)
     assert decide(NOW, queue[6:], rules(8, (4, 6)), 0) == Batch(1, CloseReason.IDLE)
 
 
@@ -102,7 +102,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, 
 
 @given(SHAPES, st.floats(0, 1), st.integers(1, 8))
 def test_padded_shapes_share_a_batch_up_to_their_bound(
-    lengths_and_units: list[tuple[int, int]], most_waste: float, most: int
+    lengths_and_units: list[tuple[int, int]], most_waste: float, max_batch_size: int
 ) -> None:
     """A batch has the first requests that fit and may be padded together, in order.
 
@@ -110,21 +110,25 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
     """
     pads = Padding([Pad("X", (-1,), 0, (), "", "", most_waste)], {})
     queued = [
-        Item(min(units, most), shape_key=pads.key(b"", {"X": (length,)}))
+        Item(min(units, max_batch_size), shape_key=pads.key(b"", {"X": (length,)}))
         for length, units in lengths_and_units
     ]
-    batching = replace(rules(most), padding=pads)
+    batching = replace(rules(max_batch_size), padding=pads)
     decision = decide(NOW, queued, batching, 0)
     assert isinstance(decision, Batch)
-    taken = queued[: decision.count]
+    batch_items = queued[: decision.count]
     batch = pads.batch()
-    assert all(batch.may_join(item.shape_key, item.units) for item in taken)
-    total = sum(item.units for item in taken)
+    assert all(batch.may_join(item.shape_key, item.units) for item in batch_items)
+    total = sum(item.units for item in batch_items)
     if decision.count < len(queued):
-        after = queued[decision.count]
-        fits = total + after.units <= most
-        assert not fits or not batch.may_join(after.shape_key, after.units) or total == most
-        assert (decision.reason is CloseReason.SHAPE) == (fits and total < most)
+        next_item = queued[decision.count]
+        next_fits = total + next_item.units <= max_batch_size
+        assert (
+            not next_fits
+            or not batch.may_join(next_item.shape_key, next_item.units)
+            or total == max_batch_size
+        )
+        assert (decision.reason is CloseReason.SHAPE) == (next_fits and total < max_batch_size)
     ((elements, waste),) = batch.elements().values()
     assert waste <= most_waste * elements + 1e-9 or decision.count == 1
 
@@ -134,22 +138,22 @@ def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:
     batching = rules(8, (), DELAY)
     assert decide(NOW, queue, batching, 20_000) == WaitUntil(NOW + 40_000)
     assert decide(NOW + 40_000, queue, batching, 20_000) == Batch(2, CloseReason.DEADLINE)
-    far = [Item(flush_by_ns=NOW + 60 * DELAY)]
-    assert decide(NOW, far, batching, 20_000) == WaitUntil(NOW + DELAY)
+    distant = [Item(flush_by_ns=NOW + 60 * DELAY)]
+    assert decide(NOW, distant, batching, 20_000) == WaitUntil(NOW + DELAY)
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
+def queue_states(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
     """Draw a queue of admitted requests, rules, and a reserve."""
-    most = draw(st.integers(1, 12))
+    max_batch_size = draw(st.integers(1, 12))
     batching = Batching(
-        most,
-        frozenset(draw(st.sets(st.integers(1, most), min_size=1, max_size=3))),
+        max_batch_size,
+        frozenset(draw(st.sets(st.integers(1, max_batch_size), min_size=1, max_size=3))),
         draw(st.sampled_from([0, 1, 50, 1000])),
     )
     item = st.builds(
         Item,
-        units=st.integers(1, most),
+        units=st.integers(1, max_batch_size),
         shape_key=st.sampled_from([b"a", b"b"]) if draw(st.booleans()) else st.just(b"a"),
         enqueued_ns=st.integers(NOW - 1500, NOW),
         flush_by_ns=st.one_of(st.just(NEVER), st.integers(NOW, NOW + 2000)),
@@ -159,13 +163,13 @@ def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
 
 def fits(queue: list[Item], count: int, batching: Batching) -> bool:
     """Return whether the first `count` requests may run together."""
-    chosen = queue[:count]
-    return sum(item.units for item in chosen) <= batching.max_batch_size and all(
-        item.shape_key == chosen[0].shape_key for item in chosen
+    batch_items = queue[:count]
+    return sum(item.units for item in batch_items) <= batching.max_batch_size and all(
+        item.shape_key == batch_items[0].shape_key for item in batch_items
     )
 
 
-def reached(queue: list[Item], batching: Batching) -> int:
+def max_batch(queue: list[Item], batching: Batching) -> int:
     """Return the maximum number of requests that may run together."""
     count = 0
     while count < len(queue) and fits(queue, count + 1, batching):
@@ -173,15 +177,15 @@ def reached(queue: list[Item], batching: Batching) -> int:
     return count
 
 
-@given(situations())
-def test_a_batch_is_legal_and_its_reason_true(situation: tuple[list[Item], Batching, int]) -> None:
-    queue, batching, reserve = situation
+@given(queue_states())
+def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batching, int]) -> None:
+    queue, batching, reserve = drawn_case
     decision = decide(NOW, queue, batching, reserve)
     if not isinstance(decision, Batch):
         return
     count, total = decision.count, sum(item.units for item in queue[: decision.count])
-    limit = reached(queue, batching)
-    after = queue[count] if count < len(queue) else None
+    limit = max_batch(queue, batching)
+    next_item = queue[count] if count < len(queue) else None
     oldest = min(item.enqueued_ns for item in queue[:limit])
     waited_enough = batching.delay_ns > 0 and NOW - oldest >= batching.delay_ns
     assert 1 <= count <= limit
@@ -189,15 +193,15 @@ def test_a_batch_is_legal_and_its_reason_true(situation: tuple[list[Item], Batch
     match decision.reason:
         case CloseReason.FULL:
             assert total == batching.max_batch_size or (
-                after is not None and total + after.units > batching.max_batch_size
+                next_item is not None and total + next_item.units > batching.max_batch_size
             )
         case CloseReason.SHAPE:
-            assert after is not None and after.shape_key != queue[0].shape_key
+            assert next_item is not None and next_item.shape_key != queue[0].shape_key
             assert count == limit
         case CloseReason.PREFERRED:
             assert not waited_enough
             assert total in batching.preferred or (
-                after is None or total + after.units > max(batching.preferred)
+                next_item is None or total + next_item.units > max(batching.preferred)
             )
         case CloseReason.DELAY:
             assert waited_enough and count == limit
@@ -210,11 +214,11 @@ def test_a_batch_is_legal_and_its_reason_true(situation: tuple[list[Item], Batch
             pytest.fail("the batcher knows no retries")
 
 
-@given(situations())
+@given(queue_states())
 def test_waiting_is_bounded_and_ends_in_a_batch(
-    situation: tuple[list[Item], Batching, int],
+    drawn_case: tuple[list[Item], Batching, int],
 ) -> None:
-    queue, batching, reserve = situation
+    queue, batching, reserve = drawn_case
     decision = decide(NOW, queue, batching, reserve)
     assert (decision is None) == (not queue)
     if isinstance(decision, WaitUntil):
@@ -226,21 +230,21 @@ def test_waiting_is_bounded_and_ends_in_a_batch(
         assert isinstance(at_the_end, Batch) and at_the_end.count == len(queue)
 
 
-@given(situations())
+@given(queue_states())
 def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
-    situation: tuple[list[Item], Batching, int],
+    drawn_case: tuple[list[Item], Batching, int],
 ) -> None:
-    queue, batching, reserve = situation
-    now, left = NOW, list(queue)
-    while left:
-        decision = decide(now, left, batching, reserve)
+    queue, batching, reserve = drawn_case
+    now_ns, queued = NOW, list(queue)
+    while queued:
+        decision = decide(now_ns, queued, batching, reserve)
         assert decision is not None
         if isinstance(decision, WaitUntil):
-            now = decision.ns
+            now_ns = decision.ns
             continue
-        for item in left[: decision.count]:
-            assert now <= max(NOW, item.enqueued_ns + batching.delay_ns)
-        del left[: decision.count]
+        for item in queued[: decision.count]:
+            assert now_ns <= max(NOW, item.enqueued_ns + batching.delay_ns)
+        del queued[: decision.count]
 
 
 def test_the_default_scheduler_runs_one_request_after_another() -> None:

@@ -39,12 +39,12 @@ SECOND = 10**9
 )
 def test_when_a_request_arrived_is_believed_within_a_second(arrival: int, expected: int) -> None:
     """A reported arrival one day ago would distort the mean of all requests for months."""
-    work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"))
-    submit = m.Submit(1, *work, arrival, 0, 0, 0, "mine")
+    submit = m.Submit(1, *packed_request, arrival, 0, 0, 0, "mine")
     checked = rules.validate(FIRST, submit, NOW)
     assert checked.arrived_ns == expected
-    assert (checked.request_id, (checked.schema, checked.data)) == ("mine", work)
+    assert (checked.request_id, (checked.schema, checked.data)) == ("mine", packed_request)
 
 
 @pytest.mark.parametrize(
@@ -62,27 +62,27 @@ def test_when_a_request_arrived_is_believed_within_a_second(arrival: int, expect
     ],
 )
 def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit_us: int, end: int) -> None:
-    work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(
         Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), limit_us
     )
-    submit = m.Submit(1, *work, NOW - 7, deadline, timeout_us, 0, "")
+    submit = m.Submit(1, *packed_request, NOW - 7, deadline, timeout_us, 0, "")
     assert rules.validate(FIRST, submit, NOW).deadline_ns == end
 
 
 def test_a_deadline_counts_from_the_arrival_at_the_scheduler() -> None:
-    work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 400)
-    submit = m.Submit(1, *work, NOW + SECOND, 0, 0, 0, "")
+    submit = m.Submit(1, *packed_request, NOW + SECOND, 0, 0, 0, "")
     assert rules.validate(FIRST, submit, NOW).deadline_ns == NOW + 400_000
 
 
 def test_a_valid_trace_context_is_continued() -> None:
-    work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 500)
     trace = TraceContext.new().message
-    submit = m.Submit(1, *work, NOW, 0, 0, 0, "mine", trace=trace)
+    submit = m.Submit(1, *packed_request, NOW, 0, 0, 0, "mine", trace=trace)
     # The trace context of a client is accepted.
     assert rules.validate(FIRST, submit, NOW).trace == trace
     with pytest.raises(InvalidArgument, match="trace is malformed"):
-        rules.validate(FIRST, m.Submit(1, *work, NOW, 0, 0, 0, trace="00-x"), NOW)
+        rules.validate(FIRST, m.Submit(1, *packed_request, NOW, 0, 0, 0, trace="00-x"), NOW)

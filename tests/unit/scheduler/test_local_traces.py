@@ -28,8 +28,8 @@ class FakeControlLink(list[Any]):
 def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, FakeControlLink]:
     control_link = FakeControlLink()
     local_traces = LocalTraces("m", "1", control_link)
-    given = {"": asdict(TraceSettings(**settings))}
-    local_traces.use(SetTracing(given, slow_ms))
+    model_settings = {"": asdict(TraceSettings(**settings))}
+    local_traces.use(SetTracing(model_settings, slow_ms))
     return local_traces, control_link
 
 
@@ -78,8 +78,13 @@ def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
 
 def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces, control_link = traces(slow_ms=100)
-    quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
-    for request in (quick, slow, failing, gone):
+    fast_id, slow, failing, cancelled_id = (
+        submit(1),
+        submit(2, age_ms=150),
+        submit(3, age_ms=150),
+        submit(4),
+    )
+    for request in (fast_id, slow, failing, cancelled_id):
         assert local_traces.start_trace(PEER, request).trace
     local_traces.end_trace(PEER, Finished(1, b"", []))
     local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))

@@ -17,7 +17,7 @@ def request(key: int, level: int) -> ScheduledRequest:
     return ScheduledRequest(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, DONE, level)
 
 
-class AgainstAList(RuleBasedStateMachine):
+class ComparedQueue(RuleBasedStateMachine):
     """A model of the queue: a plain list of requests with sort keys."""
 
     def __init__(self) -> None:
@@ -49,19 +49,19 @@ class AgainstAList(RuleBasedStateMachine):
         in_time = [request for _, request in self.naive if not request.delayed]
         if in_time:
             self.memory_ranges += 1
-            chosen = data.draw(st.sampled_from(in_time))
-            self._drop([chosen])
-            self.queue.delay(chosen)
-            self.naive.append(((chosen.level, True, self.memory_ranges), chosen))
+            chosen_request = data.draw(st.sampled_from(in_time))
+            self._drop([chosen_request])
+            self.queue.delay(chosen_request)
+            self.naive.append(((chosen_request.level, True, self.memory_ranges), chosen_request))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         """Remove a request, which may have been removed before."""
-        chosen = data.draw(st.sampled_from(self.requests))
-        is_expected = chosen in self._expected()
-        self._drop([chosen])
-        assert self.queue.remove(chosen) is is_expected
+        chosen_request = data.draw(st.sampled_from(self.requests))
+        is_expected = chosen_request in self._expected()
+        self._drop([chosen_request])
+        assert self.queue.remove(chosen_request) is is_expected
 
     @rule(data=st.data(), back=st.booleans())
     def take(self, data: st.DataObject, back: bool) -> None:
@@ -78,7 +78,7 @@ class AgainstAList(RuleBasedStateMachine):
                 self.naive.append(((request.level, request.delayed, -self.memory_ranges), request))
 
     @invariant()
-    def is_the_same(self) -> None:
+    def check_equality(self) -> None:
         """Check that the order and the counts equal those of the list."""
         expected = self._expected()
         assert list(self.queue) == expected
@@ -92,5 +92,5 @@ class AgainstAList(RuleBasedStateMachine):
         )
 
 
-AgainstAList.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestAgainstAList = AgainstAList.TestCase
+ComparedQueue.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstAList = ComparedQueue.TestCase

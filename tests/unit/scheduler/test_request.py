@@ -32,7 +32,9 @@ def test_every_way_through_the_table_ends() -> None:
     for state in State:
         visited, unvisited = set(), [state]
         while unvisited:
-            at = unvisited.pop()
-            visited.add(at)
-            unvisited += [after for after in LIFE[at].values() if after not in visited]
+            current = unvisited.pop()
+            visited.add(current)
+            unvisited += [
+                next_state for next_state in LIFE[current].values() if next_state not in visited
+            ]
         assert State.DONE in visited

@@ -21,7 +21,7 @@ from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok, ready_rig
 
 def test_nothing_is_counted_before_the_first_request() -> None:
     report = Rig({}).report()
-    nothing = {"count": 0, "ns": 0}
+    zero_counts = {"count": 0, "ns": 0}
     shmserve = report.pop("shmserve")
     assert report == {
         "name": "m",
@@ -34,7 +34,7 @@ def test_nothing_is_counted_before_the_first_request() -> None:
                 *("success", "fail", "queue", "compute_input", "compute_infer"),
                 *("compute_output", "cache_hit", "cache_miss"),
             ),
-            nothing,
+            zero_counts,
         ),
         "response_stats": {},
         "batch_stats": [],
@@ -78,12 +78,12 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
         "compute_infer": {"count": 1, "ns": 2},
         "compute_output": {"count": 1, "ns": 1},
     }
-    ours = report["shmserve"]
-    assert ours["failures"]["BACKEND"] == 1
-    assert ours["batches_closed"]["idle"] == 2
-    assert ours["batch_size"]["sum"] == 8
-    assert ours["request_seconds"]["count"] == 3
-    assert ours["instances"]["idle"] == 1
+    extension = report["shmserve"]
+    assert extension["failures"]["BACKEND"] == 1
+    assert extension["batches_closed"]["idle"] == 2
+    assert extension["batch_size"]["sum"] == 8
+    assert extension["request_seconds"]["count"] == 3
+    assert extension["instances"]["idle"] == 1
 
 
 def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> None:
@@ -98,10 +98,10 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
     rig.submit(3)
     batches = [batch for _, batch in rig.executes()]
     assert len(batches) == 3
-    began = rig.now + 1_000
+    sent_ns = rig.now + 1_000
     rig.now += 40_000
     for number, batch in enumerate(batches):
-        start = began + number * 10_000
+        start = sent_ns + number * 10_000
         times = (start, start + 1_000, start + 8_000, start + 10_000)
         replies = [ok(request.key) for request in batch.requests]
         rig.worker(peer, m.BatchFinished(batch.batch, *times, replies, 0, 0))
@@ -118,8 +118,10 @@ def test_a_request_that_fails_before_the_model_is_no_execution() -> None:
     _, batch = rig.execute()
     (request,) = batch.requests
     replies = [m.Reply(request.key, "INVALID_ARG", "incomplete string")]
-    now = rig.now
-    rig.worker(peer, m.BatchFinished(batch.batch, now, now, now, now, replies, executed=False))
+    now_ns = rig.now
+    rig.worker(
+        peer, m.BatchFinished(batch.batch, now_ns, now_ns, now_ns, now_ns, replies, executed=False)
+    )
     report = rig.report()
     assert (report["execution_count"], report["last_inference"]) == (0, 0)
     assert report["batch_stats"] == []
@@ -146,20 +148,20 @@ def test_gauges_show_what_is_here_now() -> None:
     rig.submit(3)
     rig.supervisor(InstanceExpected(1, 0))
     rig.clients.malformed = 2
-    ours = rig.report()["shmserve"]
-    assert (ours["pending"], ours["executing"], ours["malformed"]) == (3, 2, 2)
-    assert ours["instances"]["busy"] == 1 == ours["instances"]["expected"]
+    extension = rig.report()["shmserve"]
+    assert (extension["pending"], extension["executing"], extension["malformed"]) == (3, 2, 2)
+    assert extension["instances"]["busy"] == 1 == extension["instances"]["expected"]
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4), st.integers(0, 50))
-def test_timing_never_exceeds_what_can_be_true(reported: list[int], ran: int) -> None:
-    started, now = 1000, 1000 + ran
+def test_timing_never_exceeds_what_can_be_true(reported: list[int], duration_ns: int) -> None:
+    started, now_ns = 1000, 1000 + duration_ns
     start, input_end, output_start, end = reported
     message = m.BatchFinished(1, start, input_end, output_start, end, [])
-    timing = Timing.clamped(message, started, now)
-    assert started <= timing.compute_start_ns <= now
+    timing = Timing.clamped(message, started, now_ns)
+    assert started <= timing.compute_start_ns <= now_ns
     assert min(timing[1:4]) >= 0
-    assert timing.compute_start_ns + sum(timing[1:4]) <= now
+    assert timing.compute_start_ns + sum(timing[1:4]) <= now_ns
 
 
 def test_a_histogram_counts_a_bound_as_within_it() -> None:
@@ -208,56 +210,58 @@ def test_a_successor_counts_on() -> None:
     rig.finish(peer, batch)
     report = rig.report()
     assert report["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
-    (kept,) = [message for _, message in rig.control.take() if type(message) is StatisticsSnapshot]
-    assert total(kept.statistics).items() <= report["shmserve"].items()
+    (snapshot,) = [
+        message for _, message in rig.control.take() if type(message) is StatisticsSnapshot
+    ]
+    assert total(snapshot.statistics).items() <= report["shmserve"].items()
 
     successor = Rig({})
-    successor.scheduler.restore([kept.statistics, kept.metrics], [100])
-    now = successor.report()
-    assert now["last_inference"] > 0
-    del now["last_inference"], report["last_inference"]
+    successor.scheduler.restore([snapshot.statistics, snapshot.metrics], [100])
+    report_now = successor.report()
+    assert report_now["last_inference"] > 0
+    del report_now["last_inference"], report["last_inference"]
     assert report["inference_count"] > 0
-    for counts in (now, report):  # current values, not counts
+    for counts in (report_now, report):  # current values, not counts
         del counts["shmserve"]["instances"], counts["shmserve"]["executing"]
-    assert now == report
+    assert report_now == report
 
 
 def test_the_successor_of_a_version_continues_its_counts_in_metrics_alone() -> None:
-    old = Rig({})
-    peer = old.start()
-    old.submit(2)
-    _, batch = old.execute()
-    old.supervisor(Drain())
-    kept = told_supervisor(old)
-    assert kept["inference_count"] == 0
-    new = Rig({})
-    new.supervisor(BaseCounters(total(kept)))
-    other = new.start()
-    new.finish(other, run_one(new))
-    old.pass_time(MS)
-    old.finish(peer, batch)
-    last = told_supervisor(old)
-    new.supervisor(BaseCounters(total(last)))
-    report = new.report()
+    old_rig = Rig({})
+    peer = old_rig.start()
+    old_rig.submit(2)
+    _, batch = old_rig.execute()
+    old_rig.supervisor(Drain())
+    old_report = last_snapshot(old_rig)
+    assert old_report["inference_count"] == 0
+    new_rig = Rig({})
+    new_rig.supervisor(BaseCounters(total(old_report)))
+    new_worker = new_rig.start()
+    new_rig.finish(new_worker, run_one(new_rig))
+    old_rig.pass_time(MS)
+    old_rig.finish(peer, batch)
+    last_report = last_snapshot(old_rig)
+    new_rig.supervisor(BaseCounters(total(last_report)))
+    report = new_rig.report()
     assert report["inference_count"] == 1
-    counted = told_supervisor(new)
-    both = total(counted)
-    assert both.items() <= report["shmserve"].items()
-    assert both["inference_count"] == 3
-    assert both["success"] == 3
-    assert both["batch_size"]["counts"][:2] == [1, 1]
-    assert both["batch_size"]["buckets"] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-    assert both["batches_closed"]["idle"] == 2
-    assert both["copied_bytes"] == {"in": 10, "out": 12}
+    counted = last_snapshot(new_rig)
+    totals = total(counted)
+    assert totals.items() <= report["shmserve"].items()
+    assert totals["inference_count"] == 3
+    assert totals["success"] == 3
+    assert totals["batch_size"]["counts"][:2] == [1, 1]
+    assert totals["batch_size"]["buckets"] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert totals["batches_closed"]["idle"] == 2
+    assert totals["copied_bytes"] == {"in": 10, "out": 12}
     # A successor after a death or a planned replacement continues from both snapshots.
     after_a_death = Rig({})
     after_a_death.scheduler.restore([counted, [[]]], [])
-    assert total(after_a_death.snapshot()) == both
+    assert total(after_a_death.snapshot()) == totals
     after_a_reload = Rig({})
-    after_a_reload.supervisor(BaseCounters(both))
-    assert total(after_a_reload.snapshot()) == both
+    after_a_reload.supervisor(BaseCounters(totals))
+    assert total(after_a_reload.snapshot()) == totals
     after_a_reload.supervisor(BaseCounters({"nonsense": 1}))
-    assert total(after_a_reload.snapshot()) == both
+    assert total(after_a_reload.snapshot()) == totals
 
 
 def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
@@ -269,15 +273,17 @@ def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
         rig.respond(peer, rig.execute()[1].requests[0].key)
         reports.append(total(rig.snapshot()))
     assert reports[0]["first_response_ms"]["counts"] == [1, 0, 0]
-    same, other = (plus(after, reports[0]) for after in reports[1:])
-    assert same["first_response_ms"]["counts"] == [2, 0, 0]
-    assert other["first_response_ms"]["counts"] == [1, 0]
+    same_sum, changed_sum = (plus(later_report, reports[0]) for later_report in reports[1:])
+    assert same_sum["first_response_ms"]["counts"] == [2, 0, 0]
+    assert changed_sum["first_response_ms"]["counts"] == [1, 0]
 
 
-def told_supervisor(rig: Rig) -> dict[str, Any]:
+def last_snapshot(rig: Rig) -> dict[str, Any]:
     """Return the last snapshot that a scheduler has sent for its successor."""
-    kept = [message for _, message in rig.control.take() if type(message) is StatisticsSnapshot]
-    return dict(kept[-1].statistics)
+    snapshots = [
+        message for _, message in rig.control.take() if type(message) is StatisticsSnapshot
+    ]
+    return dict(snapshots[-1].statistics)
 
 
 def run_one(rig: Rig) -> m.Execute:

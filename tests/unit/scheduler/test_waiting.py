@@ -23,30 +23,32 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
     """Yield two pipes whose read ends have high descriptor numbers."""
     requests = []
     for _ in range(2):
-        low, writes = os.pipe()
-        requests.append((fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH), writes))
-        os.close(low)
+        low_reader, writes = os.pipe()
+        requests.append((fcntl.fcntl(low_reader, fcntl.F_DUPFD_CLOEXEC, _HIGH), writes))
+        os.close(low_reader)
     yield requests
-    for ends in requests:
-        for fd in ends:
+    for pipe_ends in requests:
+        for fd in pipe_ends:
             os.close(fd)
 
 
 @pytest.fixture
-def low_descriptors_taken() -> Iterator[None]:
+def occupied_descriptors() -> Iterator[None]:
     """Occupy all descriptors up to 1,023."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH), max(most, 2 * _HIGH)))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH), max(hard_limit, 2 * _HIGH))
+        )
     except (OSError, ValueError):
         pytest.skip("the limit of descriptors cannot be raised")
-    taken = [os.open(os.devnull, os.O_RDONLY)]
-    while taken[-1] < _HIGH:
-        taken.append(os.dup(taken[0]))
+    low_fds = [os.open(os.devnull, os.O_RDONLY)]
+    while low_fds[-1] < _HIGH:
+        low_fds.append(os.dup(low_fds[0]))
     yield
-    for fd in taken:
+    for fd in low_fds:
         os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
 
 
 @pytest.mark.parametrize("wait_ns", [*_WAITS_NS, NEVER])
@@ -72,16 +74,16 @@ def test_a_wait_without_messages_times_out(pipes: list[tuple[int, int]], wait_ns
 
 def test_a_pipe_that_is_no_longer_watched(pipes: list[tuple[int, int]]) -> None:
     waiter = DescriptorWaiter()
-    (first, writes), (second, _) = pipes
-    waiter.watch(first, lambda: None)
-    waiter.watch(second, lambda: None)
-    waiter.unwatch(first)
+    (first_reader, writes), (second_reader, _) = pipes
+    waiter.watch(first_reader, lambda: None)
+    waiter.watch(second_reader, lambda: None)
+    waiter.unwatch(first_reader)
     os.write(writes, b"x")
     assert waiter.wait(time.monotonic_ns() + _WAITS_NS[0], 0) == []
-    assert list(waiter.handlers) == [second]
+    assert list(waiter.handlers) == [second_reader]
 
 
-@pytest.mark.usefixtures("low_descriptors_taken")
+@pytest.mark.usefixtures("occupied_descriptors")
 @pytest.mark.parametrize("wait_ns", _WAITS_NS)
 def test_a_process_with_many_descriptors(pipes: list[tuple[int, int]], wait_ns: int) -> None:
     waiter = DescriptorWaiter()

@@ -44,12 +44,12 @@ async def test_requests_are_routed_to_handlers_and_acknowledgements_to_waiters(
     control.receive_all()
     assert not (received or pending_calls), "nobody has started it"
     control.enrol(os.getpid(), "gateway", received.append)
-    known = asyncio.ensure_future(control.publish(Acknowledged, "gateway"))
+    acknowledged = asyncio.ensure_future(control.publish(Acknowledged, "gateway"))
     await asyncio.sleep(0)
-    assert not known.done()
+    assert not acknowledged.done()
     gateway.send(Acknowledged(1))
     control.receive_all()
-    await known
+    await acknowledged
     gateway.close()
     control.close()
     assert received == [m.Started()]
@@ -57,7 +57,7 @@ async def test_requests_are_routed_to_handlers_and_acknowledgements_to_waiters(
 
 
 async def test_only_workers_that_call_models_receive_news_of_schedulers(tmp_path: Path) -> None:
-    stop, lost = m.Stop(), SchedulerLost("ipc://a", "")
+    stop_message, lost_message = m.Stop(), SchedulerLost("ipc://a", "")
     control = ControlSocket(endpoints.control(tmp_path))
     control.enrol(os.getpid(), "worker", lambda message: None)
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
@@ -72,7 +72,7 @@ async def test_only_workers_that_call_models_receive_news_of_schedulers(tmp_path
         control.calls(os.getpid())
     worker.close()
     control.close()
-    assert received == [[stop], [lost, stop]]
+    assert received == [[stop_message], [lost_message, stop_message]]
 
 
 async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from shmserve.supervisor.host.listeners import close, listen, listen_unix
 NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
 
 
-def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+def resolve_names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     """Let every host name resolve to these addresses."""
     addresses_found = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses
@@ -23,7 +23,7 @@ def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
 
 def test_an_address_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """`localhost` is 127.0.0.1 and ::1 also where there is no IPv6."""
-    named(monkeypatch, NOBODYS, "127.0.0.1")
+    resolve_names(monkeypatch, NOBODYS, "127.0.0.1")
     (sock,) = listen("localhost", 0, "--http-address", True)
     with sock:
         assert sock.getsockname()[0] == "127.0.0.1"
@@ -32,19 +32,19 @@ def test_an_address_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch)
 def test_a_family_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = socket.socket
 
-    def without_ipv6(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    def refuse_ipv6(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
         if family == socket.AF_INET6:
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
         return kernels(family, kind)
 
-    monkeypatch.setattr(socket, "socket", without_ipv6)
+    monkeypatch.setattr(socket, "socket", refuse_ipv6)
     (sock,) = listen("", 0, "--http-address", True)
     with sock:
         assert sock.family == socket.AF_INET
 
 
 def test_no_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    named(monkeypatch, NOBODYS)
+    resolve_names(monkeypatch, NOBODYS)
     with pytest.raises(InvalidArgument, match="cannot listen on x:0: Cannot assign requested"):
         listen("x", 0, "--http-address", True)
 
@@ -53,8 +53,8 @@ def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) ->
     """Then none is listened on: clients would find the server by one address and not by another."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sockets = [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", where)
-            for where in (("127.0.0.2", 0), listener.getsockname(), (NOBODYS, 0))
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", address)
+            for address in (("127.0.0.2", 0), listener.getsockname(), (NOBODYS, 0))
         ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: sockets)
         with pytest.raises(InvalidArgument, match=r"already in use.*; .* another --http-port"):
@@ -64,33 +64,33 @@ def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_unix_socket_that_another_server_has_taken(tmp_path: Path) -> None:
     """A server that starts while this one ends keeps its socket."""
     path = tmp_path / "socket"
-    ending = listen_unix(path, NO_GROUP, "--http-unix-socket")
-    close(ending)
+    first_socket = listen_unix(path, NO_GROUP, "--http-unix-socket")
+    close(first_socket)
     assert not path.exists()
-    with listen_unix(path, NO_GROUP, "--http-unix-socket") as other:
-        close(ending)
+    with listen_unix(path, NO_GROUP, "--http-unix-socket") as second_socket:
+        close(first_socket)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
-        close(other)
+        close(second_socket)
         assert not path.exists()
 
 
 def test_a_unix_socket_that_is_in_use(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    with listen_unix(path, NO_GROUP, "--http-unix-socket") as first:
+    with listen_unix(path, NO_GROUP, "--http-unix-socket") as first_socket:
         with pytest.raises(InvalidArgument, match=r"in use; .* another --http-unix-socket"):
             listen_unix(path, NO_GROUP, "--http-unix-socket")
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
-        close(first)
+        close(first_socket)
 
 
 def test_unix_sockets_take_no_descriptors(tmp_path: Path) -> None:
     """A descriptor that is slow to close would block the gateway."""
     path = tmp_path / "sock"
-    with socket.socket(socket.AF_UNIX) as known:
+    with socket.socket(socket.AF_UNIX) as probe_socket:
         try:
-            known.setsockopt(socket.SOL_SOCKET, 83, 0)  # SO_PASSRIGHTS
+            probe_socket.setsockopt(socket.SOL_SOCKET, 83, 0)  # SO_PASSRIGHTS
         except OSError:
             pytest.skip("this kernel (before Linux 6.16) cannot refuse descriptors")
     with listen_unix(path, NO_GROUP, "--flag") as sock, socket.socket(socket.AF_UNIX) as client:

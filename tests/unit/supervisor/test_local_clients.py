@@ -56,30 +56,30 @@ async def test_one_user_does_not_take_all_places(
 ) -> None:
     """R15: three quarters are for one user, however many come; and again once one has left."""
     monkeypatch.setattr(fd_limits, "for_local_clients", lambda: PLACES)
-    nobody: Any = None
+    unused: Any = None
     disconnected = asyncio.Event()
     capabilities = Capabilities(os.urandom(32))
     local_clients = LocalClientServer(
         folder,
         NO_GROUP,
         capabilities,
-        nobody,
+        unused,
         lambda: (),
         Acknowledgements(),
         lambda _: disconnected.set(),
-        nobody,
+        unused,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(local_clients.connections.close)
-        inside = []
+        admitted_links = []
         for _ in range(PLACES):
-            link = stack.enter_context(come(folder))
-            if await welcome(link):
-                inside.append(link)
-        assert len(inside) == fd_limits.share_of(PLACES) < PLACES
-        inside.pop().close()
+            link = stack.enter_context(join_server(folder))
+            if await is_welcomed(link):
+                admitted_links.append(link)
+        assert len(admitted_links) == fd_limits.share_of(PLACES) < PLACES
+        admitted_links.pop().close()
         await disconnected.wait()
-        assert await welcome(stack.enter_context(come(folder)))
+        assert await is_welcomed(stack.enter_context(join_server(folder)))
 
 
 async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(folder: Path) -> None:
@@ -87,14 +87,14 @@ async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(fol
     disconnected = asyncio.Event()
     capabilities = Capabilities(bytes(32))
     registry = LocalMemory(capabilities, RegionOpener(POLICY), RecordedProcesses(), print)
-    nobody: Any = None
+    unused: Any = None
 
     def release_place(number: int) -> None:
         registry.release(number)
         disconnected.set()
 
     local_clients = LocalClientServer(
-        folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), release_place, nobody
+        folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), release_place, unused
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
         program.connect(str(endpoints.listener(folder)))
@@ -151,47 +151,49 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
         lambda number: None,
         never,
     )
-    with come(folder) as link:
+    with join_server(folder) as link:
         link.send(packet)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(10):
-            (refused,) = frames.unpack(await loop.sock_recv(link, 1024))
+            (refusal,) = frames.unpack(await loop.sock_recv(link, 1024))
             assert await loop.sock_recv(link, 1024) == b""
     text = "the peer has protocol version 2, this process has version 3"
-    assert refused == Refused(0, "UNSUPPORTED", text)
+    assert refusal == Refused(0, "UNSUPPORTED", text)
     local_clients.connections.close()
     registry.close()
 
 
-@pytest.mark.parametrize(("tensors", "fits"), [(2000, True), (20_000, False)])
+@pytest.mark.parametrize(("tensors", "all_fit"), [(2000, True), (20_000, False)])
 async def test_a_model_with_many_inputs_ends_no_connection(
-    folder: Path, tensors: int, fits: bool
+    folder: Path, tensors: int, all_fit: bool
 ) -> None:
     """Holds for a client that is connected during the load, and for a later one."""
     wide = _model("wide", tensors)
     models: list[Any] = [_model("plain", 1), HealthChanged(True, True, False)]
-    nobody: Any = None
-    known = Acknowledgements()
+    unused: Any = None
+    acknowledgements = Acknowledgements()
     local_clients = LocalClientServer(
         folder,
         NO_GROUP,
         Capabilities(bytes(32)),
-        *(nobody, lambda: models, known, lambda _: None, nobody),
+        *(unused, lambda: models, acknowledgements, lambda _: None, unused),
     )
     with contextlib.ExitStack() as stack:
         stack.callback(local_clients.connections.close)
-        link = stack.enter_context(come(folder))
+        link = stack.enter_context(join_server(folder))
         assert _names(await _receive(link, 3)) == {"plain"}
-        number = known.begin(local_clients.numbers())
+        number = acknowledgements.begin(local_clients.numbers())
         local_clients.announce(replace(wide, acknowledge=number))
         (message,) = await _receive(link, 1, hello=False)
-        assert isinstance(message, m.ModelPublished if fits else m.ModelWithdrawn)
+        assert isinstance(message, m.ModelPublished if all_fit else m.ModelWithdrawn)
         link.send(frames.pack([Acknowledged(message.acknowledge)]))
-        while not known.is_acknowledged(number):
-            await known.next_complete()
+        while not acknowledgements.is_acknowledged(number):
+            await acknowledgements.next_complete()
         models.insert(0, wide)
-        later = stack.enter_context(come(folder))
-        assert _names(await _receive(later, 4)) == ({"plain", "wide"} if fits else {"plain"})
+        later_link = stack.enter_context(join_server(folder))
+        assert _names(await _receive(later_link, 4)) == (
+            {"plain", "wide"} if all_fit else {"plain"}
+        )
 
 
 def test_the_tensors_that_a_welcome_lists() -> None:
@@ -235,14 +237,14 @@ async def _receive(link: socket.socket, count: int, *, hello: bool = True) -> li
         ]
 
 
-def come(folder: Path) -> socket.socket:
+def join_server(folder: Path) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(str(endpoints.listener(folder)))
     link.setblocking(False)
     return link
 
 
-async def welcome(link: socket.socket) -> bool:
+async def is_welcomed(link: socket.socket) -> bool:
     """Return whether a hello is answered with a welcome."""
     with contextlib.suppress(
         BrokenPipeError, ConnectionResetError

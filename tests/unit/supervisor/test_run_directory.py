@@ -25,8 +25,8 @@ def test_a_new_run_directory_is_private_and_removed_at_the_end() -> None:
 def test_the_run_directory_of_a_killed_server_is_cleared(tmp_path: Path) -> None:
     stale_dir = tmp_path / "run"
     os.close(RunDirectory(stale_dir).lock_fd)
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(stale_dir / "control"))
+    with socket.socket(socket.AF_UNIX) as stale_socket:
+        stale_socket.bind(str(stale_dir / "control"))
     directory = RunDirectory(stale_dir)
     assert [entry.name for entry in stale_dir.iterdir()] == ["lock"]
     os.close(directory.lock_fd)
@@ -34,19 +34,19 @@ def test_the_run_directory_of_a_killed_server_is_cleared(tmp_path: Path) -> None
 
 def test_a_late_removal_leaves_the_next_servers_run_directory(tmp_path: Path) -> None:
     """As a process of a killed server does that was stopped while another one removed it."""
-    first = RunDirectory(tmp_path / "run")
-    (first.path / "guests").mkdir()
-    (first.path / "guests" / "socket").touch()
-    first.remove()
-    assert not first.path.exists()
-    first.remove()
-    second = RunDirectory(tmp_path / "run")
-    (second.path / "control").touch()
-    first.remove()
-    assert sorted(os.listdir(second.path)) == ["control", "lock"]
-    second.remove()
-    assert not second.path.exists()
-    for directory in (first, second):
+    first_dir = RunDirectory(tmp_path / "run")
+    (first_dir.path / "guests").mkdir()
+    (first_dir.path / "guests" / "socket").touch()
+    first_dir.remove()
+    assert not first_dir.path.exists()
+    first_dir.remove()
+    second_dir = RunDirectory(tmp_path / "run")
+    (second_dir.path / "control").touch()
+    first_dir.remove()
+    assert sorted(os.listdir(second_dir.path)) == ["control", "lock"]
+    second_dir.remove()
+    assert not second_dir.path.exists()
+    for directory in (first_dir, second_dir):
         os.close(directory.lock_fd)
 
 
@@ -61,12 +61,12 @@ def test_processes_that_end_remove_their_own(
         (directory.path / f"{number}").touch()
     unlink = os.unlink
 
-    def unlinked_by_another(*name: Any, **folder: Any) -> None:
+    def unlink_first(*name: Any, **folder: Any) -> None:
         unlink(*name, **folder)
         if "lock" not in str(name[0]):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(os, "unlink", unlinked_by_another)
+    monkeypatch.setattr(os, "unlink", unlink_first)
     directory.remove()
     assert not directory.path.exists()
     os.close(directory.lock_fd)
@@ -74,16 +74,16 @@ def test_processes_that_end_remove_their_own(
 
 def test_a_foreign_folder_is_not_touched(tmp_path: Path) -> None:
     """A home folder is private too."""
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
-    (home / "thesis").write_text("years of work")
+    home_folder = tmp_path / "home"
+    home_folder.mkdir(mode=0o700)
+    (home_folder / "thesis").write_text("years of work")
     for lock in (None, "", "another program's"):
         if lock is not None:
-            (home / "lock").write_text(lock)
-        before = sorted(os.listdir(home))
+            (home_folder / "lock").write_text(lock)
+        files_before = sorted(os.listdir(home_folder))
         with pytest.raises(InvalidArgument, match="contains files that do not belong to a server"):
-            RunDirectory(home, patience_s=0.0)
-        assert sorted(os.listdir(home)) == before
+            RunDirectory(home_folder, patience_s=0.0)
+        assert sorted(os.listdir(home_folder)) == files_before
 
 
 @pytest.mark.parametrize("path", ["/proc/x", "/etc/passwd/x", "a" * 300])
@@ -93,10 +93,10 @@ def test_folders_that_cannot_be_made(tmp_path: Path, path: str) -> None:
 
 
 def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
+    def raise_no_space(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", raise_no_space)
     with pytest.raises(InvalidArgument, match=r"cannot use .*: No space left on device"):
         RunDirectory(tmp_path / "run", patience_s=0)
     assert not list(tmp_path.iterdir())
@@ -105,10 +105,10 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders are full, or belong to another user."""
 
-    def nowhere(prefix: str) -> str:
+    def raise_not_found(prefix: str) -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
+    monkeypatch.setattr(tempfile, "mkdtemp", raise_not_found)
     with pytest.raises(InvalidArgument, match=r"--run-dir: required .*No usable temporary"):
         RunDirectory(None)
 
@@ -124,10 +124,10 @@ def test_a_group_that_this_user_is_not_in(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_one_server_at_a_time(tmp_path: Path) -> None:
-    first = RunDirectory(tmp_path / "run")
+    first_dir = RunDirectory(tmp_path / "run")
     with pytest.raises(InvalidArgument, match=r"by another server; .* another --run-dir"):
         RunDirectory(tmp_path / "run", patience_s=0.0)
-    os.close(first.lock_fd)
+    os.close(first_dir.lock_fd)
 
 
 def test_a_second_server_names_the_run_directory_of_the_first(
@@ -135,13 +135,13 @@ def test_a_second_server_names_the_run_directory_of_the_first(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_PATIENCE_S", 0.0)
-    first, second = RunDirectory.default(), RunDirectory.default()
+    first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
     (message,) = caplog.messages
     assert message == (
-        f"'{first.path}' is in use by another server; clients must connect with "
-        f"connect('{second.path}')"
+        f"'{first_dir.path}' is in use by another server; clients must connect with "
+        f"connect('{second_dir.path}')"
     )
-    for directory in (first, second):
+    for directory in (first_dir, second_dir):
         directory.remove()
         os.close(directory.lock_fd)
 
@@ -152,12 +152,12 @@ def test_folders_that_are_not_private(tmp_path: Path) -> None:
     shared.mkdir(mode=0o755)
     link = tmp_path / "link"
     link.symlink_to(shared)
-    plain = tmp_path / "plain"
-    plain.write_text("")
+    plain_file = tmp_path / "plain"
+    plain_file.write_text("")
     with pytest.raises(InvalidArgument, match="mode 0755"):
         RunDirectory(shared)
-    for bad in (link, plain):
+    for bad_path in (link, plain_file):
         with pytest.raises(InvalidArgument, match="not a directory"):
-            RunDirectory(bad)
+            RunDirectory(bad_path)
     with pytest.raises(InvalidArgument, match="longer than"):
         RunDirectory(tmp_path / ("d" * 90))

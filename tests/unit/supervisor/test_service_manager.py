@@ -96,14 +96,14 @@ def test_notifications_queue_up_without_watchdog_messages(
     count = 40  # more than the kernel queues (net.unix.max_dgram_qlen, 10 by default)
     names = [f"FDSTORE=1\nFDNAME=kept-{number}\nFDPOLL=0" for number in range(count)]
 
-    async def fill(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
+    async def fill_socket(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
         manager = ServiceManager(address)
-        got: list[tuple[str, tuple[int, int]]] = []
+        received: list[tuple[str, tuple[int, int]]] = []
         for number, fd in enumerate(files):
             manager.keep(str(number), [fd])
             os.close(fd)  # the waiting descriptor is a duplicate
             manager.alive()
-        while not got or got[-1][0] != names[-1]:
+        while not received or received[-1][0] != names[-1]:
             await asyncio.sleep(0)
             try:
                 data, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
@@ -111,15 +111,15 @@ def test_notifications_queue_up_without_watchdog_messages(
                 continue
             except ValueError:  # a watchdog message sent while the queue had space
                 continue
-            got.append((data.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
+            received.append((data.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
             os.close(fd)
         manager.alive()
         manager.close()
-        return got
+        return received
 
     files = [os.memfd_create(f"kept-{number}") for number in range(count)]
-    same = [(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in files]
-    assert asyncio.run(fill(files)) == list(zip(names, same, strict=True))
+    identities = [(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in files]
+    assert asyncio.run(fill_socket(files)) == list(zip(names, identities, strict=True))
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
@@ -129,26 +129,26 @@ def test_a_flush_returns_when_no_notification_waits(
     address, sock = address_and_socket
     count = 40  # more than the kernel queues
 
-    async def keep() -> int:
+    async def flush_repeatedly() -> int:
         manager = ServiceManager(address)
         for number in range(count):
             manager.keep(str(number), [0])
-        waiting, read = asyncio.ensure_future(manager.flushed()), 0
+        waiting, read_count = asyncio.ensure_future(manager.flushed()), 0
         while not waiting.done():
             await asyncio.sleep(0)
             with contextlib.suppress(BlockingIOError):
                 sock.recv(1000)
-                read += 1
+                read_count += 1
         manager.close()
-        return read
+        return read_count
 
-    read = asyncio.run(asyncio.wait_for(keep(), 5))
+    read_count = asyncio.run(asyncio.wait_for(flush_repeatedly(), 5))
     queued = 0
     with contextlib.suppress(BlockingIOError):
         while sock.recv(1000):
             queued += 1
-    assert read > 0
-    assert read + queued == count
+    assert read_count > 0
+    assert read_count + queued == count
 
 
 @pytest.mark.parametrize("address", [None, "", "/nowhere/notify"])
@@ -191,7 +191,7 @@ print([name for name in os.environ if name.startswith("LISTEN_")])
 def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
     """Return what a process finds that received these sockets as its first descriptors."""
 
-    def memory_range() -> None:
+    def place_sockets() -> None:
         copies = [
             fcntl.fcntl(socket, fcntl.F_DUPFD, 100) for socket in sockets
         ]  # above the numbers that are passed on
@@ -199,16 +199,16 @@ def inherited_sockets(sockets: list[socket.socket], names: str, pid: str = "self
             os.dup2(copy, 3 + number)
 
     environment = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _ASK],
         env={**os.environ, **environment},
         pass_fds=range(3, 3 + len(sockets)),
-        preexec_fn=memory_range,
+        preexec_fn=place_sockets,
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.splitlines()
+    return completed.stdout.splitlines()
 
 
 def test_sockets_are_taken_by_their_names() -> None:
@@ -220,13 +220,13 @@ def test_sockets_are_taken_by_their_names() -> None:
         addresses = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
         assert inherited_sockets([http, grpc], "http:grpc") == [str(addresses), "[]"]
         assert inherited_sockets([http], "http", pid="1") == ["{}", "[]"]
-        (wrong, left) = inherited_sockets([http, grpc], "http:other")
-        assert wrong == (
+        (mismatch, remaining) = inherited_sockets([http, grpc], "http:other")
+        assert mismatch == (
             "LISTEN_FDNAMES: unknown socket name 'other' (allowed for FileDescriptorName=: http, "
             "grpc, "
             "metrics, local)"
         )
-        assert left == "[]"
+        assert remaining == "[]"
 
 
 def test_a_socket_that_does_not_listen_is_refused() -> None:

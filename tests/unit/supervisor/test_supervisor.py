@@ -26,29 +26,29 @@ def supervisor() -> Any:
     parts["end_signals"] = asyncio.Queue()
     parts["processes"].all.return_value = []
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
-    ending = {"finish_sequences": AsyncMock(), "stop": AsyncMock(), "kill": AsyncMock()}
-    parts["models"] = MagicMock(**ending)
+    shutdown_calls = {"finish_sequences": AsyncMock(), "stop": AsyncMock(), "kill": AsyncMock()}
+    parts["models"] = MagicMock(**shutdown_calls)
     parts["manager"] = ServiceManager(None)
     return Supervisor(**parts)
 
 
 def test_a_drain_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     """The server still stops completely, and the log names the failure."""
-    ending = supervisor()
-    ending.gateways.drain.side_effect = RuntimeError("so it is")
-    asyncio.run(ending.end(0))
+    failing = supervisor()
+    failing.gateways.drain.side_effect = RuntimeError("so it is")
+    asyncio.run(failing.end(0))
     assert "so it is" in caplog.text
-    ending.models.kill.assert_awaited()
-    ending.processes.close.assert_called()
+    failing.models.kill.assert_awaited()
+    failing.processes.close.assert_called()
 
 
 def test_a_start_that_fails_when_it_is_cut_short(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ending = supervisor()
+    failing = supervisor()
 
-    async def start(_: Supervisor, began: float) -> int:
-        ending.end_signals.put_nowait(15)
+    async def start(_: Supervisor, start_s: float) -> int:
+        failing.end_signals.put_nowait(15)
         try:
             return await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -56,9 +56,9 @@ def test_a_start_that_fails_when_it_is_cut_short(
 
     monkeypatch.setattr(Supervisor, "_start", start)
     monkeypatch.setattr(Supervisor, "open", lambda _: None)
-    assert asyncio.run(ending.run()) == 0
+    assert asyncio.run(failing.run()) == 0
     assert "so it is" in caplog.text
-    ending.processes.close.assert_called()
+    failing.processes.close.assert_called()
 
 
 @pytest.mark.parametrize("role", ["gateway", "host", "worker", "workspace", ""])
@@ -75,7 +75,10 @@ async def test_an_exit_is_one_message_for_the_handler_of_the_role(role: str) -> 
         "gateway": mocked.regions.draining.gateway_exited.mock_calls,
         "host": context.tickets.exited.mock_calls,
         "worker": mocked.readiness.exited.mock_calls,
-    } == {known: [call(7)] if known == role else [] for known in ("gateway", "host", "worker")}
+    } == {
+        known_role: [call(7)] if known_role == role else []
+        for known_role in ("gateway", "host", "worker")
+    }
 
 
 READERS, NON_READERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
@@ -85,7 +88,7 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
     """There are as many processes as models, and each would be woken for each that is unloaded."""
     monkeypatch.setattr("shmserve.supervisor.supervisor._EXIT_REPORT_DELAY_S", 0.0)
 
-    async def live() -> list[Any]:
+    async def report_exits() -> list[Any]:
         mocked = supervisor()
         for pid in (7, 8):
             child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
@@ -99,7 +102,7 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
         await outcomes.wait()
         return list(broadcasts)
 
-    assert asyncio.run(live()) == [
+    assert asyncio.run(report_exits()) == [
         call(ProcessExited(pid, "exit status 0"), *NON_READERS) for pid in (7, 8)
     ]
 
@@ -112,11 +115,11 @@ async def test_a_failure_in_the_background_is_logged_at_once(
 
     tasks: set[asyncio.Task[None]] = set()
     task = in_background(fail(), tasks)
-    kept = in_background(asyncio.sleep(60), tasks)
+    remaining_task = in_background(asyncio.sleep(60), tasks)
     await asyncio.wait({task})
-    assert tasks == {kept}
-    kept.cancel()
-    await asyncio.wait({kept})
+    assert tasks == {remaining_task}
+    remaining_task.cancel()
+    await asyncio.wait({remaining_task})
     assert not tasks
     (record,) = list(caplog.records)
     assert record.exc_info is not None

@@ -42,15 +42,17 @@ def acl(monkeypatch: pytest.MonkeyPatch) -> FakeAcl:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path) as model_rig:
-        one = {"type": 0, "dims": [4, 3]}
+        shape = {"type": 0, "dims": [4, 3]}
         path = model_rig.context.version_dir / "model.om"
-        write(path, [{"name": "x", **one}], [{"name": "y", **one}])
+        write(path, [{"name": "x", **shape}], [{"name": "y", **shape}])
         yield model_rig
 
 
-def config(most: int = 4, dims: tuple[int, ...] = (3,), datatype: str = "FP32") -> dict[str, Any]:
+def config(
+    max_batch_size: int = 4, dims: tuple[int, ...] = (3,), datatype: str = "FP32"
+) -> dict[str, Any]:
     inputs = [tensor_config("x", datatype, dims)]
-    return model_config(inputs, [tensor_config("y", datatype, dims)], most)
+    return model_config(inputs, [tensor_config("y", datatype, dims)], max_batch_size)
 
 
 def test_the_calls_from_load_to_unload(acl: FakeAcl, worker: Rig) -> None:
@@ -97,7 +99,7 @@ def test_without_cann_the_error_names_the_missing_package(
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        (config(most=8), "max_batch_size 8, but the file was made for batches of 4"),
+        (config(max_batch_size=8), "max_batch_size 8, but the file was made for batches of 4"),
         (config(dims=(5,)), r"has the shape \[5\], but the file's has \[3\]"),
         (config(datatype="INT32"), "has data_type TYPE_INT32, but the file's has TYPE_FP32"),
     ],
@@ -110,9 +112,9 @@ def test_a_configuration_that_promises_too_much(
 
 
 def test_dynamic_shapes_are_refused(acl: FakeAcl, worker: Rig) -> None:
-    one = {"type": 0, "dims": [-1, 3]}
+    shape = {"type": 0, "dims": [-1, 3]}
     path = worker.context.version_dir / "model.om"
-    write(path, [{"name": "x", **one}], [{"name": "y", **one}])
+    write(path, [{"name": "x", **shape}], [{"name": "y", **shape}])
     with pytest.raises(InvalidArgument, match="only static shapes are served"):
         OfflineModel(path, 0)
     assert not acl.alive

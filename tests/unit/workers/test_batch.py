@@ -58,20 +58,20 @@ def echo(requests: list[Request]) -> list[Response]:
 
 
 def one_tensor(
-    data_type: str = "FP32", dims: tuple[int, ...] = (-1,), most: int = 0, **more: Any
+    data_type: str = "FP32", dims: tuple[int, ...] = (-1,), max_batch_size: int = 0, **fields: Any
 ) -> dict[str, Any]:
     """Return a configuration with an input X and an output Y of the same datatype and shape."""
     return model_config(
-        [tensor_config("X", data_type, dims, **more)],
-        [tensor_config("Y", data_type, dims, **more)],
-        most,
+        [tensor_config("X", data_type, dims, **fields)],
+        [tensor_config("Y", data_type, dims, **fields)],
+        max_batch_size,
     )
 
 
 # --- views and copies
 
 
-def gatherer(
+def make_gatherer(
     config: dict[str, Any], mappings: Mappings
 ) -> tuple[Unpacker, Gatherer, list[memoryview]]:
     signature = Signature(ModelSpec.of(config), "1")
@@ -89,27 +89,29 @@ def unpack(unpacker: Unpacker, *requests: Inference) -> list[Request]:
     return [unpacker.request(Work(key, 1, *pack_inference(r))) for key, r in enumerate(requests)]
 
 
-def address(raw: memoryview) -> int:
+def address_of(raw: memoryview) -> int:
     pointer: int = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
     return pointer
 
 
 def test_a_batch_of_one_in_a_region_is_a_view(region: Region) -> None:
     mappings = Mappings()
-    unpacker, gather, buffers = gatherer(one_tensor(most=8), mappings)
+    unpacker, gather, buffers = make_gatherer(one_tensor(max_batch_size=8), mappings)
     memory_range = region.write(256, np.arange(8, dtype=F32))
     (request,) = unpack(unpacker, inference(tensor("X", np.zeros((2, 4), F32), memory_range)))
     raw, shape, view = gather.gather("X", [request])
     assert (shape, view, buffers) == ((2, 4), True, [])
-    assert address(raw) == address(mappings.view(memory_range))
+    assert address_of(raw) == address_of(mappings.view(memory_range))
     assert np.array_equal(np.frombuffer(raw, F32), np.arange(8, dtype=F32))
 
 
 def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region) -> None:
     mappings = Mappings()
-    unpacker, gather, buffers = gatherer(one_tensor(most=8), mappings)
+    unpacker, gather, buffers = make_gatherer(one_tensor(max_batch_size=8), mappings)
     rows = [np.full((n, 2), n, F32) for n in (1, 3, 2)]
-    memory_ranges = [region.write(at, row) for at, row in zip((64, 72, 96), rows, strict=True)]
+    memory_ranges = [
+        region.write(offset, row) for offset, row in zip((64, 72, 96), rows, strict=True)
+    ]
     items = [
         inference(tensor("X", row, memory_range))
         for row, memory_range in zip(rows, memory_ranges, strict=True)
@@ -117,7 +119,7 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     requests = unpack(unpacker, *items)
     raw, shape, view = gather.gather("X", requests)
     assert (shape, view, buffers) == ((6, 2), True, [])
-    assert address(raw) == address(mappings.view(memory_ranges[0]))
+    assert address_of(raw) == address_of(mappings.view(memory_ranges[0]))
     assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
     # Rows in another order, or with a gap between them, are not contiguous.
     for shuffled in (requests[::-1], [requests[0], requests[2]]):
@@ -129,7 +131,7 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
 
 
 def test_the_first_buffer_fits_the_largest_batch() -> None:
-    unpacker, gather, buffers = gatherer(one_tensor(dims=(2,), most=8), Mappings())
+    unpacker, gather, buffers = make_gatherer(one_tensor(dims=(2,), max_batch_size=8), Mappings())
     for sizes in ((1, 1), (3, 2), (4, 4)):
         rows = [np.random.rand(n, 2).astype(F32) for n in sizes]
         requests = unpack(unpacker, *(inference(tensor("X", row)) for row in rows))
@@ -139,18 +141,18 @@ def test_the_first_buffer_fits_the_largest_batch() -> None:
     assert [len(buffer) for buffer in buffers] == [8 * 2 * 4]
 
 
-@given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), most=st.integers(1, 64))
-def test_the_capacity_of_a_buffer(rows: int, row: int, most: int) -> None:
+@given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), min_capacity=st.integers(1, 64))
+def test_the_capacity_of_a_buffer(rows: int, row: int, min_capacity: int) -> None:
     byte_size = rows * row
-    capacity = buffer_capacity(byte_size, rows, most)
+    capacity = buffer_capacity(byte_size, rows, min_capacity)
     assert byte_size <= capacity <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
-    if row * max(rows, most) <= 64 * MIB:
-        assert capacity == (row * max(rows, most) if rows else 0), "never grown"
+    if row * max(rows, min_capacity) <= 64 * MIB:
+        assert capacity == (row * max(rows, min_capacity) if rows else 0), "never grown"
 
 
 def test_a_ragged_input_is_flat() -> None:
-    config = one_tensor(most=8, allow_ragged_batch=True)
-    unpacker, gather, _ = gatherer(config, Mappings())
+    config = one_tensor(max_batch_size=8, allow_ragged_batch=True)
+    unpacker, gather, _ = make_gatherer(config, Mappings())
     rows = [np.arange(n, dtype=F32).reshape(1, n) for n in (2, 4, 1)]
     requests = unpack(unpacker, *(inference(tensor("X", row)) for row in rows))
     raw, shape, _ = gather.gather("X", requests)
@@ -165,13 +167,13 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     """
     data = np.random.rand(4 * MIB).astype(F32)
     source = region.write(0, data)
-    seen: list[Any] = []
+    raw_inputs: list[Any] = []
 
-    def look(requests: list[Request]) -> list[Response]:
-        seen.append(requests[0].inputs["X"].raw)
+    def record_inputs(requests: list[Request]) -> list[Response]:
+        raw_inputs.append(requests[0].inputs["X"].raw)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, look), one_tensor())
+    worker.serve(FunctionBackend(worker.context, record_inputs), one_tensor())
     requested_output = RequestedOutput("Y", region.memory_range(20 * MIB, 16 * MIB))
     request = inference(TensorRef("X", "FP32", data.shape, source), outputs=[requested_output])
     tracemalloc.start()
@@ -180,7 +182,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     tracemalloc.stop()
     assert reply.code == "", reply.message
     assert peak < 1 * MIB
-    assert address(seen[0]) == address(worker.context.mappings.view(source))
+    assert address_of(raw_inputs[0]) == address_of(worker.context.mappings.view(source))
     assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
     assert reply.answer is not None
     assert reply.answer.outputs[0].data == requested_output.memory_range
@@ -190,11 +192,11 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
 def test_only_inputs_in_regions_are_read_only(worker: Rig, region: Region) -> None:
     flags: list[bool] = []
 
-    def look(requests: list[Request]) -> list[Response]:
+    def record_flags(requests: list[Request]) -> list[Response]:
         flags.append(requests[0].inputs["X"].numpy().flags.writeable)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, look), one_tensor())
+    worker.serve(FunctionBackend(worker.context, record_flags), one_tensor())
     data = np.arange(4, dtype=F32)
     worker.batch(inference(tensor("X", data)))
     worker.batch(inference(tensor("X", data, region.write(0, data))))
@@ -232,27 +234,27 @@ def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) 
     is used.
     """
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
-    small, large = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
-    (reply,) = worker.batch(inference(tensor("X", small)))
-    assert reply.array("Y").tolist() == small.tolist()
+    small_array, large_array = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
+    (reply,) = worker.batch(inference(tensor("X", small_array)))
+    assert reply.array("Y").tolist() == small_array.tolist()
     assert worker.context.arena.used == 0
-    (reply,) = worker.batch(inference(tensor("X", large, region.write(0, large))))
-    assert np.array_equal(reply.array("Y", worker), large)
+    (reply,) = worker.batch(inference(tensor("X", large_array, region.write(0, large_array))))
+    assert np.array_equal(reply.array("Y", worker), large_array)
     assert worker.context.arena.used == 4 * MIB
     assert reply.answer is not None
     memory_range = reply.answer.outputs[0].data
     assert not isinstance(memory_range, bytes)
     worker.release([memory_range.offset], pid=1)
-    worker.batch(inference(tensor("X", small)))
+    worker.batch(inference(tensor("X", small_array)))
     assert worker.context.arena.used == 4 * MIB, "only its reader may release it"
     worker.release([memory_range.offset])
-    worker.batch(inference(tensor("X", small)))
+    worker.batch(inference(tensor("X", small_array)))
     assert worker.context.arena.used == 0
 
 
-@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("may_return", [False, True])
 def test_an_input_that_is_returned_stays_where_it_is(
-    worker: Rig, region: Region, allowed: bool
+    worker: Rig, region: Region, may_return: bool
 ) -> None:
     """Applies only if the request allows it.
 
@@ -267,11 +269,13 @@ def test_an_input_that_is_returned_stays_where_it_is(
         return [Response([Output("Y", "FP32", y)])]
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())
-    given = region.write(0, data)
-    requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), allowed)
+    memory_range = region.write(0, data)
+    requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), may_return)
     for expected in (data, data[: MIB // 2], data, data + 1):
-        returned = allowed and expected is data
-        (reply,) = worker.batch(inference(tensor("X", data, given), outputs=[requested_output]))
+        returned = may_return and expected is data
+        (reply,) = worker.batch(
+            inference(tensor("X", data, memory_range), outputs=[requested_output])
+        )
         assert reply.answer is not None
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
@@ -306,39 +310,41 @@ def test_a_write_over_an_input_changes_no_other_output(
     def answers(**memory_ranges: int | None) -> dict[str, list[float]]:
         inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
         expected = [
-            RequestedOutput(name, None if at is None else Range(memory, 4 * at * size, 4 * size))
-            for name, at in memory_ranges.items()
+            RequestedOutput(
+                name, None if index is None else Range(memory, 4 * index * size, 4 * size)
+            )
+            for name, index in memory_ranges.items()
         ]
         (reply,) = worker.batch(inference(*inputs, outputs=expected))
         return {
             name: reply.array(name, worker).tolist()
-            if at is None
-            else np.frombuffer(region.read(4 * at * size, 4 * size), F32).tolist()
-            for name, at in memory_ranges.items()
+            if index is None
+            else np.frombuffer(region.read(4 * index * size, 4 * size), F32).tolist()
+            for name, index in memory_ranges.items()
         }
 
     swapped = answers(A=0, B=1)
     assert swapped == {"A": y.tolist(), "B": x.tolist()}
     for _ in range(2):
-        for beside in (None, 1, 4):
-            assert answers(Z=0, B=beside) == {"Z": (x * 2).tolist(), "B": x.tolist()}
+        for second_index in (None, 1, 4):
+            assert answers(Z=0, B=second_index) == {"Z": (x * 2).tolist(), "B": x.tolist()}
 
 
 def test_an_output_too_large_for_its_range_fails_that_request(worker: Rig, region: Region) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
-    before = region.read(0, 64)
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=4))
+    bytes_before = region.read(0, 64)
     requested_output = RequestedOutput("Y", region.memory_range(0, 15))
     data = np.ones((1, 4), F32)
-    short, good = worker.batch(
+    short_reply, valid_reply = worker.batch(
         inference(tensor("X", data), outputs=[requested_output]), inference(tensor("X", data))
     )
-    assert (short.code, short.message) == (
+    assert (short_reply.code, short_reply.message) == (
         "INTERNAL",
         "shared memory size specified with the request for output 'Y' (15 bytes) should be at "
         "least 16 bytes to hold the results",
     )
-    assert good.code == ""
-    assert region.read(0, 64) == before
+    assert valid_reply.code == ""
+    assert region.read(0, 64) == bytes_before
 
 
 def test_only_requested_outputs_travel(worker: Rig) -> None:
@@ -367,14 +373,14 @@ def test_only_requested_outputs_travel(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "shown"),
+    ("data", "message"),
     [
         (np.zeros(4, np.float64), "unexpected datatype TYPE_FP64 for inference output 'Y'"),
         (np.zeros((4, 1), F32), "unexpected shape for inference output 'Y' for model 'm'"),
         (torch.zeros(3).to_sparse(), "Failed to process the request(s) for model 'm_0_0'"),
     ],
 )
-def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, shown: str) -> None:
+def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, message: str) -> None:
     kind = "FP64" if getattr(data, "dtype", None) == np.float64 else "FP32"
     worker.serve(
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", kind, data)])]),
@@ -382,7 +388,7 @@ def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, shown
     )
     (reply,) = worker.batch(inference(tensor("X", np.zeros(4, F32))))
     assert reply.code == "INTERNAL"
-    assert shown in reply.message
+    assert message in reply.message
 
 
 def test_a_lenient_backend_passes_what_the_model_made(worker: Rig) -> None:
@@ -405,15 +411,15 @@ def test_a_lenient_backend_passes_what_the_model_made(worker: Rig) -> None:
         torch.zeros(12, requires_grad=True).reshape(3, 4),
     ],
 )
-@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("has_range", [False, True])
 def test_any_layout_is_written_row_major(
-    worker: Rig, region: Region, data: Any, placed: bool
+    worker: Rig, region: Region, data: Any, has_range: bool
 ) -> None:
     worker.serve(
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
     )
-    requested_outputs = [RequestedOutput("Y", region.memory_range(64, 100))] if placed else []
+    requested_outputs = [RequestedOutput("Y", region.memory_range(64, 100))] if has_range else []
     (reply,) = worker.batch(
         inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested_outputs)
     )
@@ -421,12 +427,12 @@ def test_any_layout_is_written_row_major(
     expected = np.ascontiguousarray(
         data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
     )
-    got = region.read(64, 48) if placed else reply.array("Y").tobytes()
-    assert got == expected.tobytes()
+    written_bytes = region.read(64, 48) if has_range else reply.array("Y").tobytes()
+    assert written_bytes == expected.tobytes()
 
 
 def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=4))
     for shape in ((1, 0), (0, 3)):
         data = np.zeros(shape, F32)
         requested_output = RequestedOutput("Y", region.memory_range(0, 0))
@@ -436,16 +442,18 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
             assert reply.answer.outputs[0].shape == shape
 
 
-@pytest.mark.parametrize("placed", [False, True])
-def test_bytes(worker: Rig, region: Region, placed: bool) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), most=4))
+@pytest.mark.parametrize("has_range", [False, True])
+def test_bytes(worker: Rig, region: Region, has_range: bool) -> None:
+    worker.serve(
+        FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), max_batch_size=4)
+    )
     data = np.array([[b"", "ä".encode()], [b"\0\1", b"x" * 50]], dtype=object)
-    requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if placed else []
+    requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if has_range else []
     (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
     assert reply.answer is not None, reply.message
     sent = tensor("X", data).data
     assert isinstance(sent, bytes)
-    assert (region.read(0, len(sent)) if placed else reply.answer.outputs[0].data) == sent
+    assert (region.read(0, len(sent)) if has_range else reply.answer.outputs[0].data) == sent
 
 
 def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
@@ -461,16 +469,16 @@ def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
 
 
 def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
-    seen: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
-    def look(requests: list[Request]) -> list[Response]:
-        seen.extend(request.inputs["X"].shape for request in requests)
+    def record_shapes(requests: list[Request]) -> list[Response]:
+        shapes.extend(request.inputs["X"].shape for request in requests)
         return echo(requests)
 
-    config = one_tensor(dims=(4, -1), most=8, reshape={"shape": [2, 2, -1]})
-    worker.serve(FunctionBackend(worker.context, look), config)
+    config = one_tensor(dims=(4, -1), max_batch_size=8, reshape={"shape": [2, 2, -1]})
+    worker.serve(FunctionBackend(worker.context, record_shapes), config)
     replies = worker.batch(*(inference(tensor("X", np.zeros((n, 4, 5), F32))) for n in (1, 3)))
-    assert seen == [(1, 2, 2, 5), (3, 2, 2, 5)]
+    assert shapes == [(1, 2, 2, 5), (3, 2, 2, 5)]
     assert [reply.array("Y").shape for reply in replies] == [(1, 4, 5), (3, 4, 5)]
 
 
@@ -479,10 +487,10 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
     variable = [data.draw(st.booleans()) for _ in sizes]
     dims = tuple(-1 if free else size for size, free in zip(sizes, variable, strict=True))
     target = (1, *(dim for dim in dims if dim == -1), 1)
-    got = reshape(tuple(sizes), dims, target)
+    reshaped = reshape(tuple(sizes), dims, target)
     free = [size for size, is_free in zip(sizes, variable, strict=True) if is_free]
-    assert got == (1, *free, 1)
-    assert reshape(got, target, dims) == tuple(
+    assert reshaped == (1, *free, 1)
+    assert reshape(reshaped, target, dims) == tuple(
         size if dim == -1 else dim for size, dim in zip(sizes, dims, strict=True)
     )
 
@@ -491,15 +499,15 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
 
 
 def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
-    outside = region.memory_range(40 * MIB - 8, 16)
+    outside_range = region.memory_range(40 * MIB - 8, 16)
     wrong_size = TensorRef("X", "FP32", (1, 4), b"123")
     replies = worker.raw_batch(
         [
             pack_inference(inference(tensor("X", data))),
             (b"garbage", []),
-            pack_inference(inference(tensor("X", data, outside))),
+            pack_inference(inference(tensor("X", data, outside_range))),
             pack_inference(inference(wrong_size)),
             pack_inference(inference(tensor("NOPE", data))),
         ]
@@ -515,16 +523,20 @@ def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
 
 
 def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor("STRING", (1,), most=8))
-    good = tensor("X", np.array([[b"a"]], dtype=object))
-    bad = TensorRef("X", "BYTES", (1, 1), b"\xff\0\0\0ab")
-    first, second = worker.batch(inference(good), inference(bad))
-    assert first.code == ""
-    assert second.code == "INVALID_ARG"
-    assert second.message.startswith("[request id: id-1] incomplete string data for inference")
-    assert "inference input 'X' for model 'm'" in second.message
+    worker.serve(
+        FunctionBackend(worker.context, echo), one_tensor("STRING", (1,), max_batch_size=8)
+    )
+    valid_tensor = tensor("X", np.array([[b"a"]], dtype=object))
+    bad_tensor = TensorRef("X", "BYTES", (1, 1), b"\xff\0\0\0ab")
+    first_reply, second_reply = worker.batch(inference(valid_tensor), inference(bad_tensor))
+    assert first_reply.code == ""
+    assert second_reply.code == "INVALID_ARG"
+    assert second_reply.message.startswith(
+        "[request id: id-1] incomplete string data for inference"
+    )
+    assert "inference input 'X' for model 'm'" in second_reply.message
     assert worker.finished.executed
-    worker.batch(inference(bad))
+    worker.batch(inference(bad_tensor))
     assert not worker.finished.executed
 
 
@@ -535,20 +547,20 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
 def test_one_text_is_checked_without_a_copy_on_request(
     data: bytes, count: int, copied: bool
 ) -> None:
-    unpacker, *_ = gatherer(one_tensor("STRING", (-1,)), Mappings())
-    work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
-    assert unpacker.request(work).inputs["X"].array is not None
-    found = unpacker.request(work, copies_text=False).inputs["X"]
-    assert (found.array is not None) == copied
-    assert found.numpy().tolist() == [data[4:5]] * count
+    unpacker, *_ = make_gatherer(one_tensor("STRING", (-1,)), Mappings())
+    unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
+    assert unpacker.request(unit_of_work).inputs["X"].array is not None
+    unpacked = unpacker.request(unit_of_work, copies_text=False).inputs["X"]
+    assert (unpacked.array is not None) == copied
+    assert unpacked.numpy().tolist() == [data[4:5]] * count
 
 
 @pytest.mark.parametrize("data", [b"", b"\1\0\0", b"\2\0\0\0a", b"\0\0\0\0a"])
 def test_a_text_of_the_wrong_length_is_refused_without_a_copy_too(data: bytes) -> None:
-    unpacker, *_ = gatherer(one_tensor("STRING", (1,)), Mappings())
-    work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (1,), data))))
+    unpacker, *_ = make_gatherer(one_tensor("STRING", (1,)), Mappings())
+    unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (1,), data))))
     with pytest.raises(InvalidArgument, match="for inference input 'X' for model 'm'"):
-        unpacker.request(work, copies_text=False)
+        unpacker.request(unit_of_work, copies_text=False)
 
 
 def test_all_inputs_are_named_whose_strings_do_not_add_up(worker: Rig) -> None:
@@ -556,10 +568,10 @@ def test_all_inputs_are_named_whose_strings_do_not_add_up(worker: Rig) -> None:
     inputs = [tensor_config(name, "STRING", [2]) for name in names]
     config = model_config(inputs, [tensor_config("Y", "STRING", [2])])
     worker.serve(FunctionBackend(worker.context, echo), config)
-    one, two = b"\1\0\0\0a", b"\1\0\0\0a" * 2
+    one_string, two_strings = b"\1\0\0\0a", b"\1\0\0\0a" * 2
     tensors = [
         TensorRef(name, "BYTES", (2,), data)
-        for name, data in zip(names, (one, two, b""), strict=True)
+        for name, data in zip(names, (one_string, two_strings, b""), strict=True)
     ]
     (reply,) = worker.batch(inference(*tensors))
     assert reply.code == "INVALID_ARG"
@@ -583,20 +595,20 @@ def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> N
 def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of gathered bytes is bounded, even if many requests name the same memory."""
     monkeypatch.setattr(batches, "MAX_PART_BYTES", 100)
-    seen: list[list[int]] = []
+    batch_keys: list[list[int]] = []
 
     def execute(requests: list[Request]) -> list[Response]:
-        seen.append([request.work.key for request in requests])
-        if 5 in seen[-1]:
+        batch_keys.append([request.work.key for request in requests])
+        if 5 in batch_keys[-1]:
             worker.cancel(7)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, execute), one_tensor(most=16))
+    worker.serve(FunctionBackend(worker.context, execute), one_tensor(max_batch_size=16))
     rows = [np.full((1, n), n, F32) for n in (10, 10, 5, 1, 40, 10, 5, 5)]
     items = [inference(tensor("X", row)) for row in rows]
     items[3] = inference(tensor("Z", rows[3]))
     replies = worker.batch(*items)
-    assert seen == [[1, 2, 3], [5], [6, 8]]
+    assert batch_keys == [[1, 2, 3], [5], [6, 8]]
     assert worker.finished.executed
     assert [reply.code for reply in replies] == ["", "", "", "INVALID_ARG", "", "", "CANCELLED", ""]
     for number in (0, 1, 2, 4, 5, 7):
@@ -606,7 +618,7 @@ def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.Mo
 def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
     sizes: list[int] = []
 
-    def picky(requests: list[Request]) -> list[Response]:
+    def fail_several(requests: list[Request]) -> list[Response]:
         sizes.append(len(requests))
         for request in requests:
             array = request.inputs["X"].numpy()
@@ -615,7 +627,7 @@ def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
             array *= 2  # the retry must not see this change
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, picky), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, fail_several), one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.array([[n]], F32))) for n in (1, -1, 3)))
     assert sizes == [3, 1, 1, 1]
     assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
@@ -625,35 +637,41 @@ def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
     assert replies[2].array("Y").tolist() == [[6]]
 
 
-@pytest.mark.parametrize("full", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
 @pytest.mark.parametrize(
-    ("most", "sizes"), [(2, [8, 4, 2, 2, 4, 2, 2]), (1, [8, *[4, 2, 1, 1, 2, 1, 1] * 2])]
+    "memory_error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()]
+)
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"), [(2, [8, 4, 2, 2, 4, 2, 2]), (1, [8, *[4, 2, 1, 1, 2, 1, 1] * 2])]
 )
 def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
-    worker: Rig, monkeypatch: pytest.MonkeyPatch, full: BaseException, most: int, sizes: list[int]
+    worker: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    memory_error: BaseException,
+    max_rows: int,
+    sizes: list[int],
 ) -> None:
     """torch's cached memory is released before each retry.
 
     Requests cancelled meanwhile are skipped.
     """
     freed: list[int] = []
-    seen: list[int] = []
+    batch_sizes: list[int] = []
     for module in ("batch.execute", "context"):
         monkeypatch.setattr(
-            f"shmserve.workers.{module}.free_cached_memory", lambda: freed.append(len(seen))
+            f"shmserve.workers.{module}.free_cached_memory", lambda: freed.append(len(batch_sizes))
         )
 
     def execute(requests: list[Request]) -> list[Response]:
-        seen.append(len(requests))
-        if len(requests) > most:
+        batch_sizes.append(len(requests))
+        if len(requests) > max_rows:
             requests[0].inputs["X"].numpy()[:] = 0  # the retry must not see this change
-            raise full
+            raise memory_error
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, execute), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, execute), one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.full((1, 1), n, F32))) for n in range(8)))
-    assert seen == sizes
-    assert freed == [at for at, size in enumerate(sizes, 1) if size > most]
+    assert batch_sizes == sizes
+    assert freed == [attempt for attempt, size in enumerate(sizes, 1) if size > max_rows]
     assert [reply.code for reply in replies] == [""] * 8
     assert [reply.array("Y").tolist() for reply in replies] == [[[n]] for n in range(8)]
 
@@ -665,25 +683,25 @@ def test_a_request_too_large_for_the_memory_fails_alone(worker: Rig) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, execute), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, execute), one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.array([[n]], F32))) for n in (1, -1, 3, 4)))
     assert [reply.code for reply in replies] == ["", "UNAVAILABLE", "CANCELLED", ""]
     assert "not enough memory on device 'cpu' for model 'm'" in replies[1].message
 
 
 @pytest.mark.parametrize(
-    ("result", "shown"),
+    ("result", "message"),
     [
         ([], "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
         (None, "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
     ],
 )
-def test_a_wrong_number_of_answers(worker: Rig, result: Any, shown: str) -> None:
+def test_a_wrong_number_of_answers(worker: Rig, result: Any, message: str) -> None:
     worker.serve(FunctionBackend(worker.context, lambda requests: result), one_tensor())
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "INTERNAL"
     assert reply.message.startswith("Failed to process the request(s) for model 'm_0_0', message:")
-    assert shown in reply.message
+    assert message in reply.message
 
 
 @pytest.mark.parametrize(
@@ -715,70 +733,72 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
 
     If the host lacks memory for it, only that request fails.
     """
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
     copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
-    def full(memory_range: Range) -> memoryview:
+    def raise_memory_error(memory_range: Range) -> memoryview:
         raise MemoryError
 
-    monkeypatch.setattr(worker.context.mappings, "read", full)
-    theirs, ours = worker.batch(inference(tensor("X", data, copied)), inference(tensor("X", data)))
-    assert theirs.code == "UNAVAILABLE"
-    assert "not enough memory on device 'cpu' for model 'm'" in theirs.message
-    assert ours.code == ""
+    monkeypatch.setattr(worker.context.mappings, "read", raise_memory_error)
+    failed_reply, own_reply = worker.batch(
+        inference(tensor("X", data, copied)), inference(tensor("X", data))
+    )
+    assert failed_reply.code == "UNAVAILABLE"
+    assert "not enough memory on device 'cpu' for model 'm'" in failed_reply.message
+    assert own_reply.code == ""
 
 
 def test_per_request_errors_and_parameters(worker: Rig) -> None:
-    def mixed(requests: list[Request]) -> list[Response]:
-        good, bad = echo(requests)
-        good.parameters = {"n": 1}
-        bad.error = Internal("not this one")
-        return [good, bad]
+    def answer_mixed(requests: list[Request]) -> list[Response]:
+        good_response, bad_response = echo(requests)
+        good_response.parameters = {"n": 1}
+        bad_response.error = Internal("not this one")
+        return [good_response, bad_response]
 
-    worker.serve(FunctionBackend(worker.context, mixed), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, answer_mixed), one_tensor(max_batch_size=8))
     data = tensor("X", np.zeros((1, 1), F32))
-    good, bad = worker.batch(inference(data), inference(data))
-    assert good.answer is not None
-    assert good.answer.parameters == {"n": 1}
-    assert (bad.code, bad.message) == ("INTERNAL", "not this one")
+    good_reply, bad_reply = worker.batch(inference(data), inference(data))
+    assert good_reply.answer is not None
+    assert good_reply.answer.parameters == {"n": 1}
+    assert (bad_reply.code, bad_reply.message) == ("INTERNAL", "not this one")
 
 
 def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None:
-    known: list[bool] = []
+    cancelled_flags: list[bool] = []
 
-    def slow(requests: list[Request]) -> list[Response]:
+    def answer_cancelled(requests: list[Request]) -> list[Response]:
         worker.cancel(2)
-        known.extend(request.is_cancelled() for request in requests)
+        cancelled_flags.extend(request.is_cancelled() for request in requests)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, slow), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, answer_cancelled), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
-    first, second = worker.batch(
+    first_reply, second_reply = worker.batch(
         *(
             inference(
-                tensor("X", data), outputs=[RequestedOutput("Y", region.memory_range(at, 16))]
+                tensor("X", data), outputs=[RequestedOutput("Y", region.memory_range(offset, 16))]
             )
-            for at in (0, 64)
+            for offset in (0, 64)
         )
     )
-    assert known == [False, True]
-    assert first.code == ""
+    assert cancelled_flags == [False, True]
+    assert first_reply.code == ""
     assert region.read(0, 16) == data.tobytes()
-    assert second.code == "CANCELLED"
+    assert second_reply.code == "CANCELLED"
     assert region.read(64, 16) == bytes(16)
 
 
 def test_times_are_in_order(worker: Rig) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     worker.batch(inference(tensor("X", np.zeros(1, F32))))
-    done = worker.finished
+    finished = worker.finished
     assert (
         0
-        < done.compute_start_ns
-        <= done.input_end_ns
-        <= done.output_start_ns
-        <= done.compute_end_ns
+        < finished.compute_start_ns
+        <= finished.input_end_ns
+        <= finished.output_start_ns
+        <= finished.compute_end_ns
     )
 
 
@@ -841,13 +861,13 @@ def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit(
 def test_blocks_of_unsent_responses_are_freed() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)
-    kept = memory.allocate(CLIENT_PID, 1000)[0]
+    kept_range = memory.allocate(CLIENT_PID, 1000)[0]
     memory.mark_sent()
     memory.allocate(CLIENT_PID, 1000)
     memory.free_unsent()
     memory.free_unsent()
     assert len(memory) == 1
-    memory.release(CLIENT_PID, [kept.offset])
+    memory.release(CLIENT_PID, [kept_range.offset])
     assert len(memory) == 0 == arena.used
     arena.close()
 
@@ -860,21 +880,21 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
     def fill(reader: int) -> list[int]:
         offsets: list[int] = []
 
-        def all_there_is() -> None:
+        def allocate_all() -> None:
             while True:
                 offsets.append(memory.allocate(reader, block)[0].offset)
 
         with pytest.raises(Unavailable, match="this client holds "):
-            all_there_is()
+            allocate_all()
         memory.mark_sent()
         return offsets
 
-    first = fill(FIRST_LOCAL_CLIENT)
-    assert len(first) == 32
-    assert [len(fill(FIRST_LOCAL_CLIENT + other)) for other in (1, 2)] == [16, 8]
+    first_ranges = fill(FIRST_LOCAL_CLIENT)
+    assert len(first_ranges) == 32
+    assert [len(fill(FIRST_LOCAL_CLIENT + client_offset)) for client_offset in (1, 2)] == [16, 8]
     memory.allocate(CLIENT_PID, 8 * block)  # a gateway may allocate all remaining memory
     assert arena.used == MIB
-    memory.release(FIRST_LOCAL_CLIENT, first)
+    memory.release(FIRST_LOCAL_CLIENT, first_ranges)
     assert len(fill(FIRST_LOCAL_CLIENT)) == 16
     for reader in (FIRST_LOCAL_CLIENT, FIRST_LOCAL_CLIENT + 1, FIRST_LOCAL_CLIENT + 2, CLIENT_PID):
         memory.drop_reader(reader)
@@ -885,27 +905,27 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
     arena.close()
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_outputs_of_a_batch_without_its_scheduler_are_released(worker: Rig, lost: bool) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_outputs_of_a_batch_without_its_scheduler_are_released(worker: Rig, is_lost: bool) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     worker.batch(inference(tensor("X", np.ones(MIB, F32))))
     assert worker.context.arena.used
-    if lost:
+    if is_lost:
         worker.scheduler.close()
     worker.instance.send_reply(worker.finished)
-    assert (worker.context.arena.used == 0) == lost
+    assert (worker.context.arena.used == 0) == is_lost
 
 
 def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) -> None:
-    def huge(requests: list[Request]) -> list[Response]:
-        big = np.zeros(10 * MIB, F32)
-        return [Response([Output("A", "FP32", big), Output("B", "FP32", big)])]
+    def answer_huge(requests: list[Request]) -> list[Response]:
+        big_array = np.zeros(10 * MIB, F32)
+        return [Response([Output("A", "FP32", big_array), Output("B", "FP32", big_array)])]
 
     config = model_config(
         [tensor_config("X", "FP32", [-1])],
         [tensor_config("A", "FP32", [-1]), tensor_config("B", "FP32", [-1])],
     )
-    worker.serve(FunctionBackend(worker.context, huge), config)
+    worker.serve(FunctionBackend(worker.context, answer_huge), config)
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "UNAVAILABLE"
     assert worker.context.arena.used == 0

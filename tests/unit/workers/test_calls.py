@@ -54,13 +54,13 @@ def router(worker: Rig) -> Iterator[CallRouter]:
     call_router.close()
 
 
-def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -> CallRequest:
+def request(values: object = (1.0, 2.0), model: str = "other", **fields: object) -> CallRequest:
     array = np.array([values], dtype=np.float32)
     return CallRequest(
         model,
         "",
         [CallInput("X", "FP32", array.shape, array.tobytes())],
-        **more,  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -79,7 +79,7 @@ def values(reply: CallResponse) -> list[float]:
     return output.numpy().ravel().tolist()
 
 
-def doubled(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
+def doubled_response(submit: m.Submit, memory_range: Range | None = None) -> m.Finished:
     (call_input,) = work(submit).inputs
     assert isinstance(call_input.data, bytes)
     array = np.frombuffer(call_input.data, np.float32).reshape(call_input.shape)
@@ -109,7 +109,7 @@ def test_a_call_and_its_answer(router: CallRouter, callees: CalledModels) -> Non
         7,
         1,
     )
-    scheduler.send(doubled(submit))
+    scheduler.send(doubled_response(submit))
     reply = running.result(10)
     assert values(reply) == [2.0, 4.0]
     assert reply.parameters == {"note": "doubled"}
@@ -124,12 +124,12 @@ def test_the_endpoint_of_a_model_is_looked_up_once(
         running = callees.run(call, router, request())
         if not turn:
             callees.answer_find("s1")
-        scheduler.send(doubled(scheduler.next(m.Submit)))
+        scheduler.send(doubled_response(scheduler.next(m.Submit)))
         running.result(10)
     router.invalidate("other")
     running = callees.run(call, router, request())
     callees.answer_find("s1")
-    scheduler.send(doubled(scheduler.next(m.Submit)))
+    scheduler.send(doubled_response(scheduler.next(m.Submit)))
     running.result(10)
 
 
@@ -183,10 +183,10 @@ def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) 
     The output is copied and then released.
     """
     scheduler = callees.scheduler("s1")
-    theirs, mappings = Arena(MIB), Mappings()
-    big = np.arange(INLINE_LIMIT, dtype=np.float32)
+    caller_arena, mappings = Arena(MIB), Mappings()
+    big_array = np.arange(INLINE_LIMIT, dtype=np.float32)
     for turn in range(3):
-        running = callees.run(call, router, request(big))
+        running = callees.run(call, router, request(big_array))
         if not turn:
             callees.answer_find("s1")
         submit = scheduler.next(m.Submit)
@@ -194,14 +194,14 @@ def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) 
         assert isinstance(call_input.data, Range)
         assert call_input.data.offset == 0  # the range is free again after each call
         array = np.frombuffer(mappings.view(call_input.data), np.float32)
-        assert (array == big).all()
-        memory_range = theirs.allocate(big.nbytes)
-        theirs.view(memory_range)[:] = (array + turn).tobytes()
+        assert (array == big_array).all()
+        memory_range = caller_arena.allocate(big_array.nbytes)
+        caller_arena.view(memory_range)[:] = (array + turn).tobytes()
         scheduler.send(finished(submit, TensorRef("Y", "FP32", call_input.shape, memory_range)))
-        assert values(running.result(10)) == (big + turn).tolist()
+        assert values(running.result(10)) == (big_array + turn).tolist()
         release = scheduler.next(m.Release)
-        assert release == m.Release(theirs.memory.pid, [memory_range.offset])
-        theirs.free(memory_range.offset)
+        assert release == m.Release(caller_arena.memory.pid, [memory_range.offset])
+        caller_arena.free(memory_range.offset)
 
 
 def test_inputs_in_memory_of_the_request_stay_there(
@@ -223,10 +223,10 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
     router: CallRouter, callees: CalledModels
 ) -> None:
     scheduler = callees.scheduler("s1")
-    big = np.zeros(INLINE_LIMIT)
+    big_array = np.zeros(INLINE_LIMIT)
 
-    def offset(expect_question: bool, *before: m.Settled) -> tuple[int, int]:
-        running = callees.run(call, router, request(big))
+    def find_offset(expect_question: bool, *settled_first: m.Settled) -> tuple[int, int]:
+        running = callees.run(call, router, request(big_array))
         if expect_question:
             callees.answer_find("s1")
         submit = scheduler.next(m.Submit)
@@ -237,13 +237,13 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
             running.result(10)
         return submit.id, memory_range.offset
 
-    first, at = offset(True)
-    _, other = offset(False)
-    assert at == 0 < other
-    scheduler.send(m.Settled(first))
+    first_id, first_offset = find_offset(True)
+    _, second_offset = find_offset(False)
+    assert first_offset == 0 < second_offset
+    scheduler.send(m.Settled(first_id))
     while True:  # the release is processed by the next call, or by the call after it
-        _, again = offset(False)
-        if again == 0:
+        _, third_offset = find_offset(False)
+        if third_offset == 0:
             return
 
 
@@ -252,8 +252,8 @@ def test_no_memory_left(worker: Rig, callees: CalledModels) -> None:
     callees.scheduler("s1")
     running = callees.run(call, calls, request(np.zeros(MIB)))
     callees.answer_find("s1")
-    allowed = r"4194304 bytes .* --arena-byte-size allows 1048576"
-    with pytest.raises(InvalidArgument, match=allowed):
+    arena_error = r"4194304 bytes .* --arena-byte-size allows 1048576"
+    with pytest.raises(InvalidArgument, match=arena_error):
         running.result(10)
     calls.close()
 
@@ -261,19 +261,19 @@ def test_no_memory_left(worker: Rig, callees: CalledModels) -> None:
 def test_a_lost_scheduler_s_calls_go_to_its_successor(
     router: CallRouter, callees: CalledModels
 ) -> None:
-    first, second = callees.scheduler("s1"), callees.scheduler("s2")
+    first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
     running = callees.run(call, router, request())
     callees.answer_find("s1")
-    lost = first.next(m.Submit)
+    lost_submit = first_scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
-    again = second.next(m.Submit)
-    assert again == lost
-    second.send(doubled(again))
+    resubmit = second_scheduler.next(m.Submit)
+    assert resubmit == lost_submit
+    second_scheduler.send(doubled_response(resubmit))
     assert values(running.result(10)) == [2.0, 4.0]
     # New calls are sent to the scheduler that the supervisor names.
     running = callees.run(call, router, request())
     callees.answer_find("s2")
-    second.send(doubled(second.next(m.Submit)))
+    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
     running.result(10)
 
 
@@ -282,14 +282,14 @@ def test_no_descriptor_for_a_link_to_the_successor(
 ) -> None:
     """The call fails at once, instead of waiting for a response that cannot arrive."""
 
-    def full(endpoint: str, identity: str) -> NoReturn:
+    def raise_no_descriptors(endpoint: str, identity: str) -> NoReturn:
         raise OSError(errno.EMFILE, "Too many open files")
 
     scheduler = callees.scheduler("s1")
     running = callees.run(call, router, request())
     callees.answer_find("s1")
     scheduler.next(m.Submit)
-    monkeypatch.setattr(dealer, "Dealer", full)
+    monkeypatch.setattr(dealer, "Dealer", raise_no_descriptors)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     with pytest.raises(Unavailable, match="cannot connect to a scheduler: Too many open"):
         running.result(10)
@@ -305,16 +305,18 @@ def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: Calle
 
     The new version serves them.
     """
-    first, second, third = (callees.scheduler(name) for name in ("s1", "s2", "s3"))
+    first_scheduler, second_scheduler, third_scheduler = (
+        callees.scheduler(name) for name in ("s1", "s2", "s3")
+    )
     running = callees.run(call, router, request())
     callees.answer_find("s1")
-    submit = first.next(m.Submit)
-    first.send(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
+    submit = first_scheduler.next(m.Submit)
+    first_scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
     callees.answer_find("s2")
-    second.next(m.Submit)
+    second_scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s2"), ""))
     callees.answer_find("s3")
-    third.send(doubled(third.next(m.Submit)))
+    third_scheduler.send(doubled_response(third_scheduler.next(m.Submit)))
     assert values(running.result(10)) == [2.0, 4.0]
 
 
@@ -345,17 +347,19 @@ def test_an_unavailable_model_is_looked_up_again(router: CallRouter, callees: Ca
 
 
 def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) -> None:
-    first, second = callees.scheduler("s1"), callees.scheduler("s2")
+    first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
     running = callees.run(call, router, request())
     callees.answer_find("s1")
-    submit = first.next(m.Submit)
+    submit = first_scheduler.next(m.Submit)
     callees.supervisor.send(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
     until("it is heard", lambda: not router._targets)
-    first.send(doubled(submit))  # a call in flight is answered by its old scheduler
+    first_scheduler.send(
+        doubled_response(submit)
+    )  # a call in flight is answered by its old scheduler
     running.result(10)
     running = callees.run(call, router, request())
     callees.answer_find("s2")
-    second.send(doubled(second.next(m.Submit)))
+    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
     running.result(10)
 
 
@@ -370,7 +374,7 @@ def test_many_at_once_from_a_coroutine(router: CallRouter, callees: CalledModels
     callees.answer_find("s1")
     submits = [scheduler.next(m.Submit) for _ in range(20)]
     for submit in reversed(submits):
-        scheduler.send(doubled(submit))
+        scheduler.send(doubled_response(submit))
     assert running.result(10) == [[2.0 * n] for n in range(20)]
 
 
@@ -379,41 +383,46 @@ def test_a_coroutine_that_no_longer_waits_cancels(
 ) -> None:
     scheduler = callees.scheduler("s1")
 
-    async def impatient() -> list[float]:
+    async def call_impatiently() -> list[float]:
         reply = call_soon(router, request())
         await asyncio.sleep(0)
         reply.cancel()
         return values(await call_soon(router, request([5])))
 
-    running = callees.run(asyncio.run, impatient())
+    running = callees.run(asyncio.run, call_impatiently())
     callees.answer_find("s1")
-    first = scheduler.next(m.Submit)
+    first_submit = scheduler.next(m.Submit)
     # The loop detects the cancellation one iteration later, after the second call has begun.
-    second = scheduler.next(m.Submit)
-    assert scheduler.next(m.Cancel) == m.Cancel(first.id)
-    scheduler.send(m.Failed(first.id, "CANCELLED", "request cancelled", 0, False), doubled(second))
+    second_submit = scheduler.next(m.Submit)
+    assert scheduler.next(m.Cancel) == m.Cancel(first_submit.id)
+    scheduler.send(
+        m.Failed(first_submit.id, "CANCELLED", "request cancelled", 0, False),
+        doubled_response(second_submit),
+    )
     assert running.result(10) == [10.0]
 
 
 def test_a_coroutine_is_notified_of_losses_and_errors(
     router: CallRouter, callees: CalledModels
 ) -> None:
-    first, second = callees.scheduler("s1"), callees.scheduler("s2")
+    first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
 
     async def call_both() -> tuple[list[float], str]:
-        one, two = call_soon(router, request()), call_soon(router, request())
-        reply = await one
+        first_call, second_call = call_soon(router, request()), call_soon(router, request())
+        reply = await first_call
         with pytest.raises(InvalidArgument) as caught:
-            await two
+            await second_call
         return values(reply), str(caught.value)
 
     running = callees.run(asyncio.run, call_both())
     callees.answer_find("s1")
-    first.next(m.Submit)
-    first.next(m.Submit)
+    first_scheduler.next(m.Submit)
+    first_scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
-    second.send(doubled(second.next(m.Submit)))
-    second.send(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
+    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
+    second_scheduler.send(
+        m.Failed(second_scheduler.next(m.Submit).id, "INVALID_ARG", "no", 0, False)
+    )
     assert running.result(10) == ([2.0, 4.0], "no")
 
 
@@ -436,7 +445,7 @@ def test_threads_take_answers_for_each_other(router: CallRouter, callees: Called
     until("all are submitted", all_are_submitted)
     assert query_count <= 6
     for submit in submits:
-        scheduler.send(doubled(submit))
+        scheduler.send(doubled_response(submit))
     assert [values(future.result()) for future in running] == [[2.0 * n] for n in range(6)]
 
 
@@ -446,46 +455,46 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     scheduler = callees.scheduler("s1")
     running = callees.run(call, router, request([1]))
     callees.answer_find("s1")
-    first = scheduler.next(m.Submit)
+    first_submit = scheduler.next(m.Submit)
 
     async def call_once() -> list[float]:
         return values(await call_soon(router, request([2])))
 
-    other = callees.run(asyncio.run, call_once())
-    second = scheduler.next(m.Submit)
-    scheduler.send(doubled(second), doubled(first))
-    assert other.result() == [4.0]
+    coroutine_result = callees.run(asyncio.run, call_once())
+    second_submit = scheduler.next(m.Submit)
+    scheduler.send(doubled_response(second_submit), doubled_response(first_submit))
+    assert coroutine_result.result() == [4.0]
     assert values(running.result(10)) == [2.0]
 
 
 def test_the_memory_of_an_exited_process_is_unmapped(
     router: CallRouter, callees: CalledModels
 ) -> None:
-    scheduler, theirs = callees.scheduler("s1"), Arena(MIB)
-    memory_range = theirs.allocate(8)
+    scheduler, exited_arena = callees.scheduler("s1"), Arena(MIB)
+    memory_range = exited_arena.allocate(8)
     running = callees.run(call, router, request())
     callees.answer_find("s1")
-    scheduler.send(doubled(scheduler.next(m.Submit)))
+    scheduler.send(doubled_response(scheduler.next(m.Submit)))
     running.result(10)
-    before = _descriptors()
+    fds_before = _count_descriptors()
 
     running = callees.run(call, router, request())
     answer = TensorRef("Y", "FP32", (1, 2), memory_range)
     scheduler.send(finished(scheduler.next(m.Submit), answer))
     running.result(10)
     scheduler.next(m.Release)
-    assert _descriptors() > before
+    assert _count_descriptors() > fds_before
 
     running = callees.run(call, router, request())
     submit = scheduler.next(m.Submit)
-    callees.supervisor.send(ProcessExited(theirs.memory.pid, ""))
+    callees.supervisor.send(ProcessExited(exited_arena.memory.pid, ""))
     until("it is heard", lambda: not router.mappings)
-    scheduler.send(doubled(submit))
+    scheduler.send(doubled_response(submit))
     running.result(10)
-    assert _descriptors() == before
-    theirs.close()
+    assert _count_descriptors() == fds_before
+    exited_arena.close()
 
 
-def _descriptors() -> int:
+def _count_descriptors() -> int:
     gc.collect()  # collect the objects of earlier tests now, not between two counts
     return len(os.listdir("/proc/self/fd"))

@@ -87,7 +87,7 @@ def model(tmp_path: Path) -> Iterator[Model]:
 
 
 @pytest.fixture
-def pump(model: Model) -> Iterator[Callable[[], None]]:
+def start_pump(model: Model) -> Iterator[Callable[[], None]]:
     """Yield a function that starts to read the socket, as the idle loop does."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(model.pumping())
@@ -125,7 +125,7 @@ def test_responses_in_order(model: Model, sends: str, expected: list[Any]) -> No
 def test_a_backend_without_streams_sends_one_response_per_request(model: Model) -> None:
     """For example, a `pytorch` model that is configured as decoupled."""
 
-    def doubled(requests: list[Request]) -> list[Response]:
+    def double_inputs(requests: list[Request]) -> list[Response]:
         arrays = [request.inputs["X"].numpy() * 2 for request in requests]
         return [Response([Output("Y", "FP32", array)]) for array in arrays]
 
@@ -134,7 +134,7 @@ def test_a_backend_without_streams_sends_one_response_per_request(model: Model) 
         [tensor_config("Y", "FP32", [-1])],
         model_transaction_policy={"decoupled": True},
     )
-    model.rig.serve(FunctionBackend(model.rig.context, doubled), config)
+    model.rig.serve(FunctionBackend(model.rig.context, double_inputs), config)
     model.begin(1, 2)
     assert model.responses(1) == [[2], "end"] and model.responses(2) == [[4], "end"]
 
@@ -209,7 +209,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
 
 
 def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
-    model: Model, pump: Callable[[], None]
+    model: Model, start_pump: Callable[[], None]
 ) -> None:
     region = Region(4096)
     model.serve(
@@ -224,7 +224,7 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
         """
     )
     model.begin(0, output=region.memory_range(0, 4))
-    pump()
+    start_pump()
     (text,) = model.responses(1, 1)
     assert "shared memory size specified with the request for output 'Y' (4 bytes)" in text
     model.credit(1, 1)
@@ -259,17 +259,17 @@ def test_texts_of_what_is_refused(model: Model) -> None:
     model.begin(0)
     assert model.responses(1) == [[1], "end"]
     needed = "Inference Response object must be provided when the response flags is set to zero."
-    *refused, sent, again, ended = model.records
-    assert refused[:3] == [
+    *refusals, sent, retry_error, ended_error = model.records
+    assert refusals[:3] == [
         f"TritonModelException: {needed}",
         f"TritonModelException: {needed}",
         "TritonModelException: Unable to send response. Unsupported flag provided.",
     ]
     assert all(
         text.startswith("TypeError: send(): incompatible function arguments. The following")
-        for text in refused[3:]
+        for text in refusals[3:]
     )
-    assert (sent, again, ended) == (None, *[f"TritonModelException: {CLOSED}"] * 2)
+    assert (sent, retry_error, ended_error) == (None, *[f"TritonModelException: {CLOSED}"] * 2)
 
 
 # --- streams without a final flag
@@ -348,13 +348,13 @@ def test_a_request_ends_once(model: Model, is_kept: bool) -> None:
         """
     )
     model.begin(0)
-    kept = model.backend._model.kept
+    kept_requests = model.backend._model.kept
     if not is_kept:
         model.cancel(1)
-        kept.clear()
+        kept_requests.clear()
     model.rig.instance._writer.end_abandoned()
     if is_kept:
-        kept[0].get_response_sender().send(flags=1)
+        kept_requests[0].get_response_sender().send(flags=1)
     assert model.responses(1) == ["end"]
 
 
@@ -489,15 +489,15 @@ def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
         """
     )
     model.begin(0)
-    old = model.backend._model.kept
+    old_request = model.backend._model.kept
     model.rig.scheduler.close()
-    assert old.is_cancelled()
+    assert old_request.is_cancelled()
     model.rig.attach()
     model.begin(0)
-    new = model.backend._model.kept
-    assert not new.is_cancelled()
-    old.send(flags=1)
-    new.send(flags=1)
+    new_request = model.backend._model.kept
+    assert not new_request.is_cancelled()
+    old_request.send(flags=1)
+    new_request.send(flags=1)
     assert model.responses(1) == ["end"]
 
 
@@ -510,7 +510,7 @@ def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
     ids=["responses", "bytes"],
 )
 def test_a_client_that_does_not_read_stops_send(
-    model: Model, pump: Callable[[], None], size: int, count: int, most_unread: int
+    model: Model, start_pump: Callable[[], None], size: int, count: int, most_unread: int
 ) -> None:
     model.serve(
         f"""
@@ -525,7 +525,7 @@ def test_a_client_that_does_not_read_stops_send(
         """
     )
     model.begin(0)
-    pump()
+    start_pump()
     assert len(model.responses(1, most_unread)) == most_unread
     assert model.rig.sent(0.1) == []
     assert len(model.records) == most_unread + 1
@@ -560,7 +560,7 @@ def test_send_waits_for_credit_in_execute_itself(model: Model) -> None:
 
 
 def test_responses_to_one_memory_range_are_sent_one_at_a_time(
-    model: Model, pump: Callable[[], None]
+    model: Model, start_pump: Callable[[], None]
 ) -> None:
     region = Region(64)
     model.serve(
@@ -575,7 +575,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
         """
     )
     model.begin(0, output=region.memory_range(0, 4))
-    pump()
+    start_pump()
     for n in (1, 2):
         assert model.responses(1, n) == ["in its place"] * n
         assert model.rig.sent(0.1) == []
@@ -586,7 +586,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
 
 
 def test_a_client_that_never_reads_is_disconnected(
-    model: Model, pump: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    model: Model, start_pump: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_stream, "MAX_CREDIT_WAIT_S", 0.2)
     model.serve(
@@ -608,7 +608,7 @@ def test_a_client_that_never_reads_is_disconnected(
     assert model.backend._model.sender.is_cancelled()
 
 
-def test_a_cancelled_request_does_not_wait(model: Model, pump: Callable[[], None]) -> None:
+def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[], None]) -> None:
     model.serve(
         """
         def execute(self, requests):
@@ -679,24 +679,24 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     (opened,) = link._open_requests.values()
     opened.window.sent(1)
     opened.window.sent(MAX_UNREAD_BYTES)
-    looks: list[float] = []
+    timeouts_s: list[float] = []
 
-    def look(*fds: int, timeout_s: float) -> None:
-        looks.append(timeout_s)
+    def record_timeout(*fds: int, timeout_s: float) -> None:
+        timeouts_s.append(timeout_s)
         readable(*fds, timeout_s=min(timeout_s, 0.05))
 
-    monkeypatch.setattr(scheduler_link, "readable", look)
-    waits = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
-    waits.start()
+    monkeypatch.setattr(scheduler_link, "readable", record_timeout)
+    waiter = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
+    waiter.start()
     until("it waits", lambda: bool(link._waiting_by_eventfd))
     model.credit(1, 1)
     until("it was granted", lambda: opened.window.unread == 1)
-    looks.clear()
-    until("it has looked again", lambda: len(looks) > 2)
-    assert waits.is_alive()
-    assert len(looks) < 100, "each time it sleeps"
+    timeouts_s.clear()
+    until("it has looked again", lambda: len(timeouts_s) > 2)
+    assert waiter.is_alive()
+    assert len(timeouts_s) < 100, "each time it sleeps"
     model.credit(1, 1)
-    waits.join(10)
-    assert not waits.is_alive()
+    waiter.join(10)
+    assert not waiter.is_alive()
     model.backend._model.sender.send(flags=1)
     assert model.responses(1) == ["end"]

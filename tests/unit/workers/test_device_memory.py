@@ -75,21 +75,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake_device
 
 
-def twice(worker: Rig, most: int = 8, body: str = "        return x * 2\n") -> Rig:
+def serve_doubling(
+    worker: Rig, max_batch_size: int = 8, body: str = "        return x * 2\n"
+) -> Rig:
     """Serve a torch module that doubles X to Y."""
     text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
     (worker.context.version_dir / "model.py").write_text(text)
     config = model_config(
-        [tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], most
+        [tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], max_batch_size
     )
     return worker.serve(PytorchBackend(worker.context), config)
 
 
-def at(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
+def device_tensor(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
     return tensor("x", rows, Range(memory, offset, rows.nbytes))
 
 
-def out(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
+def device_output(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
     return (RequestedOutput("y", Range(memory, offset, byte_size)),)
 
 
@@ -105,36 +107,36 @@ def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     mappings = Mappings(memory.open)
     exported = cuda.export(64)
-    first, second = exported.memory(), exported.memory(32)
+    first_memory, second_memory = exported.memory(), exported.memory(32)
     exported.write(0, np.arange(64, dtype=np.uint8))
-    assert mappings.view(Range(first, 60, 4)).tolist() == [60, 61, 62, 63]
-    assert mappings.view(Range(second, 8, 2)).tolist() == [8, 9]
-    mappings.view(Range(first, 0, 1)).fill_(99)
+    assert mappings.view(Range(first_memory, 60, 4)).tolist() == [60, 61, 62, 63]
+    assert mappings.view(Range(second_memory, 8, 2)).tolist() == [8, 9]
+    mappings.view(Range(first_memory, 0, 1)).fill_(99)
     assert exported.content[0] == 99
     assert cuda.calls == [("open", 0)]
-    mappings.unmap(first.id)
+    mappings.unmap(first_memory.id)
     assert cuda.opened == 1
-    mappings.unmap(second.id)
+    mappings.unmap(second_memory.id)
     assert cuda.calls == [("open", 0), ("close", 0)]
-    mappings.unmap(second.id)  # without effect: the memory is unknown by now
+    mappings.unmap(second_memory.id)  # without effect: the memory is unknown by now
 
 
 def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     mappings = Mappings(memory.open)
     region = cuda.export(64).memory()
-    kept = mappings.view(Range(region, 8, 8)).view(torch.float32)
+    kept_view = mappings.view(Range(region, 8, 8)).view(torch.float32)
     mappings.unmap(region.id)
     assert (cuda.opened, memory.handle_count) == (1, 1)
     # A thread of the model drops the last reference. The main thread closes the handle.
-    references = [kept]
-    del kept
+    references = [kept_view]
+    del kept_view
 
-    def let_go() -> None:
+    def release_views() -> None:
         references.clear()
         memory.close_unused()
 
-    thread = threading.Thread(target=let_go)
+    thread = threading.Thread(target=release_views)
     thread.start()
     thread.join()
     gc.collect()
@@ -157,7 +159,7 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inside", "size", "offset", "length", "fits"),
+    ("allocation_offset", "size", "offset", "length", "is_inside"),
     [
         (0, 64, 0, 64, True),
         (0, 65, 0, 1, False),  # the region is larger than the allocation
@@ -171,11 +173,11 @@ def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
     ],
 )
 def test_bounds(
-    cuda: FakeCuda, inside: int, size: int, offset: int, length: int, fits: bool
+    cuda: FakeCuda, allocation_offset: int, size: int, offset: int, length: int, is_inside: bool
 ) -> None:
-    exported = cuda.export(64, inside=inside)
+    exported = cuda.export(64, inside=allocation_offset)
     memory = cuda.device_memory()
-    if fits:
+    if is_inside:
         assert len(view(memory, exported.memory(size), offset, length)) == length
     else:
         with pytest.raises((InvalidArgument, MalformedMessage)):
@@ -188,9 +190,9 @@ def test_bounds(
 def test_handles_that_open_nothing(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported = cuda.export(64, device=1)
-    wrong = Memory.on_device(1, 64, CudaHandle(exported.raw, 0))
+    wrong_memory = Memory.on_device(1, 64, CudaHandle(exported.raw, 0))
     with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
-        memory.open(wrong)
+        memory.open(wrong_memory)
     cuda.revoke(exported)
     with pytest.raises(InvalidArgument, match="its owner has exited"):
         memory.open(exported.memory())
@@ -252,7 +254,7 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
     exported = cuda.export(64)
-    (reply,) = worker.batch(inference(at(exported.memory(), 0, ROW)))
+    (reply,) = worker.batch(inference(device_tensor(exported.memory(), 0, ROW)))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
     assert memory.check(CheckMemory(7, exported.raw, 0, b"", 64)).code == "UNAVAILABLE"
     gc.collect()
@@ -308,13 +310,15 @@ def test_malformed_places(memory_range: Range) -> None:
 def test_a_batch_of_one_is_computed_on_the_device(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(64)
     memory = exported.memory()
     for turn in range(3):
         exported.write(0, ROW + turn)
         cuda.calls.clear()
-        (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        (reply,) = worker.batch(
+            inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
+        )
         assert reply.code == "", reply.message
         assert reply.answer is not None
         assert reply.answer.outputs[0].data == Range(memory, 32, 16)
@@ -328,18 +332,18 @@ def test_a_batch_of_one_is_computed_on_the_device(
 
 
 def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
-    twice(worker)
-    one, two = cuda.export(64), cuda.export(64)
-    first, second = one.memory(), two.memory()
-    one.write(0, ROW)
-    two.write(0, ROW + 10)
+    serve_doubling(worker)
+    first_export, second_export = cuda.export(64), cuda.export(64)
+    first_memory, second_memory = first_export.memory(), second_export.memory()
+    first_export.write(0, ROW)
+    second_export.write(0, ROW + 10)
     replies = worker.batch(
-        inference(at(first, 0, ROW), outputs=out(first, 32)),
-        inference(at(second, 0, ROW), outputs=out(second, 48)),
+        inference(device_tensor(first_memory, 0, ROW), outputs=device_output(first_memory, 32)),
+        inference(device_tensor(second_memory, 0, ROW), outputs=device_output(second_memory, 48)),
     )
     assert [reply.code for reply in replies] == ["", ""], replies
-    assert (one.read(32, ROW) == ROW * 2).all()
-    assert (two.read(48, ROW) == (ROW + 10) * 2).all()
+    assert (first_export.read(32, ROW) == ROW * 2).all()
+    assert (second_export.read(48, ROW) == (ROW + 10) * 2).all()
     assert (device.put_bytes, device.fetched_bytes) == (0, 0)
     assert worker.finished.copied_in == 32
 
@@ -347,7 +351,7 @@ def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: 
 def test_rows_next_to_each_other_are_a_view(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(96)
     memory = exported.memory()
     rows = np.arange(8, dtype=F32).reshape(2, 4)
@@ -355,7 +359,9 @@ def test_rows_next_to_each_other_are_a_view(
     for _ in range(2):
         replies = worker.batch(
             *(
-                inference(at(memory, 16 * n, ROW), outputs=out(memory, 32 + 16 * n))
+                inference(
+                    device_tensor(memory, 16 * n, ROW), outputs=device_output(memory, 32 + 16 * n)
+                )
                 for n in range(2)
             )
         )
@@ -371,12 +377,13 @@ def test_requests_of_both_kinds_in_one_batch(
 
     One output goes to the device, one to the host.
     """
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
     replies = worker.batch(
-        inference(at(memory, 0, ROW)), inference(tensor("x", ROW + 5), outputs=out(memory, 32))
+        inference(device_tensor(memory, 0, ROW)),
+        inference(tensor("x", ROW + 5), outputs=device_output(memory, 32)),
     )
     assert (replies[0].array("y") == ROW * 2).all()
     assert replies[1].code == ""
@@ -386,18 +393,20 @@ def test_requests_of_both_kinds_in_one_batch(
 def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     """The worker unmaps a region between batches. Tensors that it keeps remain usable."""
     body = "        self.last = x\n        return x * 2\n"
-    twice(worker, body=body)
+    serve_doubling(worker, body=body)
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
     for _ in range(2):
-        (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        (reply,) = worker.batch(
+            inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
+        )
         assert reply.code == ""
     worker.context.mappings.unmap(memory.id)
     assert cuda.opened == 1, "the model still has its input"
-    again = cuda.export(64)
+    new_export = cuda.export(64)
     for _ in range(2):
-        worker.batch(inference(at(again.memory(), 0, ROW)))
+        worker.batch(inference(device_tensor(new_export.memory(), 0, ROW)))
     gc.collect()
     assert worker.context.device_memory is not None
     worker.context.device_memory.close_unused()
@@ -407,12 +416,12 @@ def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeD
 def test_a_model_that_writes_into_its_inputs_gets_copies(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker, body="        return x.mul_(2)\n")
+    serve_doubling(worker, body="        return x.mul_(2)\n")
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
     for _ in range(3):
-        worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        worker.batch(inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32)))
         assert (exported.read(0, ROW) == ROW).all()
         assert (exported.read(32, ROW) == ROW * 2).all()
 
@@ -420,10 +429,13 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(
 def test_memory_ranges_that_are_too_small_or_unmapped(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(64)
     (reply,) = worker.batch(
-        inference(at(exported.memory(), 0, ROW), outputs=out(exported.memory(), 32, 8))
+        inference(
+            device_tensor(exported.memory(), 0, ROW),
+            outputs=device_output(exported.memory(), 32, 8),
+        )
     )
     assert (reply.code, reply.message) == (
         "INTERNAL",
@@ -433,9 +445,9 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
     closed_handle = cuda.export(64)
     cuda.revoke(closed_handle)
     replies = worker.batch(
-        inference(at(closed_handle.memory(), 0, ROW)),
+        inference(device_tensor(closed_handle.memory(), 0, ROW)),
         inference(tensor("x", ROW)),
-        inference(tensor("x", ROW), outputs=out(closed_handle.memory(), 0)),
+        inference(tensor("x", ROW), outputs=device_output(closed_handle.memory(), 0)),
     )
     assert [reply.code for reply in replies] == ["INVALID_ARG", "", "INVALID_ARG"]
 
@@ -443,65 +455,77 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
 def test_an_unaligned_range_and_an_output_that_is_its_input(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker, body="        return x\n")
+    serve_doubling(worker, body="        return x\n")
     exported = cuda.export(64)
     memory = exported.memory()
     for start in (1, 4):
         for offset in (33, start + 4, start):
             for _ in range(2):
                 exported.write(start, ROW)
-                worker.batch(inference(at(memory, start, ROW), outputs=out(memory, offset)))
+                worker.batch(
+                    inference(
+                        device_tensor(memory, start, ROW), outputs=device_output(memory, offset)
+                    )
+                )
                 assert (exported.read(offset, ROW) == ROW).all()
 
 
 def test_a_device_that_fails_ends_the_process(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     exported = cuda.export(64)
     cuda.broken = True
     with pytest.raises(DeviceLost):
-        worker.batch(inference(at(exported.memory(), 0, ROW), outputs=out(exported.memory(), 32)))
+        worker.batch(
+            inference(
+                device_tensor(exported.memory(), 0, ROW),
+                outputs=device_output(exported.memory(), 32),
+            )
+        )
 
 
 def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
-    twice(worker)
+    serve_doubling(worker)
     closed_handle = cuda.export(64)
     worker.batch(
-        inference(at(closed_handle.memory(), 0, ROW), outputs=out(closed_handle.memory(), 32))
+        inference(
+            device_tensor(closed_handle.memory(), 0, ROW),
+            outputs=device_output(closed_handle.memory(), 32),
+        )
     )
     worker.context.mappings.unmap_all()
     cuda.revoke(closed_handle)
     cuda.broken = True
     with pytest.raises(DeviceLost):
-        worker.batch(inference(tensor("x", ROW), outputs=out(closed_handle.memory(), 32)))
+        worker.batch(inference(tensor("x", ROW), outputs=device_output(closed_handle.memory(), 32)))
 
 
 # --- other backends
 
 
-class _Lost(RuntimeError):
+class _AcceleratorError(RuntimeError):
     """An exception like torch's AcceleratorError."""
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
 def test_a_device_that_is_not_read_any_more(
-    worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, lost: bool
+    worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     """A worker whose device has failed exits, so that a working process replaces it."""
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
 
     def fail(*arguments: Any, **options: Any) -> Any:
-        raise _Lost("CUDA error: an illegal memory access was encountered")
+        raise _AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.Tensor, "to", fail)
-    request = inference(at(cuda.export(64).memory(), 0, ROW))
-    if lost:
-        monkeypatch.setattr(torch, "AcceleratorError", _Lost, raising=False)
-        with pytest.raises(_Lost):
+    request = inference(device_tensor(cuda.export(64).memory(), 0, ROW))
+    if is_lost:
+        monkeypatch.setattr(torch, "AcceleratorError", _AcceleratorError, raising=False)
+        with pytest.raises(_AcceleratorError):
             worker.batch(request)
     else:
         (reply,) = worker.batch(request)
@@ -519,7 +543,9 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+    (reply,) = worker.batch(
+        inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
+    )
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW).all()
     assert (worker.finished.copied_in, worker.finished.copied_out) == (16, 16)
@@ -537,13 +563,13 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
     wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
     exported.write(0, wire)
     input_tensor = tensor("x", words, Range(memory, 0, wire.nbytes))
-    (reply,) = worker.batch(inference(input_tensor, outputs=out(memory, 32, 20)))
+    (reply,) = worker.batch(inference(input_tensor, outputs=device_output(memory, 32, 20)))
     assert reply.code == "", reply.message
     assert (exported.read(32, wire) == wire).all()
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
+@pytest.mark.parametrize("stays_on_device", [False, True])
+def test_a_python_model(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> None:
     """As in Triton, inputs are copied to the host unless the configuration forbids it."""
     text = (
         "import triton_python_backend_utils as pb\n"
@@ -558,7 +584,7 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
         "        return made\n"
     )
     (worker.context.version_dir / "model.py").write_text(text)
-    parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}} if stays else {}
+    parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}} if stays_on_device else {}
     config = model_config(
         [tensor_config("x", "FP32", [4])],
         [tensor_config("y", "FP32", [4])],
@@ -570,11 +596,13 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+    (reply,) = worker.batch(
+        inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
+    )
     backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
-    assert worker.finished.copied_in == (0 if stays else 16)
+    assert worker.finished.copied_in == (0 if stays_on_device else 16)
 
 
 def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
@@ -594,7 +622,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     exported.write(0, ROW)
     name = config["output"][0]["name"]
     requested_outputs = (RequestedOutput(name, Range(memory, 32, 16)),)
-    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=requested_outputs))
+    (reply,) = worker.batch(inference(device_tensor(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
 
@@ -609,7 +637,7 @@ def test_an_exporter_sees_its_own_memory() -> None:
 # --- pinned host memory
 
 
-def pinned(region: Region) -> Memory:
+def pinned_memory(region: Region) -> Memory:
     return dataclasses.replace(region.memory, pinned=True)
 
 
@@ -618,17 +646,17 @@ def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unma
 ) -> None:
     mappings = Mappings(None, partial(cuda.device_memory().pin, device=1))
     region = Region(8192)
-    memory = pinned(region)
-    kept = mappings.view(Range(memory, 4096, 8))
+    memory = pinned_memory(region)
+    kept_view = mappings.view(Range(memory, 4096, 8))
     mappings.view(Range(memory, 0, 8192))
     assert list(cuda.pinned.values()) == [8192] and cuda.calls == [("pin", 1)]
-    plain = Region(4096)
-    mappings.view(Range(plain.memory, 0, 8))
+    plain_region = Region(4096)
+    mappings.view(Range(plain_region.memory, 0, 8))
     assert len(cuda.pinned) == 1, "nobody asked for it"
     mappings.unmap(memory.id)
-    assert not cuda.pinned and bytes(kept) == bytes(8), "a view of it stays valid"
+    assert not cuda.pinned and bytes(kept_view) == bytes(8), "a view of it stays valid"
     mappings.unmap_all()
-    for block in (region, plain):
+    for block in (region, plain_region):
         block.close()
 
 
@@ -638,14 +666,14 @@ def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_used_unpinned(cuda: FakeCuda) -> None:
-    def nobody() -> FakeCuda:
+    def raise_unavailable() -> FakeCuda:
         raise Unavailable("there is no driver")
 
     cuda.broken = True
-    for memory in (cuda.device_memory(), DeviceMemory(nobody)):
+    for memory in (cuda.device_memory(), DeviceMemory(raise_unavailable)):
         mappings = Mappings(None, partial(memory.pin, device=0))
         region = Region(4096)
-        assert len(mappings.view(Range(pinned(region), 0, 8))) == 8
+        assert len(mappings.view(Range(pinned_memory(region), 0, 8))) == 8
         mappings.unmap_all()
         region.close()
     assert not cuda.calls

@@ -75,11 +75,11 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
         visible = {
             name: array for name, array in arrays.items() if name in (expected or ("A", "B"))
         }
-        wrong = ("A" in visible and visible["A"].dtype == np.float64) or (
+        is_invalid = ("A" in visible and visible["A"].dtype == np.float64) or (
             "B" in visible and visible["B"].ndim != 2
         )
-        assert (reply.code != "") == wrong, reply.message
-        if wrong:
+        assert (reply.code != "") == is_invalid, reply.message
+        if is_invalid:
             continue
         assert reply.answer is not None
         assert [ref.name for ref in reply.answer.outputs] == list(visible)
@@ -102,7 +102,7 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
 
     def execute(requests: list[Request]) -> list[Response]:
         (request,) = requests
-        if way == "owned":
+        if output_kind == "owned":
             request.inputs["X"].detach()
         array = request.inputs["X"].numpy()
         variants = {
@@ -110,11 +110,11 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
             "swapped": (array * 2).astype(">f4"),
             "new": array * 2,
         }
-        return [Response([Output("A", "FP32", variants.get(way, array))])]
+        return [Response([Output("A", "FP32", variants.get(output_kind, array))])]
 
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
-    ways = ["new", "returned", "owned", "shorter", "swapped"]
-    for count, way in enumerate((ways + ways[::-1]) * 2):
+    output_kinds = ["new", "returned", "owned", "shorter", "swapped"]
+    for count, output_kind in enumerate((output_kinds + output_kinds[::-1]) * 2):
         numbers = np.arange(4, dtype="f4") + count
         sent = tensor("X", numbers, region.write(0, numbers))
         region.write(32, np.full(4, -1, "f4"))
@@ -122,18 +122,18 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
         assert reply.answer is not None, reply.message
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
-        expected = numbers if way in ("returned", "owned") else numbers * 2
-        expected = expected[: 2 if way == "shorter" else 4]
-        stays = way == "returned" and or_input
-        assert output.data == region.memory_range(0 if stays else 32, size * len(expected))
+        expected = numbers if output_kind in ("returned", "owned") else numbers * 2
+        expected = expected[: 2 if output_kind == "shorter" else 4]
+        stays_in_input = output_kind == "returned" and or_input
+        assert output.data == region.memory_range(0 if stays_in_input else 32, size * len(expected))
         assert output.shape == expected.shape
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
-        assert worker.finished.copied_out == (0 if stays else expected.nbytes)
+        assert worker.finished.copied_out == (0 if stays_in_input else expected.nbytes)
     region.close()
 
 
-@pytest.mark.parametrize("placed", [False, True])
-def test_texts_of_all_sizes_are_written(worker: Rig, placed: bool) -> None:
+@pytest.mark.parametrize("has_range", [False, True])
+def test_texts_of_all_sizes_are_written(worker: Rig, has_range: bool) -> None:
     """A long text is too large for the message, and short texts of the same shape follow it."""
     region = Region(2 * INLINE_LIMIT)
     config = model_config(
@@ -146,18 +146,18 @@ def test_texts_of_all_sizes_are_written(worker: Rig, placed: bool) -> None:
         return [Response([Output.of_values("T", "BYTES", [text]), Output("N", "INT32", number)])]
 
     worker.serve(FunctionBackend(worker.context, execute), config)
-    memory_range = region.memory_range(0, 2 * INLINE_LIMIT) if placed else None
+    memory_range = region.memory_range(0, 2 * INLINE_LIMIT) if has_range else None
     requested = [RequestedOutput("T", memory_range), RequestedOutput("N")]
     for count, text in enumerate(texts * 2):
         number = np.full(1, count, np.int32)
         (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
         assert reply.answer is not None, reply.message
         output = reply.answer.outputs[0]
-        assert isinstance(output.data, Range) == (placed or len(text) == INLINE_LIMIT)
+        assert isinstance(output.data, Range) == (has_range or len(text) == INLINE_LIMIT)
         raw = output.data
         if isinstance(raw, Range):
-            at = raw.offset, raw.byte_size
-            raw = region.read(*at) if placed else bytes(worker.context.arena.view(raw))
+            extent = raw.offset, raw.byte_size
+            raw = region.read(*extent) if has_range else bytes(worker.context.arena.view(raw))
         assert raw == len(text).to_bytes(4, "little") + text
         assert reply.array("N", worker).tolist() == [count]
         assert worker.finished.copied_out == 4 + len(text) + number.nbytes
@@ -170,10 +170,10 @@ def test_rows_of_another_number_are_checked(worker: Rig) -> None:
         [tensor_config("X", "FP32", [1])], [tensor_config("Y", "FP32", [1])], max_batch_size=8
     )
 
-    def two_rows(requests: list[Request]) -> list[Response]:
+    def answer_two_rows(requests: list[Request]) -> list[Response]:
         return [Response([Output("Y", "FP32", np.ones((2, 1), np.float32))]) for _ in requests]
 
-    worker.serve(FunctionBackend(worker.context, two_rows), config)
+    worker.serve(FunctionBackend(worker.context, answer_two_rows), config)
     for rows, code in [(2, "")] * 4 + [(3, "INTERNAL"), (2, "")]:
         (reply,) = worker.batch(inference(tensor("X", np.ones((rows, 1), np.float32))))
         assert reply.code == code
@@ -183,18 +183,18 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
     worker: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids, sequences and limits are outside the packed schema, and each request has its own."""
-    seen: list[Any] = []
-    read: list[bytes] = []
+    executed_work: list[Any] = []
+    read_schemas: list[bytes] = []
 
     def execute(requests: list[Request]) -> list[Response]:
-        seen.extend(request.work for request in requests)
+        executed_work.extend(request.work for request in requests)
         return [Response([Output("A", "FP32", np.zeros(1, "f4"))]) for _ in requests]
 
-    def counted(schema: bytes) -> RequestSchema:
-        read.append(schema)
+    def read_counted(schema: bytes) -> RequestSchema:
+        read_schemas.append(schema)
         return RequestSchema(schema)
 
-    monkeypatch.setattr(request, "RequestSchema", counted)
+    monkeypatch.setattr(request, "RequestSchema", read_counted)
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     sent = [
         Work(
@@ -211,7 +211,7 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
         )
         for number in range(8)
     ]
-    for work in sent:
-        worker.execute([work])
-    assert seen == sent
-    assert read == [sent[0].schema]
+    for unit_of_work in sent:
+        worker.execute([unit_of_work])
+    assert executed_work == sent
+    assert read_schemas == [sent[0].schema]

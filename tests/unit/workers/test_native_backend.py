@@ -33,24 +33,24 @@ def write(worker: Rig, text: str) -> None:
     (worker.context.version_dir / "model.py").write_text(HEAD + text)
 
 
-def blank(**more: Any) -> dict[str, Any]:
-    return model_config([], [], **more)
+def blank_config(**fields: Any) -> dict[str, Any]:
+    return model_config([], [], **fields)
 
 
 def complete(worker: Rig, config: dict[str, Any] | None = None) -> dict[str, Any]:
-    return NativeBackend(worker.context).complete_config(config or blank())
+    return NativeBackend(worker.context).complete_config(config or blank_config())
 
 
 def serve(worker: Rig, config: dict[str, Any] | None = None) -> Rig:
     backend = NativeBackend(worker.context)
-    return worker.serve(backend, backend.complete_config(config or blank()))
+    return worker.serve(backend, backend.complete_config(config or blank_config()))
 
 
 def test_the_example_serves(worker: Rig) -> None:
     source = EXAMPLES / "native_model.py"
     assert len(source.read_text().splitlines()) < 15
     shutil.copy(source, worker.context.version_dir / "native_model.py")
-    config = blank(
+    config = blank_config(
         default_model_filename="native_model.py", parameters={"class": {"string_value": "Blur"}}
     )
     completed = complete(worker, config)
@@ -117,12 +117,12 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("form", RESULTS)
-def test_results_of_several_outputs(worker: Rig, form: str) -> None:
-    before, annotation, value, names = RESULTS[form]
+@pytest.mark.parametrize("annotation_style", RESULTS)
+def test_results_of_several_outputs(worker: Rig, annotation_style: str) -> None:
+    definitions, annotation, value, names = RESULTS[annotation_style]
     write(
         worker,
-        f"{before}\nclass Model:\n    def predict(self, x: FP32[Tensor, 1]) -> {annotation}:\n"
+        f"{definitions}\nclass Model:\n    def predict(self, x: FP32[Tensor, 1]) -> {annotation}:\n"
         f"        return {value}\n",
     )
     completed = complete(worker)
@@ -170,8 +170,8 @@ class Model:
             tensor("s", np.array([[text] for text in texts], dtype=object)),
         ]
 
-    first, second = worker.batch(inference(*inputs_of(b"a")), inference(*inputs_of(b"b", b"c")))
-    assert [output.data for reply in (first, second) for output in reply.answer.outputs] == [  # type: ignore[union-attr]
+    replies = worker.batch(inference(*inputs_of(b"a")), inference(*inputs_of(b"b", b"c")))
+    assert [output.data for reply in replies for output in reply.answer.outputs] == [  # type: ignore[union-attr]
         b"\3\0\0\0<a>",
         b"\3\0\0\0<b>\3\0\0\0<c>",
     ]
@@ -194,11 +194,11 @@ class Model:
     assert complete(worker)["input"][1] == tensor_config("factor", "FP32", [1], optional=True)
     serve(worker)
     x = tensor("x", np.ones((1, 2), F32))
-    for given, factor in (
+    for request, factor in (
         (inference(x), 0.5),
         (inference(x, tensor("factor", np.array([[3]], F32))), 3),
     ):
-        (reply,) = worker.batch(given)
+        (reply,) = worker.batch(request)
         assert reply.answer is not None, reply.message
         assert reply.answer.outputs[0].data == np.full((1, 2), factor, F32).tobytes()
 
@@ -235,10 +235,10 @@ class Model:
     completed = complete(worker)
     assert completed["max_batch_size"] == 4
     assert completed["dynamic_batching"] == {"max_queue_delay_microseconds": 300}
-    written = {"preferred_batch_size": [2]}
-    completed = complete(worker, blank(max_batch_size=2, dynamic_batching=written))
+    configured = {"preferred_batch_size": [2]}
+    completed = complete(worker, blank_config(max_batch_size=2, dynamic_batching=configured))
     assert completed["max_batch_size"] == 2
-    assert completed["dynamic_batching"] == written
+    assert completed["dynamic_batching"] == configured
 
 
 def test_a_class_may_choose_its_batching_strategy(worker: Rig) -> None:
@@ -253,9 +253,9 @@ class Model:
     strategy, target = {"string_value": "adaptive"}, {"string_value": "12.5"}
     parameters = complete(worker)["parameters"]
     assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target)
-    written = {"target_p99_ms": {"string_value": "3"}}
-    parameters = complete(worker, blank(parameters=written))["parameters"]
-    assert parameters == {**written, "batching_strategy": strategy}
+    configured = {"target_p99_ms": {"string_value": "3"}}
+    parameters = complete(worker, blank_config(parameters=configured))["parameters"]
+    assert parameters == {**configured, "batching_strategy": strategy}
     for values, what in (
         (("7", "None"), "'Model.batching_strategy' must be a string, got 7"),
         (("None", "'5'"), "'Model.target_p99_ms' must be a number of milliseconds, got '5'"),
@@ -295,7 +295,7 @@ class Model(torch.nn.Module):
     )
     (worker.context.version_dir / "helper.py").write_text("ONE = 1\n")
     backend = NativeBackend(worker.context)
-    config = backend.complete_config(blank(parameters={"shift": {"string_value": "0.5"}}))
+    config = backend.complete_config(blank_config(parameters={"shift": {"string_value": "0.5"}}))
     worker.serve(backend, config)
     (reply,) = worker.batch(inference(tensor("x", np.array([[1]], F32))))
     assert reply.array("output").tolist() == [[2.5]]
@@ -317,7 +317,9 @@ class Model:
     region = Region(4096)
     rows = [np.zeros((1, 2), F32), np.zeros((1, 2), F32)]
     for _ in range(2):
-        memory_ranges = [region.write(at, row) for at, row in zip((0, 8), rows, strict=True)]
+        memory_ranges = [
+            region.write(offset, row) for offset, row in zip((0, 8), rows, strict=True)
+        ]
         replies = worker.batch(
             *(
                 inference(tensor("x", row, memory_range))
@@ -331,7 +333,7 @@ class Model:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "message"),
     [
         ("class Other: pass", "'model.py' does not define a class 'Model'"),
         ("class Model: pass", "class 'Model' has no method 'predict'"),
@@ -379,15 +381,15 @@ class Model:
         ),
     ],
 )
-def test_missing_annotations_are_reported(worker: Rig, text: str, shown: str) -> None:
+def test_missing_annotations_are_reported(worker: Rig, text: str, message: str) -> None:
     write(worker, text)
     with pytest.raises(InvalidArgument) as caught:
         complete(worker)
-    assert shown in caught.value.message
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "shown"),
+    ("inputs", "outputs", "message"),
     [
         (
             [tensor_config("x", "FP64", [1])],
@@ -401,7 +403,7 @@ def test_missing_annotations_are_reported(worker: Rig, text: str, shown: str) ->
     ],
 )
 def test_a_configuration_that_contradicts_the_annotations(
-    worker: Rig, inputs: list[Any], outputs: list[Any], shown: str
+    worker: Rig, inputs: list[Any], outputs: list[Any], message: str
 ) -> None:
     write(
         worker,
@@ -411,11 +413,11 @@ def test_a_configuration_that_contradicts_the_annotations(
     config = backend.complete_config(model_config(inputs, outputs))
     with pytest.raises(ShmserveError) as caught:
         backend.load(ModelSpec.of(config))
-    assert shown in caught.value.message
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("annotation", "value", "shown"),
+    ("annotation", "value", "message"),
     [
         ("tuple[FP32[Tensor, 1], FP32[Tensor, 1]]", "x", "'Model.predict' did not return 2 values"),
         ("FP32[Tensor, 1]", "None", "inference output 'output' is a NoneType, not a tensor"),
@@ -425,7 +427,7 @@ def test_a_configuration_that_contradicts_the_annotations(
     ],
 )
 def test_results_that_contradict_their_annotations(
-    worker: Rig, annotation: str, value: str, shown: str
+    worker: Rig, annotation: str, value: str, message: str
 ) -> None:
     write(
         worker,
@@ -435,7 +437,7 @@ def test_results_that_contradict_their_annotations(
     serve(worker)
     (reply,) = worker.batch(inference(tensor("x", np.zeros((1, 1), F32))))
     assert reply.code == "INTERNAL"
-    assert shown in reply.message
+    assert message in reply.message
 
 
 def test_an_annotated_module_is_called(worker: Rig) -> None:
@@ -455,10 +457,10 @@ def test_a_module_without_annotations_gets_the_lines_that_it_needs(worker: Rig) 
         worker,
         "class Model(torch.nn.Module):\n    def forward(self, image: Tensor, size): return image\n",
     )
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as caught:
         complete(worker)
-    first, *lines = raised.value.message.split("\n")
-    assert 'write backend: "pytorch", runtime: "model.py"' in first
+    first_line, *lines = caught.value.message.split("\n")
+    assert 'write backend: "pytorch", runtime: "model.py"' in first_line
     assert [line.strip() for line in lines] == [
         "from shmserve.model import FP32",
         "def predict(self, image: FP32[torch.Tensor, -1], size: FP32[torch.Tensor, -1]) -> "

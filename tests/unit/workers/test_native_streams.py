@@ -50,10 +50,10 @@ def worker(tmp_path: Path) -> Iterator[Rig]:
 class Model(Streams):
     """A native model whose class has the given body."""
 
-    def __init__(self, worker: Rig, body: str, **more: Any) -> None:
+    def __init__(self, worker: Rig, body: str, **fields: Any) -> None:
         (worker.context.version_dir / "model.py").write_text(HEAD + indent(body, "    "))
         self.backend = NativeBackend(worker.context)
-        self.config = self.backend.complete_config(model_config([], [], **more))
+        self.config = self.backend.complete_config(model_config([], [], **fields))
         worker.serve(self.backend, self.config)
         LOADED.append(self.backend)
         super().__init__(worker, "x", "output", self.config["max_batch_size"] > 0)
@@ -265,15 +265,15 @@ def test_a_stream_without_credit_does_not_delay_other_streams(worker: Rig, kind:
 
 def test_many_that_wait_for_their_clients_hold_up_no_other(worker: Rig) -> None:
     """Each waiting stream has its own thread, whatever their number."""
-    many = 40
+    stream_count = 40
     model = Model(worker, KINDS["asynchronous generator"])
     with model.pumping():
-        model.begin(*([2 * FIRST_CREDIT] * (many + 1)))
-        for key in range(1, many + 2):
+        model.begin(*([2 * FIRST_CREDIT] * (stream_count + 1)))
+        for key in range(1, stream_count + 2):
             assert len(model.responses(key, FIRST_CREDIT)) == FIRST_CREDIT
-        model.credit(many + 1, FIRST_CREDIT)
-        assert len(model.responses(many + 1)) == 2 * FIRST_CREDIT + 1
-        for key in range(1, many + 1):
+        model.credit(stream_count + 1, FIRST_CREDIT)
+        assert len(model.responses(stream_count + 1)) == 2 * FIRST_CREDIT + 1
+        for key in range(1, stream_count + 1):
             model.cancel(key)
         assert model.responses(1)[-1] == "end"
 
@@ -312,7 +312,7 @@ async def predict(self, x: {ARRAY}) -> {ARRAY}:
 
 
 @pytest.mark.parametrize(
-    ("body", "shown"),
+    ("body", "message"),
     [
         (f"def predict(self, x: {ARRAY}) -> {ARRAY}:\n    yield x", "'-> Iterator[...]'"),
         (f"async def predict(self, x: {ARRAY}) -> {ARRAY}:\n    yield x", "'-> AsyncIterator"),
@@ -320,10 +320,10 @@ async def predict(self, x: {ARRAY}) -> {ARRAY}:
         (f"def predict(self, x: {ARRAY}) -> Iterator[int]:\n    yield x", "is not a tensor"),
     ],
 )
-def test_a_generator_must_declare_its_values(worker: Rig, body: str, shown: str) -> None:
+def test_a_generator_must_declare_its_values(worker: Rig, body: str, message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Model(worker, body)
-    assert shown in caught.value.message
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize("streams", [False, True])

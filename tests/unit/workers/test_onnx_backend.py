@@ -30,10 +30,12 @@ BARE: dict[str, Any] = {"name": "m", "max_batch_size": 0, "backend": "onnxruntim
 LARGE = 32 * 1024
 
 
-def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), out: Any = None) -> None:
+def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = None) -> None:
     """Write a model that computes s = a + b."""
     tensors = [("a", FLOAT, dims), ("b", FLOAT, dims)]
-    save(worker.context.version_dir, [("Add", "a b", "s")], tensors, [("s", FLOAT, out or dims)])
+    save(
+        worker.context.version_dir, [("Add", "a b", "s")], tensors, [("s", FLOAT, sum_dims or dims)]
+    )
 
 
 def serve(worker: Rig) -> Rig:
@@ -189,8 +191,10 @@ def test_bf16_as_it_is(worker: Rig) -> None:
 def test_errors_of_a_run_have_tritons_text(worker: Rig) -> None:
     save_sum(worker, ("batch", "n"))
     serve(worker)
-    two, three = (tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3)))
-    (reply,) = worker.batch(inference(two, three))
+    two_columns, three_columns = (
+        tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3))
+    )
+    (reply,) = worker.batch(inference(two_columns, three_columns))
     assert "onnx runtime error" in reply.message
 
 

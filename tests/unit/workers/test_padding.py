@@ -31,13 +31,13 @@ PADDING = {
 DIMS = [3, -1, -1]
 
 
-def config(padding: dict[str, Any] = PADDING, **more: Any) -> dict[str, Any]:
+def config(padding: dict[str, Any] = PADDING, **fields: Any) -> dict[str, Any]:
     return model_config(
         [tensor_config("IMAGE", "FP32", DIMS)],
         [tensor_config("FEATURES", "FP32", DIMS), tensor_config("SUM", "FP32", [1])],
         8,
         parameters={"padding": {"string_value": json.dumps(padding)}},
-        **more,
+        **fields,
     )
 
 
@@ -91,17 +91,17 @@ class TritonPythonModel:
 """
 
 
-@pytest.mark.parametrize("form", ["pytorch", "native", "python"])
-def test_images_of_224_and_336_share_a_batch(worker: Rig, form: str) -> None:
+@pytest.mark.parametrize("model_kind", ["pytorch", "native", "python"])
+def test_images_of_224_and_336_share_a_batch(worker: Rig, model_kind: str) -> None:
     """Images are padded to the smallest common bucket, with lengths and a mask.
 
     Each output has the size of its request's image.
     """
     path = worker.context.version_dir / "model.py"
-    if form == "pytorch":
+    if model_kind == "pytorch":
         path.write_text(TORCH)
         worker.serve(PytorchBackend(worker.context), config())
-    elif form == "python":
+    elif model_kind == "python":
         path.write_text(PYTHON)
         worker.serve(PythonBackend(worker.context), config())
     else:
@@ -121,7 +121,7 @@ def test_images_of_224_and_336_share_a_batch(worker: Rig, form: str) -> None:
             np.testing.assert_allclose(reply.array("SUM", worker), sums, rtol=1e-4)
 
 
-def padder(padding: dict[str, Any], data_type: str = "FP32", dims: Any = (-1,)) -> Padder:
+def make_padder(padding: dict[str, Any], data_type: str = "FP32", dims: Any = (-1,)) -> Padder:
     configuration = config(padding)
     configuration["input"] = [tensor_config("IMAGE", data_type, dims)]
     configuration["output"] = [tensor_config("FEATURES", data_type, [-1, 2])]
@@ -141,7 +141,7 @@ def request(array: Any, datatype: str = "FP32") -> Request:
 
 def test_without_buckets_it_is_the_batchs_maximum() -> None:
     requests = [request(np.ones((1, n), F32)) for n in (1, 3)]
-    padded = padder({"IMAGE": {"lengths": "N"}}).pad(requests)
+    padded = make_padder({"IMAGE": {"lengths": "N"}}).pad(requests)
     assert padded.padded_shapes == {"IMAGE": (3,)}
     assert [r.inputs["IMAGE"].numpy().tolist() for r in requests] == [[[1, 0, 0]], [[1, 1, 1]]]
     assert [r.inputs["N"].numpy().tolist() for r in requests] == [[[1]], [[3]]]
@@ -155,7 +155,7 @@ def test_the_value_is_of_the_inputs_datatype(datatype: str, value: float) -> Non
 
     kind = NUMPY_DTYPES.get(datatype, np.dtype(np.uint16))
     requests = [request(np.zeros((1, n), kind), datatype) for n in (1, 2)]
-    padder({"IMAGE": {"value": value}}, datatype).pad(requests)
+    make_padder({"IMAGE": {"value": value}}, datatype).pad(requests)
     image = requests[0].inputs["IMAGE"].torch()
     assert image[0, 1].item() == value and image[0, 0].item() == 0
 
@@ -164,15 +164,17 @@ def test_inputs_on_a_device_are_padded_there() -> None:
     """Uses torch tensors on the host, because no test machine has the device."""
     rows = [torch.arange(1, 1 + n, dtype=torch.float32).reshape(1, n) for n in (1, 3)]
     requests = [request(row) for row in rows]
-    padder({"IMAGE": {"value": 7}}).pad(requests)
-    whole = requests[0].inputs["IMAGE"].batch
-    assert isinstance(whole, torch.Tensor) and whole is requests[1].inputs["IMAGE"].batch
-    assert whole.view(torch.float32).tolist() == [1, 7, 7, 1, 2, 3]
+    make_padder({"IMAGE": {"value": 7}}).pad(requests)
+    padded_batch = requests[0].inputs["IMAGE"].batch
+    assert (
+        isinstance(padded_batch, torch.Tensor) and padded_batch is requests[1].inputs["IMAGE"].batch
+    )
+    assert padded_batch.view(torch.float32).tolist() == [1, 7, 7, 1, 2, 3]
     assert requests[1].inputs["IMAGE"].torch().tolist() == [[1, 2, 3]]
 
 
 def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
-    pads = padder({"IMAGE": {}, "FEATURES": {"like": "IMAGE"}})
+    pads = make_padder({"IMAGE": {}, "FEATURES": {"like": "IMAGE"}})
     requests = [request(np.ones((1, n), F32)) for n in (1, 3, 2)]
     padded = pads.pad(requests)
     shapes = ((1, 3, 2), (1, 2, 2), (1, 2, 2))

@@ -29,11 +29,11 @@ from shmserve.workers.triton_python_backend_utils import Tensor, TritonModelExce
 TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 
 
-def received(*inputs: Input, **more: Any) -> ReceivedRequest:
-    schema, data = pack_inference(Inference((), (), more.pop("parameters", {})))
+def received_request(*inputs: Input, **fields: Any) -> ReceivedRequest:
+    schema, data = pack_inference(Inference((), (), fields.pop("parameters", {})))
     expected = {"OUT": OutputSchema("OUT", placed=False, or_input=False)}
     origin = Request(
-        Work(1, 42, schema, data, "id-1", **more),
+        Work(1, 42, schema, data, "id-1", **fields),
         RequestSchema(schema),
         0,
         {item.name: item for item in inputs},
@@ -42,7 +42,7 @@ def received(*inputs: Input, **more: Any) -> ReceivedRequest:
     return ReceivedRequest(origin, Lender("m", Mappings()))
 
 
-def given_input(array: Any, datatype: str, name: str = "IN") -> Input:
+def make_input(array: Any, datatype: str, name: str = "IN") -> Input:
     array = np.asarray(array)
     raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
     return Input(name, datatype, array.shape, memoryview(bytearray(raw)), model="m")
@@ -113,8 +113,8 @@ def test_dlpack_of_bf16() -> None:
     assert torch.equal(from_dlpack(tensor), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         tensor.as_numpy()
-    bits = given_input(value.view(torch.uint16).numpy(), "BF16")
-    came = received(bits).inputs()[0]
+    bits = make_input(value.view(torch.uint16).numpy(), "BF16")
+    came = received_request(bits).inputs()[0]
     assert torch.equal(from_dlpack(came), value)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
         came.as_numpy()
@@ -244,9 +244,9 @@ def test_no_other_parameters(parameters: Any, text: str) -> None:
 
 
 def test_a_received_request() -> None:
-    request = received(
-        given_input([1.0, 2.0], "FP64"),
-        given_input([b"a", b"b"], "BYTES", "S"),
+    request = received_request(
+        make_input([1.0, 2.0], "FP64"),
+        make_input([b"a", b"b"], "BYTES", "S"),
         parameters={"x": 1, "y": "z"},
         correlation_text="s",
         flags=1,
@@ -292,7 +292,7 @@ def test_a_request_for_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "kind", "text"),
+    ("arguments", "kind", "text"),
     [
         (
             {"inputs": [None]},
@@ -320,14 +320,14 @@ def test_a_request_for_another_model() -> None:
         ({"flags": None}, TypeError, "flags must be an int"),
     ],
 )
-def test_no_request_like_that(more: dict[str, Any], kind: type[Exception], text: str) -> None:
-    rest: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
+def test_no_request_like_that(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    defaults: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     with pytest.raises(kind, match=text):
-        pb_utils.InferenceRequest(request_id="q", **{**rest, **more})
+        pb_utils.InferenceRequest(request_id="q", **{**defaults, **arguments})
 
 
 @pytest.mark.parametrize(
-    "more",
+    "arguments",
     [
         {"inputs": ()},
         {"requested_output_names": ("A", "A")},
@@ -341,24 +341,24 @@ def test_no_request_like_that(more: dict[str, Any], kind: type[Exception], text:
         {"parameters": {"triton_x": 1}},
     ],
 )
-def test_a_request_like_that(more: dict[str, Any]) -> None:
-    rest: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
-    request = pb_utils.InferenceRequest(**{**rest, **more})
+def test_a_request_like_that(arguments: dict[str, Any]) -> None:
+    defaults: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
+    request = pb_utils.InferenceRequest(**{**defaults, **arguments})
     for name in ("flags", "correlation_id", "timeout"):
-        assert getattr(request, name)() == more.get(name, 0)
+        assert getattr(request, name)() == arguments.get(name, 0)
 
 
 def test_no_memory_or_release_like_that() -> None:
     request = pb_utils.InferenceRequest(inputs=[], requested_output_names=[], model_name="other")
-    wrong: Any
-    for wrong in (0, None):
+    wrong_value: Any
+    for wrong_value in (0, None):
         with pytest.raises(TypeError, match="preferred_memory_type"):
-            pb_utils.PreferredMemory(wrong)
-    for wrong in ("x", -1, None):
+            pb_utils.PreferredMemory(wrong_value)
+    for wrong_value in ("x", -1, None):
         with pytest.raises(TypeError):
-            request.set_release_flags(wrong)
+            request.set_release_flags(wrong_value)
         with pytest.raises(TypeError):
-            request.set_flags(wrong)
+            request.set_flags(wrong_value)
 
 
 def test_numbers_of_numpy_will_do() -> None:
@@ -406,9 +406,9 @@ def test_calls_with_wrong_arguments_are_a_type_error(call: Callable[[], object])
 # --- configurations
 
 
-def config(**more: Any) -> pb_utils.ModelConfig:
-    written: dict[str, Any] = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
-    return pb_utils.ModelConfig(json.dumps({**written, **more}))
+def config(**fields: Any) -> pb_utils.ModelConfig:
+    base_config: dict[str, Any] = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
+    return pb_utils.ModelConfig(json.dumps({**base_config, **fields}))
 
 
 X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
@@ -440,9 +440,9 @@ def test_a_config_is_filled_in() -> None:
 
 
 def test_equal_values_of_the_author_stay() -> None:
-    written = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
+    tensor = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
     configuration = config(
-        input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
+        input=[tensor], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
     )
     configuration.add_input(X)
     configuration.set_max_batch_size(4)
@@ -452,7 +452,7 @@ def test_equal_values_of_the_author_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "call", "text"),
+    ("fields", "call", "text"),
     [
         (
             {"max_batch_size": 8},
@@ -522,9 +522,9 @@ def test_equal_values_of_the_author_stay() -> None:
         ),
     ],
 )
-def test_contradictions(written: dict[str, Any], call: Any, text: str) -> None:
+def test_contradictions(fields: dict[str, Any], call: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
-        call(config(**written))
+        call(config(**fields))
     assert str(caught.value) == text
 
 
@@ -543,10 +543,10 @@ def test_a_counter_and_a_gauge() -> None:
     family = pb_utils.MetricFamily("a_total", "what it is", pb_utils.MetricFamily.COUNTER)
     counter = family.Metric(labels={"x": "1"})
     counter.increment(2)
-    same = pb_utils.MetricFamily("a_total", "", pb_utils.MetricFamily.COUNTER)
-    again = same.Metric({"x": "1"})
-    again.increment(0.5)
-    assert counter.value() == again.value() == 2.5
+    counters = pb_utils.MetricFamily("a_total", "", pb_utils.MetricFamily.COUNTER)
+    metric = counters.Metric({"x": "1"})
+    metric.increment(0.5)
+    assert counter.value() == metric.value() == 2.5
     with pytest.raises(TritonModelException, match="only be incremented monotonically"):
         counter.increment(-1)
     with pytest.raises(TritonModelException, match="COUNTER does not support Set"):
@@ -560,10 +560,10 @@ def test_a_counter_and_a_gauge() -> None:
     assert gauge.value() == -2.5
     changed = metrics.changes()
     assert changed is not None
-    first, second = changed
-    assert first == ["a_total", "what it is", "COUNTER", [[(("x", "1"),), [2.5], ()]]]
-    assert second[3][0][0] == ()
-    level, set_ns, increments = second[3][0][1]
+    counter_record, histogram_record = changed
+    assert counter_record == ["a_total", "what it is", "COUNTER", [[(("x", "1"),), [2.5], ()]]]
+    assert histogram_record[3][0][0] == ()
+    level, set_ns, increments = histogram_record[3][0][1]
     assert (level, increments) == (4, -6.5)
     assert set_ns > 0
 
@@ -645,17 +645,17 @@ def test_no_family_like_that() -> None:
 
 @pytest.mark.usefixtures("no_metrics")
 def test_values_are_numbers() -> None:
-    wrong: Any
+    wrong_value: Any
     families = {
         name: pb_utils.MetricFamily(name, "", getattr(pb_utils.MetricFamily, name.upper()))
         for name in ("counter", "gauge", "histogram")
     }
     counter, gauge = families["counter"].Metric(), families["gauge"].Metric()
     histogram = families["histogram"].Metric(buckets=[])
-    for wrong in ("x", None, b"1", "1"):
+    for wrong_value in ("x", None, b"1", "1"):
         for change in (counter.increment, gauge.set, gauge.increment, histogram.observe):
             with pytest.raises(TypeError):
-                change(wrong)
+                change(wrong_value)
     with pytest.raises(RuntimeError, match="Unable to cast"):
         families["histogram"].Metric({"l": "1"}, buckets=[1, "x"])  # type: ignore[list-item]
     counter.increment(np.float32(0.5))  # type: ignore[arg-type]
@@ -668,14 +668,14 @@ def test_values_go_with_their_family() -> None:
     """A value is removed with the last live family object that has created it."""
     counters = pb_utils.MetricFamily("c", "first", pb_utils.MetricFamily.COUNTER)
     other_family = pb_utils.MetricFamily("c", "again", pb_utils.MetricFamily.COUNTER)
-    one, both = counters.Metric({"n": "1"}), counters.Metric({"n": "2"})
+    counter, gauge = counters.Metric({"n": "1"}), counters.Metric({"n": "2"})
     also = other_family.Metric({"n": "2"})
-    both.increment(3)
-    del both
+    gauge.increment(3)
+    del gauge
     assert len(reported_labels()["c"]) == 2  # the value remains as long as its family
     del counters
     assert reported_labels() == {"c": [(("n", "2"),)]} and also.value() == 3
-    for use in (lambda: one.increment(1), one.value):
+    for use in (lambda: counter.increment(1), counter.value):
         with pytest.raises(TritonModelException, match="'MetricFamily' has been deleted"):
             use()
     del other_family
@@ -693,13 +693,13 @@ def reported_labels() -> dict[str, list[Any]]:
 
 
 def test_no_line_like_that() -> None:
-    wrong: Any
-    for wrong in (None, 5):
+    wrong_value: Any
+    for wrong_value in (None, 5):
         with pytest.raises(TypeError):
-            pb_utils.Logger.log_info(wrong)
-    for wrong in (5, "INFO", None):
+            pb_utils.Logger.log_info(wrong_value)
+    for wrong_value in (5, "INFO", None):
         with pytest.raises(TypeError):
-            pb_utils.Logger.log("a line", wrong)
+            pb_utils.Logger.log("a line", wrong_value)
 
 
 def test_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,16 +63,16 @@ def write_class(worker: Rig, text: str) -> None:
 def vectors(
     inputs: Mapping[str, int],
     outputs: Mapping[str, int],
-    most: int = 8,
+    max_batch_size: int = 8,
     data_type: str = "FP32",
-    **more: Any,
+    **fields: Any,
 ) -> dict[str, Any]:
     """Return the configuration of a model whose inputs and outputs are vectors of these lengths."""
     return model_config(
         [tensor_config(name, data_type, [size]) for name, size in inputs.items()],
         [tensor_config(name, data_type, [size]) for name, size in outputs.items()],
-        most,
-        **more,
+        max_batch_size,
+        **fields,
     )
 
 
@@ -80,7 +80,7 @@ def serve(worker: Rig, config: dict[str, Any]) -> Rig:
     return worker.serve(PytorchBackend(worker.context), config)
 
 
-def refuses(worker: Rig, config: dict[str, Any]) -> str:
+def load_error(worker: Rig, config: dict[str, Any]) -> str:
     with pytest.raises(ShmserveError) as caught:
         PytorchBackend(worker.context).load(ModelSpec.of(config))
     return caught.value.message
@@ -89,12 +89,12 @@ def refuses(worker: Rig, config: dict[str, Any]) -> str:
 BATCH = {0: torch.export.Dim("batch")}
 
 
-@pytest.mark.parametrize("form", ["script", "exported", "class"])
+@pytest.mark.parametrize("model_kind", ["script", "exported", "class"])
 @pytest.mark.parametrize(("x", "y"), [("image", "y"), ("INPUT__0", "OUTPUT__0")])
-def test_a_batch_of_unequal_requests(worker: Rig, form: str, x: str, y: str) -> None:
-    if form == "script":
+def test_a_batch_of_unequal_requests(worker: Rig, model_kind: str, x: str, y: str) -> None:
+    if model_kind == "script":
         save_script(Affine(), worker, torch.zeros(2, 4))
-    elif form == "exported":
+    elif model_kind == "exported":
         save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
     else:
         write_class(
@@ -111,7 +111,7 @@ def test_a_batch_of_unequal_requests(worker: Rig, form: str, x: str, y: str) -> 
             np.testing.assert_allclose(reply.array(y), row.sum(-1, keepdims=True) * 2, rtol=1e-5)
 
 
-class Three(torch.nn.Module):
+class ThreeArguments(torch.nn.Module):
     def forward(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         return a - b, a * c
 
@@ -120,14 +120,16 @@ class Three(torch.nn.Module):
     ("names", "order"),
     [(("c", "a", "b"), "cab"), (("X__2", "X__0", "X__1"), "cab"), (("x", "y", "z"), "abc")],
 )
-@pytest.mark.parametrize("form", ["script", "exported"])
+@pytest.mark.parametrize("model_kind", ["script", "exported"])
 def test_inputs_by_argument_by_index_or_in_order(
-    worker: Rig, form: str, names: tuple[str, ...], order: str
+    worker: Rig, model_kind: str, names: tuple[str, ...], order: str
 ) -> None:
-    if form == "script":
-        save_script(Three(), worker)
+    if model_kind == "script":
+        save_script(ThreeArguments(), worker)
     else:
-        save_exported(Three(), worker, *torch.zeros(3, 2, 1), dynamic=(BATCH, BATCH, BATCH))
+        save_exported(
+            ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic=(BATCH, BATCH, BATCH)
+        )
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
     value = {"a": 7.0, "b": 2.0, "c": 3.0}
     arguments = [
@@ -144,9 +146,9 @@ class ByKey(torch.nn.Module):
         return {"sum": x["a"] + x["b"], "difference": x["a"] - x["b"]}
 
 
-@pytest.mark.parametrize("form", ["script", "exported"])
-def test_dictionaries_go_by_key(worker: Rig, form: str) -> None:
-    if form == "script":
+@pytest.mark.parametrize("model_kind", ["script", "exported"])
+def test_dictionaries_go_by_key(worker: Rig, model_kind: str) -> None:
+    if model_kind == "script":
         save_script(ByKey(), worker)
         names = ["a", "b"]
     else:
@@ -189,9 +191,9 @@ def test_optional_inputs_take_the_models_default(worker: Rig) -> None:
     config = vectors({"a": 1, "b": 1, "c": 1}, {"y": 1})
     config["input"][1]["optional"] = config["input"][2]["optional"] = True
     serve(worker, config)
-    one = np.ones((1, 1), F32)
+    ones = np.ones((1, 1), F32)
     for names, expected in (("a", 1), ("ab", 2), ("ac", 11), ("abc", 12)):
-        (reply,) = worker.batch(inference(*(tensor(name, one) for name in names)))
+        (reply,) = worker.batch(inference(*(tensor(name, ones) for name in names)))
         assert reply.array("y").item() == expected
 
 
@@ -213,12 +215,12 @@ def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
     serve(worker, config)
     (reply,) = worker.batch(inference(tensor("x", np.array([[2]], F32))))
     assert reply.array("y").tolist() == [[6]]
-    for wrong, text in (
+    for wrong_weights, text in (
         ({"w": contextlib.suppress}, r"'model\.pt' contains objects that are not tensors"),
         ({"v": torch.ones(1)}, r"'model\.pt' does not fit the class 'Net': (?s:.*)Missing key"),
         ([1], r"'model\.pt' does not fit the class 'Net': Expected state_dict to be dict-like"),
     ):
-        torch.save(wrong, weights)
+        torch.save(wrong_weights, weights)
         with pytest.raises(InvalidArgument, match=text):
             PytorchBackend(worker.context).load(ModelSpec.of(config))
 
@@ -252,22 +254,22 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("form", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
-def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("file_name", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
+def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, file_name: str) -> None:
     """R19: no member of an archive is unpickled, whether the whole file or a part is a pickle."""
     sprung = tmp_path / "sprung"
-    name = "model" + Path(form).suffix
+    name = "model" + Path(file_name).suffix
     path = worker.context.version_dir / name
-    if form.startswith("pickle"):
+    if file_name.startswith("pickle"):
         torch.save({"w": Trap(sprung)}, path)
-    elif form.startswith("script"):
+    elif file_name.startswith("script"):
         save_script(Affine(), worker, torch.zeros(2, 4))
         spoil(path, "data.pkl", pickle.dumps(Trap(sprung)))
     else:
         save_exported(Affine(), worker, torch.zeros(2, 4))
-        trap = io.BytesIO()
-        torch.save(((Trap(sprung),), {}), trap)
-        spoil(path, "model.pt", trap.getvalue())
+        malicious_file = io.BytesIO()
+        torch.save(((Trap(sprung),), {}), malicious_file)
+        spoil(path, "model.pt", malicious_file.getvalue())
     config = vectors({"image": 4}, {"y": 1}, default_model_filename=name)
     with pytest.raises(InvalidArgument, match=f"'{name}' "):
         PytorchBackend(worker.context).load(ModelSpec.of(config))
@@ -275,11 +277,11 @@ def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) ->
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
-def spoil(path: Path, ending: str, contents: bytes) -> None:
+def spoil(path: Path, member_suffix: str, contents: bytes) -> None:
     """Replace the contents of each archive member whose name has this ending."""
     with zipfile.ZipFile(path) as archive:
         members = {item.filename: archive.read(item) for item in archive.infolist()}
-    spoiled = [name for name in members if name.endswith(ending)]
+    spoiled = [name for name in members if name.endswith(member_suffix)]
     assert spoiled, list(members)
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
@@ -303,10 +305,10 @@ def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
         members = {name: file.read(name) for name in file.namelist()}
     (samples,) = (name for name in members if name.endswith("sample_inputs/model.pt"))
     exploded = worker.context.version_dir / "exploded"
-    bomb = io.BytesIO()
-    torch.save(Bomb(exploded), bomb)
+    malicious_file = io.BytesIO()
+    torch.save(Bomb(exploded), malicious_file)
     with zipfile.ZipFile(archive, "w") as file:
-        for name, content in {**members, samples: bomb.getvalue()}.items():
+        for name, content in {**members, samples: malicious_file.getvalue()}.items():
             file.writestr(name, content)
     with pytest.raises(
         InvalidArgument,
@@ -328,9 +330,9 @@ def test_keyword_only_arguments(worker: Rig) -> None:
     config = vectors({"a": 1, "b": 1}, {"y": 1})
     config["input"][1]["optional"] = True
     serve(worker, config)
-    one = np.ones((1, 1), F32)
+    ones = np.ones((1, 1), F32)
     for names in ("a", "ab"):
-        (reply,) = worker.batch(inference(*(tensor(name, one) for name in names)))
+        (reply,) = worker.batch(inference(*(tensor(name, ones) for name in names)))
         assert reply.array("y").item() == 2
 
 
@@ -364,7 +366,7 @@ def test_parameters_enable_torch_compile(worker: Rig, monkeypatch: pytest.Monkey
         calls.clear()
         serve(worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": text}}))
         assert calls == expected
-    assert "is not a JSON object" in refuses(
+    assert "is not a JSON object" in load_error(
         worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": "fast"}})
     )
 
@@ -388,13 +390,13 @@ def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) ->
 
 @pytest.mark.parametrize("key", ["INFERENCE_MODE", "DISABLE_OPTIMIZED_EXECUTION"])
 def test_a_parameter_that_is_no_boolean(worker: Rig, key: str) -> None:
-    save_script(Three(), worker)
+    save_script(ThreeArguments(), worker)
     config = vectors({"x": 1, "y": 1, "z": 1}, {"a": 1}, parameters={key: {"string_value": "no"}})
-    assert refuses(worker, config) == f"parameter '{key}': failed to convert 'no' to boolean"
+    assert load_error(worker, config) == f"parameter '{key}': failed to convert 'no' to boolean"
 
 
 def test_a_missing_file(worker: Rig) -> None:
-    assert refuses(worker, vectors({"x": 1}, {"y": 1})) == (
+    assert load_error(worker, vectors({"x": 1}, {"y": 1})) == (
         "unable to find '1/model.pt or model.pt2 or model.py' for model instance 'm_0_0'"
     )
 
@@ -404,13 +406,18 @@ def test_a_missing_file(worker: Rig) -> None:
 
 def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
     save_exported(
-        Three(), worker, *torch.zeros(3, 2, 1), dynamic=({0: torch.export.Dim("b", max=6)},) * 3
+        ThreeArguments(),
+        worker,
+        *torch.zeros(3, 2, 1),
+        dynamic=({0: torch.export.Dim("b", max=6)},) * 3,
     )
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 4
     assert completed["dynamic_batching"] == {}
     assert completed["input"] == [tensor_config(name, "FP32", [1]) for name in "abc"]
-    assert completed["output"] == [tensor_config(f"OUTPUT__{at}", "FP32", [1]) for at in (0, 1)]
+    assert completed["output"] == [
+        tensor_config(f"OUTPUT__{index}", "FP32", [1]) for index in (0, 1)
+    ]
     serve(worker, completed)
 
 
@@ -443,20 +450,20 @@ def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
     completed = backend.complete_config(model_config([], []))
     assert completed["max_batch_size"] == 0
     assert completed["input"] == [tensor_config("image", "FP32", [2, 4])]
-    assert "dynamic_shapes" in refuses(worker, vectors({"image": 4}, {"y": 1}))
+    assert "dynamic_shapes" in load_error(worker, vectors({"image": 4}, {"y": 1}))
 
 
 def test_completion_keeps_the_authors_values(worker: Rig) -> None:
     save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
-    written = model_config([tensor_config("image", "FP32", [-1, 4])], [])
-    completed = PytorchBackend(worker.context).complete_config(written)
+    configured = model_config([tensor_config("image", "FP32", [-1, 4])], [])
+    completed = PytorchBackend(worker.context).complete_config(configured)
     assert completed["max_batch_size"] == 0
-    assert completed["input"] == written["input"]
+    assert completed["input"] == configured["input"]
     assert completed["output"] == [tensor_config("OUTPUT__0", "FP32", [-1, 1])]
 
 
 def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) -> None:
-    save_script(Three(), worker)
+    save_script(ThreeArguments(), worker)
     with pytest.raises(InvalidArgument) as caught:
         PytorchBackend(worker.context).complete_config(model_config([], []))
     for word in ('name: "a"', 'name: "c"', "data_type", "config.pbtxt", "OUTPUT__0"):
@@ -467,7 +474,7 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "shown"),
+    ("inputs", "outputs", "message"),
     [
         (
             ["a", "b"],
@@ -482,15 +489,15 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
     ],
 )
 def test_names_that_do_not_fit(
-    worker: Rig, inputs: list[str], outputs: list[str], shown: str
+    worker: Rig, inputs: list[str], outputs: list[str], message: str
 ) -> None:
-    save_script(Three(), worker)
+    save_script(ThreeArguments(), worker)
     config = vectors(dict.fromkeys(inputs, 1), dict.fromkeys(outputs, 1))
-    assert shown in refuses(worker, config)
+    assert message in load_error(worker, config)
 
 
 @pytest.mark.parametrize(
-    ("dims", "data_type", "most", "shown"),
+    ("dims", "data_type", "max_batch_size", "message"),
     [
         ([5], "FP32", 4, "has the shape [5], but its program takes [4]"),
         ([4], "FP64", 4, "has data_type TYPE_FP64, but its program takes TYPE_FP32"),
@@ -498,20 +505,20 @@ def test_names_that_do_not_fit(
     ],
 )
 def test_a_configuration_that_an_exported_program_contradicts(
-    worker: Rig, dims: list[int], data_type: str, most: int, shown: str
+    worker: Rig, dims: list[int], data_type: str, max_batch_size: int, message: str
 ) -> None:
     batch = {0: torch.export.Dim("batch", max=8)}
     save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(batch,))
     config = model_config(
-        [tensor_config("image", data_type, dims)], [tensor_config("y", "FP32", [1])], most
+        [tensor_config("image", data_type, dims)], [tensor_config("y", "FP32", [1])], max_batch_size
     )
-    assert shown in refuses(worker, config)
+    assert message in load_error(worker, config)
 
 
 class Pair(torch.nn.Module):
     def forward(self, a: list[str], b: list[str]) -> tuple[list[str], list[str]]:
-        both = [x + y for x, y in zip(a, b)]  # noqa: B905 - TorchScript has no `strict`
-        return both, [str(len(x)) for x in both]
+        sums = [x + y for x, y in zip(a, b)]  # noqa: B905 - TorchScript has no `strict`
+        return sums, [str(len(x)) for x in sums]
 
 
 class Upper(torch.nn.Module):
@@ -519,7 +526,7 @@ class Upper(torch.nn.Module):
         return [x.upper() for x in a]
 
 
-def texts(*rows: str) -> Any:
+def text_array(*rows: str) -> Any:
     return np.array([row.split() for row in rows], np.object_)
 
 
@@ -531,8 +538,8 @@ def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[
     outputs = {"OUTPUT__0": 2, "OUTPUT__1": 2}
     serve(worker, vectors({a: 2, b: 2}, outputs, data_type="STRING"))
     replies = worker.batch(
-        inference(tensor(a, texts("1 2")), tensor(b, texts("x y"))),
-        inference(tensor(a, texts("3 ä", "5 6")), tensor(b, texts("z z", "z zz"))),
+        inference(tensor(a, text_array("1 2")), tensor(b, text_array("x y"))),
+        inference(tensor(a, text_array("3 ä", "5 6")), tensor(b, text_array("z z", "z zz"))),
     )
     outputs_by_reply = [[decoded(reply, name) for name in outputs] for reply in replies]
     assert outputs_by_reply == [
@@ -550,7 +557,7 @@ def decoded(reply: Any, name: str) -> Any:
 
 def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
     save_script(Upper(), worker)
-    serve(worker, vectors({"a": -1}, {"y": -1}, data_type="STRING", most=0))
+    serve(worker, vectors({"a": -1}, {"y": -1}, data_type="STRING", max_batch_size=0))
     (reply,) = worker.batch(inference(tensor("a", np.array(["a", "bc"], np.object_))))
     assert decoded(reply, "y") == ["A", "BC"]
     (reply,) = worker.batch(inference(tensor("a", np.array([b"\xff"], np.object_))))
@@ -581,7 +588,7 @@ def test_texts_are_lists_of_one_dimension(
     config = model_config(
         [tensor_config("a", data_type, dims)], [tensor_config("y", data_type, dims)]
     )
-    assert expected_error in refuses(worker, config)
+    assert expected_error in load_error(worker, config)
 
 
 def test_devices_that_are_not_there(worker: Rig) -> None:
@@ -603,7 +610,7 @@ def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
         "                5: (x, x)[:0]}[int(x[0, 0])]\n",
     )
     serve(worker, vectors({"x": 1}, {"y": 1}))
-    for case, shown in enumerate(
+    for case, message in enumerate(
         (
             "unexpected datatype TYPE_FP64 for inference output 'y', expecting TYPE_FP32",
             "model 'm' returned the output(s) 'z', but its configuration names 'y'",
@@ -615,7 +622,7 @@ def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
     ):
         (reply,) = worker.batch(inference(tensor("x", np.full((2, 1), case, F32))))
         assert reply.code == "INTERNAL"
-        assert shown in reply.message
+        assert message in reply.message
 
 
 def test_one_request_the_model_cannot_take_fails_alone(worker: Rig) -> None:
@@ -690,8 +697,8 @@ def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -
         program: Any = backend._program.call
         addresses.append(program.at)
     mapped = np.frombuffer(worker.context.mappings.view(memory_range), np.uint8)
-    at = mapped.__array_interface__["data"][0]
-    assert [address == at for address in addresses] == [False, True, True]
+    mapped_address = mapped.__array_interface__["data"][0]
+    assert [address == mapped_address for address in addresses] == [False, True, True]
     assert region.read(256, 16) == data.tobytes()
     region.close()
 
@@ -733,7 +740,7 @@ def test_backends_are_found_by_name_and_by_platform() -> None:
 # --- devices with their own memory
 
 
-class Elsewhere(Device):
+class FakeCopyDevice(Device):
     """A fake device on this host, to and from which tensors are copied."""
 
     def __init__(self) -> None:
@@ -757,9 +764,9 @@ class Elsewhere(Device):
 def test_tensors_go_to_a_device_and_back_once_a_batch(
     worker: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Elsewhere()
+    device = FakeCopyDevice()
     monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: device)
-    save_script(Three(), worker)
+    save_script(ThreeArguments(), worker)
     serve(worker, vectors(dict.fromkeys("abc", 1), {"Y__0": 1, "Y__1": 1}))
     rows = [np.full((n, 1), n, F32) for n in (1, 2)]
     requests = [inference(*(tensor(name, row) for name in "abc")) for row in rows]
@@ -776,11 +783,11 @@ def test_tensors_go_to_a_device_and_back_once_a_batch(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("form", ["script", "exported", "class"])
-def test_on_a_cuda_device(worker: Rig, form: str) -> None:
-    if form == "script":
+@pytest.mark.parametrize("model_kind", ["script", "exported", "class"])
+def test_on_a_cuda_device(worker: Rig, model_kind: str) -> None:
+    if model_kind == "script":
         save_script(Affine(), worker, torch.zeros(2, 4))
-    elif form == "exported":
+    elif model_kind == "exported":
         save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
     else:
         write_class(
@@ -792,7 +799,7 @@ def test_on_a_cuda_device(worker: Rig, form: str) -> None:
     worker.serve(PytorchBackend(context), vectors({"image": 4}, {"y": 1}))
     region = Region(4096)
     rows = [np.random.rand(n, 4).astype(F32) for n in (1, 3)]
-    memory_ranges = [region.write(at, row) for at, row in zip((0, 1024), rows, strict=True)]
+    memory_ranges = [region.write(offset, row) for offset, row in zip((0, 1024), rows, strict=True)]
     for count in (1, 2):
         replies = worker.batch(
             *(

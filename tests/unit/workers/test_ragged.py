@@ -22,11 +22,11 @@ def batch_input(kind: str, data_type: str = "TYPE_INT32") -> dict[str, Any]:
     return {"kind": kind, "target_name": ["T"], "data_type": data_type, "source_input": ["X"]}
 
 
-def config(*kinds: str, most: int = 8, dims: tuple[int, ...] = (-1,)) -> dict[str, Any]:
+def config(*kinds: str, max_batch_size: int = 8, dims: tuple[int, ...] = (-1,)) -> dict[str, Any]:
     configuration = model_config(
         [tensor_config("X", "FP32", dims, allow_ragged_batch=True)],
         [tensor_config("Y", "FP32", dims)],
-        most,
+        max_batch_size,
     )
     return configuration | {"batch_input": [batch_input(kind) for kind in kinds]}
 
@@ -34,13 +34,13 @@ def config(*kinds: str, most: int = 8, dims: tuple[int, ...] = (-1,)) -> dict[st
 def requests(*shapes: tuple[int, ...]) -> list[Request]:
     return [
         Request(
-            Work(at, 0, b"", []),
+            Work(key, 0, b"", []),
             NOBODY,
             shape[0],
             {"X": Input("X", "FP32", shape, memoryview(b""))},
             {},
         )
-        for at, shape in enumerate(shapes)
+        for key, shape in enumerate(shapes)
     ]
 
 
@@ -81,9 +81,9 @@ def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
     assert counts.tolist() == [30, 4]
 
 
-def scattering(**more: Any) -> dict[str, Any]:
+def scatter_config(**fields: Any) -> dict[str, Any]:
     split = {"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", "target_name": ["Y"], "source_input": ["X"]}
-    return config("BATCH_ACCUMULATED_ELEMENT_COUNT", **more) | {"batch_output": [split]}
+    return config("BATCH_ACCUMULATED_ELEMENT_COUNT", **fields) | {"batch_output": [split]}
 
 
 TORCH = """
@@ -119,16 +119,16 @@ class Out(NamedTuple):
 """
 
 
-@pytest.mark.parametrize("form", ["pytorch", "native"])
-def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, form: str) -> None:
+@pytest.mark.parametrize("model_kind", ["pytorch", "native"])
+def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, model_kind: str) -> None:
     """3.6: torch models receive one flat tensor.
 
     BATCH_SCATTER_WITH_INPUT_SHAPE returns to each request its own shape of the flat output.
     """
     path = worker.context.version_dir / "model.py"
-    if form == "pytorch":
+    if model_kind == "pytorch":
         path.write_text(TORCH)
-        worker.serve(PytorchBackend(worker.context), scattering())
+        worker.serve(PytorchBackend(worker.context), scatter_config())
     else:
         path.write_text(NATIVE)
         backend = NativeBackend(worker.context)
@@ -139,12 +139,12 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, form:
     rows = [np.arange(n, dtype=F32).reshape(rows, -1) for rows, n in ((1, 2), (2, 4), (1, 1))]
     for count in (3, 1):
         replies = worker.batch(*(inference(tensor("X", row)) for row in rows[:count]))
-        for at, (row, reply) in enumerate(zip(rows, replies, strict=False)):
-            assert reply.array("Y").tolist() == (row * 10 + at).tolist()
+        for index, (row, reply) in enumerate(zip(rows, replies, strict=False)):
+            assert reply.array("Y").tolist() == (row * 10 + index).tolist()
 
 
 def test_a_scattered_output_of_another_size_is_an_error() -> None:
-    ragged = Ragged(ModelSpec.of(scattering()))
+    ragged = Ragged(ModelSpec.of(scatter_config()))
     assert ragged.part_shapes("Y", requests((1, 2), (1, 4)), (6,)) == [(1, 2), (1, 4)]
     with pytest.raises(Internal, match="'Y' has 5 elements, expecting the 6"):
         ragged.part_shapes("Y", requests((1, 2), (1, 4)), (5,))

@@ -71,18 +71,22 @@ PAIRS: dict[str, tuple[list[Any], Any]] = {
 @pytest.mark.parametrize("kind", ["START", "END", "READY"])
 @pytest.mark.parametrize("batched", [True, False])
 def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
-    (false, true), dtype = PAIRS[pair]
+    (false_value, true_value), dtype = PAIRS[pair]
     for row, control_values in (
         (SequenceRow(0, 1, START), {"START"}),
         (SequenceRow(0, 1, END), {"END"}),
         (SequenceRow(0, 1, START | END), {"START", "END"}),
         (SequenceRow(0, 1), set[str]()),
     ):
-        value = values(row, control(kind, **{pair: [false, true]}), batched=batched)[kind]
+        value = values(row, control(kind, **{pair: [false_value, true_value]}), batched=batched)[
+            kind
+        ]
         assert value.dtype == dtype
-        assert value == (true if kind in control_values or kind == "READY" else false)
-    null = values(SequenceRow(1, 0, START | END), control(kind, **{pair: [false, true]}))
-    assert null[kind] == false
+        assert value == (true_value if kind in control_values or kind == "READY" else false_value)
+    null = values(
+        SequenceRow(1, 0, START | END), control(kind, **{pair: [false_value, true_value]})
+    )
+    assert null[kind] == false_value
 
 
 @pytest.mark.parametrize("datatype", NUMBERS)
@@ -102,17 +106,23 @@ def test_3_3_ids_that_are_texts(text: str) -> None:
 
 
 def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
-    one = {"input_name": "I", "output_name": "O", "data_type": "TYPE_INT64", "dims": [-1, 2]}
-    two = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
+    first_state = {
+        "input_name": "I",
+        "output_name": "O",
+        "data_type": "TYPE_INT64",
+        "dims": [-1, 2],
+    }
+    second_state = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
     source = config(
-        control_input=[control("START", bool_false_true=[False, True])], state=[one, two]
+        control_input=[control("START", bool_false_true=[False, True])],
+        state=[first_state, second_state],
     )
     model_spec = ModelSpec.of(source)
-    seen = with_generated_tensors(model_spec)
-    assert [tensor.name for tensor in seen.input] == ["X", "START", "I", "J"]
-    assert [tensor.name for tensor in seen.output] == ["Y", "O"]
-    assert seen.input[1] == TensorSpec("START", "BOOL", (1,))
-    assert seen.input[2] == TensorSpec("I", "INT64", (-1, 2))
+    generated_spec = with_generated_tensors(model_spec)
+    assert [tensor.name for tensor in generated_spec.input] == ["X", "START", "I", "J"]
+    assert [tensor.name for tensor in generated_spec.output] == ["Y", "O"]
+    assert generated_spec.input[1] == TensorSpec("START", "BOOL", (1,))
+    assert generated_spec.input[2] == TensorSpec("I", "INT64", (-1, 2))
     assert generated_names(model_spec) == {"START", "I", "O", "J", "Y"}
 
 
@@ -121,8 +131,8 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
 
 def spec(**fields: Any) -> dict[str, Any]:
     """Return the specification of a state of one FP32."""
-    given = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
-    return {**given, **fields}
+    state_fields = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
+    return {**state_fields, **fields}
 
 
 class Model:
@@ -149,14 +159,16 @@ class Model:
         """Return the state "I" that a request in a slot receives."""
         return self.add_inputs(slot, flags).inputs["I"].numpy().tolist()
 
-    def give(self, *outputs: Output, error: Any = None, returned: tuple[str, ...] = ()) -> Response:
+    def complete_request(
+        self, *outputs: Output, error: Any = None, returned: tuple[str, ...] = ()
+    ) -> Response:
         """Complete the last request with these outputs."""
         response = Response(list(outputs), error=error)
         self.states.store(self.row, response, frozenset(returned))
         return response
 
 
-def out(*numbers: float, name: str = "O") -> Output:
+def new_state(*numbers: float, name: str = "O") -> Output:
     """Return an output with the new value of a state."""
     return Output(name, "FP32", np.array([numbers], np.float32))
 
@@ -164,7 +176,7 @@ def out(*numbers: float, name: str = "O") -> Output:
 def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
     model = Model(spec())
     assert model.value(0, START) == [[0.0]]
-    model.give(out(5))
+    model.complete_request(new_state(5))
     assert model.value(0) == [[5.0]]
     assert model.value(1, START) == [[0.0]]
     assert model.value(0) == [[5.0]]
@@ -174,18 +186,18 @@ def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
 def test_3_5_what_the_model_does_not_give_back_or_fails_at_stays() -> None:
     model = Model(spec())
     model.add_inputs(0, START)
-    model.give(out(5))
+    model.complete_request(new_state(5))
     model.add_inputs()
-    model.give(out(9), error=InvalidArgument("no"))
+    model.complete_request(new_state(9), error=InvalidArgument("no"))
     model.add_inputs()
-    model.give(Output("Y", "FP32", np.zeros((1, 1), np.float32)))
+    model.complete_request(Output("Y", "FP32", np.zeros((1, 1), np.float32)))
     assert model.value() == [[5.0]]
 
 
 def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
     model = Model(spec(dims=[-1, 2]))
     assert model.value(0, START) == [[[0.0, 0.0]]]
-    model.give(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
+    model.complete_request(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
     request = model.add_inputs()
     assert request.inputs["I"].datatype == "INT64"
     assert request.inputs["I"].numpy().tolist() == [[[0, 1], [2, 3], [4, 5]]]
@@ -193,11 +205,14 @@ def test_3_5_a_state_has_the_shape_and_datatype_of_the_last_output() -> None:
 
 def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     model = Model(spec())
-    answer = out(1, name="Y")
+    answer = new_state(1, name="Y")
     model.add_inputs(0, START)
-    assert model.give(answer, out(5)).outputs == [answer]
+    assert model.complete_request(answer, new_state(5)).outputs == [answer]
     model.add_inputs()
-    assert [output.name for output in model.give(answer, out(6), returned=("O",)).outputs] == [
+    assert [
+        output.name
+        for output in model.complete_request(answer, new_state(6), returned=("O",)).outputs
+    ] == [
         "Y",
         "O",
     ]
@@ -239,9 +254,9 @@ def test_3_5_files_that_will_not_do(tmp_path: Path, name: str, text: str) -> Non
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "f").write_bytes(b"1234")
     initial = {"name": "n", "data_type": "TYPE_FP32", "dims": [2], "data_file": name}
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as caught:
         Model(spec(dims=[2], initial_state=[initial]), folder=tmp_path)
-    assert raised.value.message == text
+    assert caught.value.message == text
 
 
 def test_3_5_one_buffer_for_input_and_output() -> None:
@@ -252,22 +267,22 @@ def test_3_5_one_buffer_for_input_and_output() -> None:
     model = Model(spec(use_same_buffer_for_input_output=True))
     array = model.add_inputs(0, START).inputs["I"].numpy()
     array += 3
-    model.give(Output("O", "FP32", array))
-    again = model.add_inputs().inputs["I"].numpy()
-    assert again.tolist() == [[3.0]]
-    assert again.ctypes.data == array.ctypes.data
-    other = Model(spec())
-    other.add_inputs(0, START).inputs["I"].numpy()[:] = 9
-    assert other.value() == [[0.0]]
+    model.complete_request(Output("O", "FP32", array))
+    reused_input = model.add_inputs().inputs["I"].numpy()
+    assert reused_input.tolist() == [[3.0]]
+    assert reused_input.ctypes.data == array.ctypes.data
+    other_model = Model(spec())
+    other_model.add_inputs(0, START).inputs["I"].numpy()[:] = 9
+    assert other_model.value() == [[0.0]]
 
 
 def test_tensors_of_torch_are_kept_as_bytes() -> None:
     model = Model(spec(), copies=False)
     model.add_inputs(0, START)
     with torch.inference_mode():
-        model.give(Output("O", "FP32", torch.full((1, 1), 4.0)))
+        model.complete_request(Output("O", "FP32", torch.full((1, 1), 4.0)))
     assert model.value() == [[4.0]]
-    model.give(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
+    model.complete_request(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
     assert model.add_inputs().inputs["I"].torch().tolist() == [[1.5]]
 
 
@@ -281,14 +296,14 @@ class Sequences:
         self.fails = False
         self._worker_rig = worker_rig
         self._keys = itertools.count(1)
-        more: dict[str, Any] = {"state": [spec()], "direct": {}}
-        given = model_config(
+        sequence_batching: dict[str, Any] = {"state": [spec()], "direct": {}}
+        configuration = model_config(
             [tensor_config("X", "FP32", [1])],
             [tensor_config("Y", "FP32", [1])],
             4,
-            sequence_batching=more,
+            sequence_batching=sequence_batching,
         )
-        worker_rig.serve(FunctionBackend(worker_rig.context, self._execute), given)
+        worker_rig.serve(FunctionBackend(worker_rig.context, self._execute), configuration)
         self.states: sequence_inputs.States = worker_rig.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:
@@ -302,10 +317,10 @@ class Sequences:
     def run(self, *rows: tuple[int, int]) -> None:
         """Execute a batch of requests in these slots, with these flags."""
         keyed = [(next(self._keys), *row) for row in rows]
-        one = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
-        works = [Work(key, CLIENT_PID, *one) for key, *_ in keyed]
+        packed_request = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
+        executed_work = [Work(key, CLIENT_PID, *packed_request) for key, *_ in keyed]
         sequence_rows = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed]
-        self.receive(Execute(1, works, rows=sequence_rows))
+        self.receive(Execute(1, executed_work, rows=sequence_rows))
 
     def receive(self, message: Any) -> None:
         self._worker_rig.instance.link._dispatch(message)

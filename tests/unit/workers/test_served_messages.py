@@ -80,11 +80,15 @@ def test_a_backend_serves_messages_of_its_own(
         instance.serve_commands()
         assert backend.steps == [(7, [False, True]), (-1, [])]
         assert instance._in_flight == 1 and not link.has_open_requests
-        first, second, finished = model_rig.sent()
-        assert (first.key, first.code, first.final) == (1, "", True)
-        answer = inferred_of(first).outputs[0]
+        first_response, second_response, finished = model_rig.sent()
+        assert (first_response.key, first_response.code, first_response.final) == (1, "", True)
+        answer = inferred_of(first_response).outputs[0]
         assert answer.data == np.array([6.0], np.float32).tobytes()
-        assert (second.key, second.schema, second.final) == (2, b"", True)
+        assert (second_response.key, second_response.schema, second_response.final) == (
+            2,
+            b"",
+            True,
+        )
         assert isinstance(finished, m.BatchFinished) and finished.batch == 7
 
 

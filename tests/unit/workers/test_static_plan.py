@@ -26,13 +26,13 @@ F32 = np.float32
 ROW = 256 * 1024  # number of floats in a row
 
 
-def config(dims: tuple[int, ...] = (3,), most: int = 8, **more: Any) -> dict[str, Any]:
+def config(dims: tuple[int, ...] = (3,), max_batch_size: int = 8, **fields: Any) -> dict[str, Any]:
     return model_config(
         [tensor_config("X", "FP32", dims)],
         [tensor_config("Y", "FP32", dims)],
-        most,
+        max_batch_size,
         dynamic_batching={},
-        **more,
+        **fields,
     )
 
 
@@ -42,15 +42,15 @@ def plan(config_fields: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
 
 
 def test_the_plan_in_mb() -> None:
-    placed = plan(config((1000, 250), 4), 3_000_000)
-    assert placed is not None
-    assert placed.buckets == (1, 2, 4)
-    assert placed.byte_size(2) == (2_000_000, 2_000_000)
-    assert replace(placed, workspace=500_000).text() == (
+    static_plan = plan(config((1000, 250), 4), 3_000_000)
+    assert static_plan is not None
+    assert static_plan.buckets == (1, 2, 4)
+    assert static_plan.byte_size(2) == (2_000_000, 2_000_000)
+    assert replace(static_plan, workspace=500_000).text() == (
         "11.50 MB: weights 3.00, inputs + outputs by batch "
         "(1: 1.00 + 1.00, 2: 2.00 + 2.00, 4: 4.00 + 4.00), workspace 0.50"
     )
-    assert placed.text().endswith("workspace not known")
+    assert static_plan.text().endswith("workspace not known")
 
 
 @pytest.mark.parametrize(
@@ -70,22 +70,22 @@ def test_requests_of_variable_size_are_not_planned(free: dict[str, Any]) -> None
 
 @given(st.integers(0, 100), st.sets(st.integers(1, 120), max_size=4), st.booleans())
 def test_every_batch_has_the_smallest_bucket_that_holds_it(
-    most: int, named: set[int], by_graph: bool
+    max_batch_size: int, named: set[int], by_graph: bool
 ) -> None:
-    configuration = config(most=most) | {
+    configuration = config(max_batch_size=max_batch_size) | {
         "dynamic_batching": {"preferred_batch_size": sorted(named)}
     }
     if by_graph:
         specs = [{"batch_size": size} for size in named]
         configuration["optimization"] = {"cuda": {"graph_spec": specs}}
     sizes = buckets(ModelSpec.of(configuration))
-    placed = plan(configuration)
-    assert placed is not None and placed.buckets == sizes
-    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, most)
+    static_plan = plan(configuration)
+    assert static_plan is not None and static_plan.buckets == sizes
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, max_batch_size)
     for rows in range(1, sizes[-1] + 1):
-        assert placed.bucket_of(rows) == min(size for size in sizes if size >= rows)
+        assert static_plan.bucket_of(rows) == min(size for size in sizes if size >= rows)
     with pytest.raises(ValueError, match="more than the"):
-        placed.bucket_of(sizes[-1] + 1)
+        static_plan.bucket_of(sizes[-1] + 1)
 
 
 # --- a steady stream ---------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Net(torch.nn.Module):
 """
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the sizes of all host buffers allocated from now on."""
     allocations: list[int] = []
     original = Device.host_buffer
@@ -126,20 +126,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return allocations
 
 
-@pytest.mark.parametrize("form", ["native", "pytorch"])
+@pytest.mark.parametrize("model_kind", ["native", "pytorch"])
 def test_a_steady_stream_allocates_nothing(
-    worker: Rig, form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    worker: Rig, model_kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches of every size are gathered and written to a client's region.
 
     After the load no buffer is allocated, the arena does not grow, and Python allocates no object
     of a tensor's size.
     """
-    allocations = counted(monkeypatch)
+    allocations = count_buffers(monkeypatch)
     caplog.set_level(logging.INFO)
     path = worker.context.version_dir / "model.py"
-    y = "output" if form == "native" else "Y"
-    if form == "native":
+    y = "output" if model_kind == "native" else "Y"
+    if model_kind == "native":
         path.write_text(NUMPY)
         backend = NativeBackend(worker.context)
         worker.serve(backend, backend.complete_config(model_config([], [])))
@@ -152,24 +152,28 @@ def test_a_steady_stream_allocates_nothing(
     region = Region(8 * ROW * 4)
     try:
         requests = []
-        for at in range(4):
+        for index in range(4):
             # In reverse order, so that no row is adjacent to the next row of the batch.
-            memory_range = region.write((3 - at) * ROW * 4, np.full(ROW, at, F32))
-            out = RequestedOutput(y, region.memory_range((4 + at) * ROW * 4, ROW * 4))
+            memory_range = region.write((3 - index) * ROW * 4, np.full(ROW, index, F32))
+            requested_output = RequestedOutput(
+                y, region.memory_range((4 + index) * ROW * 4, ROW * 4)
+            )
             requests.append(
-                inference(TensorRef("X", "FP32", (1, ROW), memory_range), outputs=[out])
+                inference(
+                    TensorRef("X", "FP32", (1, ROW), memory_range), outputs=[requested_output]
+                )
             )
 
-        def stream(times: int) -> None:
+        def send_requests(times: int) -> None:
             for _ in range(times):
                 for rows in (4, 1, 3, 2):
                     for reply in worker.batch(*requests[:rows]):
                         assert not reply.code, reply
 
-        stream(3)
+        send_requests(3)
         used = worker.context.arena.used
         tracemalloc.start()
-        stream(20)
+        send_requests(20)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(allocations) == 1 and worker.context.arena.used == used
@@ -207,7 +211,7 @@ class FakeRecorder:
         return self._reserved
 
 
-class Recorded(PytorchBackend):
+class RecordedBackend(PytorchBackend):
     """A backend whose device records with a fake recorder."""
 
     def __init__(self, context: Any, recorder: Any) -> None:
@@ -229,24 +233,26 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
     caplog.set_level(logging.INFO)
     (worker.context.version_dir / "model.py").write_text(TORCH)
     fake = FakeRecorder()
-    worker.serve(Recorded(worker.context, fake), config((3,), 5, **GRAPHS))
+    worker.serve(RecordedBackend(worker.context, fake), config((3,), 5, **GRAPHS))
     assert not fake.replayed and "workspace 4.00" in caplog.text  # graphs for 1, 2, 4 and 5 rows
     rows = [np.full((n, 3), n, F32) for n in (1, 2)]
     for sizes, bucket in (((0, 1), 4), ((1, 1), 4), ((0,), 1), ((0, 1, 1), 5), ((1,), 2)):
-        replies = worker.batch(*(inference(tensor("X", rows[at])) for at in sizes))
-        assert [r.array("Y").tolist() for r in replies] == [(rows[at] + 1).tolist() for at in sizes]
+        replies = worker.batch(*(inference(tensor("X", rows[size])) for size in sizes))
+        assert [r.array("Y").tolist() for r in replies] == [
+            (rows[size] + 1).tolist() for size in sizes
+        ]
         assert fake.replayed.pop() == bucket and not fake.replayed
 
 
 def test_a_model_that_cannot_be_recorded_runs_without(
     worker: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Failing(FakeRecorder):
+    class FailingRecorder(FakeRecorder):
         def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     (worker.context.version_dir / "model.py").write_text(TORCH)
-    worker.serve(Recorded(worker.context, Failing()), config((3,), 5, **GRAPHS))
+    worker.serve(RecordedBackend(worker.context, FailingRecorder()), config((3,), 5, **GRAPHS))
     assert "runs without CUDA graphs: " in caplog.text and "capturing" in caplog.text
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
     assert reply.array("Y").tolist() == [[1, 1, 1]]
@@ -258,14 +264,14 @@ def test_an_impossible_static_plan_is_reported(
     (worker.context.version_dir / "model.py").write_text(TORCH)
     PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device does not support them" in caplog.text
-    Recorded(worker.context, FakeRecorder()).load(ModelSpec.of(config((-1,), 5, **GRAPHS)))
+    RecordedBackend(worker.context, FakeRecorder()).load(ModelSpec.of(config((-1,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its shapes are not fixed" in caplog.text
 
 
 def test_without_asking_none_is_recorded(worker: Rig) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH)
     fake = FakeRecorder()
-    worker.serve(Recorded(worker.context, fake), config((3,), 5))
+    worker.serve(RecordedBackend(worker.context, fake), config((3,), 5))
     (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
     assert reply.array("Y").tolist() == [[1, 1, 1]] and fake.reserved_bytes() == 0
     assert torch.cuda.CUDAGraph is not None  # torch is replaced by a fake under this name

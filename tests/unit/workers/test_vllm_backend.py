@@ -32,29 +32,28 @@ from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until
 
 
-def sample(text: str = "", tokens: Sequence[int] = (), **more: Any) -> SimpleNamespace:
+def sample(text: str = "", tokens: Sequence[int] = (), **fields: Any) -> SimpleNamespace:
     """Return a part of a sample in the form of vLLM's `CompletionOutput`."""
-    plain = {"index": 0, "finish_reason": None, "logprobs": None, "cumulative_logprob": None}
-    plain["stop_reason"] = None
-    return SimpleNamespace(text=text, token_ids=list(tokens), **{**plain, **more})
+    defaults = {"index": 0, "finish_reason": None, "logprobs": None, "cumulative_logprob": None}
+    defaults["stop_reason"] = None
+    return SimpleNamespace(text=text, token_ids=list(tokens), **{**defaults, **fields})
 
 
-def output(*samples: SimpleNamespace, finished: bool = False, **more: Any) -> SimpleNamespace:
+def output(*samples: SimpleNamespace, finished: bool = False, **fields: Any) -> SimpleNamespace:
     """Return a part of a request in the form of vLLM's `RequestOutput`."""
-    plain = {"prompt_token_ids": [7, 8, 9], "num_cached_tokens": 2, "prompt_logprobs": None}
-    return SimpleNamespace(outputs=list(samples), finished=finished, **{**plain, **more})
+    defaults = {"prompt_token_ids": [7, 8, 9], "num_cached_tokens": 2, "prompt_logprobs": None}
+    return SimpleNamespace(outputs=list(samples), finished=finished, **{**defaults, **fields})
 
 
-def call_of(text: str = "", logprobs: int | None = None, **request: Any) -> VllmCall:
-    """Return a call with the fields of a request in the form of vLLM's server."""
-    plain = {"stream": False, "echo": False, "max_tokens": 16, "prompt_logprobs": None}
-    fields = SimpleNamespace(**{**plain, "return_tokens_as_token_ids": None, **request})
-    return VllmCall(
-        fields, None, SimpleNamespace(logprobs=logprobs), lambda token: f"<{token}>", text=text
-    )
+def vllm_call(text: str = "", logprobs: int | None = None, **fields: Any) -> VllmCall:
+    """Return a call for a request that has these fields of vLLM's server."""
+    defaults = {"stream": False, "echo": False, "max_tokens": 16, "prompt_logprobs": None}
+    defaults["return_tokens_as_token_ids"] = None
+    request = SimpleNamespace(**{**defaults, **fields})
+    return VllmCall(request, None, SimpleNamespace(logprobs=logprobs), "<{}>".format, text=text)
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An exception that the fake engine raises for a request."""
 
 
@@ -72,12 +71,12 @@ class FakeEngine:
         self.ended = False
 
     async def make_call(
-        self, given: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
     ) -> VllmCall:
         self.calls.append((parameters, echoes, openai))
         if parameters.get("temperature", 0) < 0:
-            raise Refused("temperature")
-        return call_of(stream=bool(parameters.get("stream")))
+            raise RefusedError("temperature")
+        return vllm_call(stream=bool(parameters.get("stream")))
 
     async def generate(
         self, prompt: Any, parameters: Any, request_id: str, **options: Any
@@ -97,15 +96,15 @@ class FakeEngine:
             raise
 
     async def convert(
-        self, task: str, given: Mapping[str, Any], parameters: Mapping[str, Any]
+        self, task: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, tuple[str, list[Any]]]:
         assert parameters["add_special_tokens"] is False
-        text = "BYTES", [task, given["text_input"]]
+        text = "BYTES", [task, inputs["text_input"]]
         return {"token_ids": ("INT32", [1, 2]), "text_output": text}
 
     @staticmethod
     def client_error(error: BaseException) -> ShmserveError | None:
-        return InvalidArgument(f"{error}: refused") if isinstance(error, Refused) else None
+        return InvalidArgument(f"{error}: refused") if isinstance(error, RefusedError) else None
 
     def shutdown(self) -> None:
         self.ended = True
@@ -132,16 +131,20 @@ class Model(Streams):
         self.rig.serve(self.backend, self.config)
 
     def infer(
-        self, given: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **work: Any
+        self,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        key: int = 1,
+        **work_fields: Any,
     ) -> None:
         tensors = []
-        for name, value in given.items():
+        for name, value in inputs.items():
             kind = {bool: np.bool_, int: np.int32}.get(type(value), np.object_)
             raw = value.encode() if isinstance(value, str) else value
             tensors.append(tensor(name, np.array([raw], kind)))
         requested = tuple(RequestedOutput(name) for name in outputs)
         packed = pack_inference(Inference(tuple(tensors), requested))
-        self.rig.execute([m.Work(key, CLIENT_PID, *packed, f"id-{key}", **work)])
+        self.rig.execute([m.Work(key, CLIENT_PID, *packed, f"id-{key}", **work_fields)])
 
     def send_message(self, message: Any) -> None:
         """Send a message of the scheduler, which the pumping thread reads."""
@@ -201,18 +204,18 @@ def test_outputs_of_the_openai_doors(model: Model) -> None:
     expected = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
     expected.append("stop_reason")
     model.infer({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, expected)
-    one, other, two, three, end = model.responses(1)
+    first_response, second_response, third_response, fourth_response, end = model.responses(1)
     assert end == "end"
-    assert (one["text_output"], other["text_output"]) == (["a"], ["b"])
-    assert (one["index"], other["index"]) == ([0], [1])
-    assert (one["token_ids"], other["token_ids"]) == ([1], [2, 3])
-    assert one["prompt_token_ids"] == [7, 8, 9]
-    assert one["usage"] == [""]
-    assert two["finish_reason"] == ["length"]
-    assert two["prompt_token_ids"] == []
-    assert (three["finish_reason"], three["stop_reason"]) == (["stop"], ['"x"'])
+    assert (first_response["text_output"], second_response["text_output"]) == (["a"], ["b"])
+    assert (first_response["index"], second_response["index"]) == ([0], [1])
+    assert (first_response["token_ids"], second_response["token_ids"]) == ([1], [2, 3])
+    assert first_response["prompt_token_ids"] == [7, 8, 9]
+    assert first_response["usage"] == [""]
+    assert third_response["finish_reason"] == ["length"]
+    assert third_response["prompt_token_ids"] == []
+    assert (fourth_response["finish_reason"], fourth_response["stop_reason"]) == (["stop"], ['"x"'])
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2, "samples": [2, 2]}
-    assert json.loads(three["usage"][0]) == usage
+    assert json.loads(fourth_response["usage"][0]) == usage
     assert model.engine.calls[0][1:] == (False, True)
 
 
@@ -225,18 +228,18 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
     flags = ("finish_reason", "cumulative_logprob", "num_input_tokens", "num_output_tokens")
     request = {f"return_{name}": True for name in (*flags, "logprobs")}
     model.infer({"text_input": "hi", "stream": True, **request})
-    first, last, _ = model.responses(1)
-    assert first["finish_reason"] == ["None"]
-    assert last["finish_reason"] == ["stop"]
-    assert first["cumulative_logprob"] == [-0.5]
-    assert (first["num_input_tokens"], first["num_output_tokens"]) == ([3], [1])
+    first_response, last_response, _ = model.responses(1)
+    assert first_response["finish_reason"] == ["None"]
+    assert last_response["finish_reason"] == ["stop"]
+    assert first_response["cumulative_logprob"] == [-0.5]
+    assert (first_response["num_input_tokens"], first_response["num_output_tokens"]) == ([3], [1])
     prompt_logprobs = [{"5": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
-    assert json.loads(first["logprobs"][0]) == prompt_logprobs
-    assert last["logprobs"] == ["null"]
+    assert json.loads(first_response["logprobs"][0]) == prompt_logprobs
+    assert last_response["logprobs"] == ["null"]
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("inputs", "problem"),
     [
         ({"text_input": "hi", "image": "..."}, "image: it is not supported"),
         ({"text_input": "hi", "embedding_request": "{}"}, "embedding_request: it is not"),
@@ -247,8 +250,8 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
         ),
     ],
 )
-def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> None:
-    model.infer(given)
+def test_refused_requests(model: Model, inputs: dict[str, Any], problem: str) -> None:
+    model.infer(inputs)
     response, end = model.responses(1)
     assert response.startswith(problem)
     assert end == "end"
@@ -257,8 +260,8 @@ def test_refused_requests(model: Model, given: dict[str, Any], problem: str) -> 
 def test_an_unexpected_error_fails_only_its_request(model: Model) -> None:
     model.engine.outputs = [output(sample("a", [1])), RuntimeError("broken")]
     model.infer({"text_input": "hi"})
-    first, error, end = model.responses(1)
-    assert first == {"text_output": ["a"]}
+    first_response, error, end = model.responses(1)
+    assert first_response == {"text_output": ["a"]}
     assert "RuntimeError: broken" in error
     assert end == "end"
     assert model.backend.is_ready()
@@ -334,18 +337,21 @@ def test_metrics_of_prometheus() -> None:
 # --- answers
 
 
-def likeliest(token: int, logprob: float, rank: int) -> SimpleNamespace:
+def logprob_entry(token: int, logprob: float, rank: int) -> SimpleNamespace:
     return SimpleNamespace(logprob=logprob, rank=rank, decoded_token=f"<{token}>")
 
 
 def test_logprobs_of_an_echoed_prompt() -> None:
-    call = call_of(text="ab", logprobs=1, echo=True, prompt_logprobs=1)
+    call = vllm_call(text="ab", logprobs=1, echo=True, prompt_logprobs=1)
     answer = VllmAnswer(call, ["text_output", "logprobs"], [])
     answer_parts = output(
-        sample("c", [3], finish_reason="stop", logprobs=[{3: likeliest(3, -1.0, 1)}]),
+        sample("c", [3], finish_reason="stop", logprobs=[{3: logprob_entry(3, -1.0, 1)}]),
         finished=True,
         prompt_token_ids=[1, 2],
-        prompt_logprobs=[None, {2: likeliest(2, float("-inf"), 5), 4: likeliest(4, -0.1, 1)}],
+        prompt_logprobs=[
+            None,
+            {2: logprob_entry(2, float("-inf"), 5), 4: logprob_entry(4, -0.1, 1)},
+        ],
     )
     ((response, is_last),) = answer.responses(answer_parts)
     outputs = {tensor.name: tensor.data[0] for tensor in response}
@@ -362,7 +368,7 @@ def test_logprobs_of_an_echoed_prompt() -> None:
 
 
 def test_only_the_prompt() -> None:
-    call = call_of(text="ab", echo=True, max_tokens=0)
+    call = vllm_call(text="ab", echo=True, max_tokens=0)
     answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [])
     answer_parts = output(sample("c", [3], finish_reason="length"), finished=True)
     ((response, _),) = answer.responses(answer_parts)
@@ -416,7 +422,7 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "given", "expected"),
+    ("kind", "size", "device_ids", "expected"),
     [
         ("GPU", 1, "", "1"),
         ("GPU", 2, "", "instance_group: with tensor_parallel_size, the kind must be KIND_MODEL"),
@@ -424,8 +430,8 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
         ("MODEL", 1, "", ""),
     ],
 )
-def test_devices(kind: str, size: int, given: str, expected: str) -> None:
-    parameters = {"GPU_DEVICE_IDS": {"string_value": given}} if given else {}
+def test_devices(kind: str, size: int, device_ids: str, expected: str) -> None:
+    parameters = {"GPU_DEVICE_IDS": {"string_value": device_ids}} if device_ids else {}
     spec = ModelSpec.of({"name": "m", "parameters": parameters})
     context: Any = SimpleNamespace(kind=kind, device_id=1)
     arguments = {"tensor_parallel_size": size}

@@ -54,7 +54,7 @@ class Packed:
             bytes are JSON without the length that precedes an element of a tensor.
         count: The number of elements of the tensor.
         byte_size: The number of bytes.
-        fault: The index of the first message without a role, or a token out of range; or None.
+        fault: The index of the first message without a role, or None.
         pieces: The bytes.
     """
 
@@ -190,13 +190,17 @@ def without_role(messages: Sequence[Any]) -> int | None:
 
 
 def are_tokens(value: Any) -> bool:
-    """Return whether a prompt is a list of tokens."""
-    return type(value) is list and bool(value) and {*map(type, value)} == {int}
+    """Return whether a prompt is a list of tokens, since its first element is a number."""
+    return type(value) is list and bool(value) and type(value[0]) in (int, float)
 
 
-def wrong_token(tokens: Sequence[int]) -> int | None:
-    """Return the smallest or the largest token if INT32 would wrap it, else None."""
-    return next((token for token in (min(tokens), max(tokens)) if abs(token) > _MAX_TOKEN_ID), None)
+def check_tokens(name: str, tokens: Sequence[Any]) -> None:
+    """Raise InvalidArgument if an element is not an integer, or if INT32 would wrap it."""
+    if {*map(type, tokens)} == {int} and max(-min(tokens), max(tokens)) <= _MAX_TOKEN_ID:
+        return
+    for index, token in enumerate(tokens):
+        if type(token) is not int or abs(token) > _MAX_TOKEN_ID:
+            raise InvalidArgument(f"{name}[{index}]: {clip(repr(token))} is not a token")
 
 
 def check_count(name: str, values: Sequence[Any]) -> None:
@@ -223,17 +227,17 @@ class _Packer:
         if name == "messages" and type(value[0]) is not str:
             return self._pack("messages", 1, orjson.dumps(value), without_role(value))
         if are_tokens(value):
-            count = len(value)
-            return self._pack(
-                "tokens", count, decode(value, "INT32", count, name), wrong_token(value)
-            )
+            check_tokens(name, value)
+            return self._pack("tokens", len(value), decode(value, "INT32", len(value), name))
         if name == "prompt" or (name == "input" and {*map(type, value)} == {str}):
             check_count(name, value)
         if len(value) > _MAX_PACKED_PROMPTS:
             return value
         return [
-            self.packed("", item) if isinstance(item, str) or are_tokens(item) else item
-            for item in value
+            self.packed(f"{name}[{index}]", item)
+            if isinstance(item, str) or are_tokens(item)
+            else item
+            for index, item in enumerate(value)
         ]
 
     def _pack(self, kind: str, count: int, data: bytes, fault: int | None = None) -> str:

@@ -21,9 +21,9 @@ from shmserve.gateway.http.json.large_bodies import (
     Packed,
     are_tokens,
     check_count,
+    check_tokens,
     parse_large,
     without_role,
-    wrong_token,
 )
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
@@ -388,12 +388,12 @@ def _text_request(
 
 def _prompt_inputs(model: GatewayModel, value: Any) -> list[InferInput]:
     """Return the inputs of a text, a list of texts, tokens, or a list of lists of tokens."""
-    values = [value] if type(value) is not list or are_tokens(value) else value
-    if not values:
+    if type(value) is not list or are_tokens(value):
+        return [prompt(value)]
+    if not value:
         raise InvalidArgument("prompt: the list is empty; at least one prompt is required")
-    if values is value:
-        check_count("prompt", values)
-    prompts = list(map(prompt, values))
+    check_count("prompt", value)
+    prompts = [prompt(item, f"prompt[{index}]") for index, item in enumerate(value)]
     if len(prompts) > 1:
         _check_capacity(model, len(prompts))
     return prompts
@@ -416,22 +416,20 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def prompt(value: Any) -> InferInput:
-    """Return the input of a text or of a list of tokens."""
+def prompt(value: Any, name: str = "prompt") -> InferInput:
+    """Return the input of a text or of a list of tokens, the field `name` of a body."""
     if type(value) is str:
         return create_input("text_input", "BYTES", [value])
     is_packed = type(value) is Packed
     if is_packed and value.kind == "text":
         return packed_tensor("text_input", [value])
     if is_packed or are_tokens(value):
-        token = value.fault if is_packed else wrong_token(value)
-        if token is not None:
-            raise InvalidArgument(f"prompt: {token} is not a token")
         if is_packed:
             return packed_tensor("input_ids", [value])
+        check_tokens(name, value)
         return create_input("input_ids", "INT32", value)
     raise InvalidArgument(
-        f"prompt: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
+        f"{name}: {clip(repr(value))} is not a string, a list of tokens, or a list of these"
     )
 
 

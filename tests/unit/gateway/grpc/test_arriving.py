@@ -35,7 +35,7 @@ def request(contents: Sequence[bytes]) -> ModelInferRequest:
     return message
 
 
-def arrive(
+def receive(
     raw: bytes, cuts: Sequence[int], sizes: Sequence[int] | None, in_place: Collection[int] = ()
 ) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
     """Pass the bytes in pieces, and read the bytes with these numbers in place if possible.
@@ -54,15 +54,15 @@ def arrive(
 
     arriving = RequestSink(find)
     view = memoryview(raw)
-    at = 0
+    start = 0
     for number, end in enumerate((*sorted(cut % (len(raw) + 1) for cut in cuts), len(raw))):
-        memory_range = arriving.next_buffer(end - at) if number in in_place else None
+        memory_range = arriving.next_buffer(end - start) if number in in_place else None
         if memory_range is not None:
-            memory_range[:] = view[at : at + len(memory_range)]
+            memory_range[:] = view[start : start + len(memory_range)]
             arriving.feed(memory_range)
-            at += len(memory_range)
-        arriving.feed(view[at:end])
-        at = end
+            start += len(memory_range)
+        arriving.feed(view[start:end])
+        start = end
     return arriving, recorded, heads
 
 
@@ -76,7 +76,7 @@ def test_tensors_are_received_in_place_for_any_split(
 ) -> None:
     message = request(contents)
     sizes = [len(content) for content in contents]
-    arriving, (tensors,), (head,) = arrive(message.SerializeToString(), cuts, sizes, in_place)
+    arriving, (tensors,), (head,) = receive(message.SerializeToString(), cuts, sizes, in_place)
     assert arriving.finish() is tensors and not tensors.releases
     assert list(map(bytes, tensors.blocks)) == contents
     del message.raw_input_contents[:]
@@ -93,16 +93,18 @@ def test_tensors_of_unexpected_sizes_are_collected(
     contents: list[bytes], cuts: list[int], sizes: list[int] | None, in_place: set[int]
 ) -> None:
     raw = request(contents).SerializeToString()
-    arriving, recorded, _ = arrive(raw, cuts, sizes, in_place)
-    fits = sizes == [len(content) for content in contents]
-    assert arriving.finish() == (recorded[0] if fits else raw)
-    assert all(tensors.releases == (not fits) for tensors in recorded)
+    arriving, recorded, _ = receive(raw, cuts, sizes, in_place)
+    sizes_match = sizes == [len(content) for content in contents]
+    assert arriving.finish() == (recorded[0] if sizes_match else raw)
+    assert all(tensors.releases == (not sizes_match) for tensors in recorded)
 
 
-@given(junk=st.binary(max_size=600), cuts=CUTS, behind=st.booleans())
-def test_malformed_messages_are_collected(junk: bytes, cuts: list[int], behind: bool) -> None:
-    raw = request([b"a" * 40]).SerializeToString() + junk if behind else junk
-    arriving, recorded, _ = arrive(raw, cuts, [40])
+@given(junk=st.binary(max_size=600), cuts=CUTS, after_request=st.booleans())
+def test_malformed_messages_are_collected(
+    junk: bytes, cuts: list[int], after_request: bool
+) -> None:
+    raw = request([b"a" * 40]).SerializeToString() + junk if after_request else junk
+    arriving, recorded, _ = receive(raw, cuts, [40])
     message = arriving.finish()
     if isinstance(message, RecordedTensors):
         assert message is recorded[-1] and bytes(message.blocks[0]) and not message.releases
@@ -116,13 +118,13 @@ def test_a_message_with_a_long_head_is_collected(size: int) -> None:
     message = request([b"a" * 40])
     message.parameters["key"].string_param = "v" * size
     raw = message.SerializeToString()
-    arriving, recorded, _ = arrive(raw, range(0, len(raw), 999), [40])
+    arriving, recorded, _ = receive(raw, range(0, len(raw), 999), [40])
     assert arriving.finish() == raw and not recorded
 
 
 def test_memory_is_released_once() -> None:
     raw = request([b"a" * 4000]).SerializeToString()
-    arriving, (tensors,), _ = arrive(raw[:-10], (), [4000])
+    arriving, (tensors,), _ = receive(raw[:-10], (), [4000])
     arriving.discard()
     arriving.discard()
     assert tensors.releases == 1 and arriving.next_buffer(1) is None

@@ -55,8 +55,8 @@ class TensorSink:
         self.remaining = memoryview(self.data)
         self.copied = 0
 
-    def next_buffer(self, most: int) -> memoryview:
-        return self.remaining[:most]
+    def next_buffer(self, max_size: int) -> memoryview:
+        return self.remaining[:max_size]
 
     def feed(self, piece: memoryview) -> None:
         if piece.obj is not self.data:
@@ -249,12 +249,12 @@ def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
     async def scenario(scene: Scene) -> None:
         scene.call(1)
         await scene.clock.advance(1.2)
-        (kind, _, _, last), (ping, _, _, payload) = scene.transport.frames()
-        assert (kind, last[:4], ping) == (GO_AWAY, b"\x7f\xff\xff\xff", PING)
+        (kind, _, _, last_stream), (ping, _, _, payload) = scene.transport.frames()
+        assert (kind, last_stream[:4], ping) == (GO_AWAY, b"\x7f\xff\xff\xff", PING)
         scene.call(3)  # the call was already sent
         scene.send(frame(PING, ACK, 0, payload))
-        ((kind, _, _, last),) = scene.transport.frames()
-        assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
+        ((kind, _, _, last_stream),) = scene.transport.frames()
+        assert (kind, last_stream[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
         scene.call(5)
         assert [frame_[:3] for frame_ in scene.transport.frames()] == [(RESET, 0, 5)]
         for _, call in scene.calls:
@@ -271,13 +271,13 @@ def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
     async def scenario(scene: Scene) -> None:
         scene.call(1)
         scene.connection.shut_down()
-        (kind, _, _, last), (_, _, _, payload) = scene.transport.frames()
-        assert (kind, last[:4]) == (GO_AWAY, b"\x7f\xff\xff\xff")
+        (kind, _, _, last_stream), (_, _, _, payload) = scene.transport.frames()
+        assert (kind, last_stream[:4]) == (GO_AWAY, b"\x7f\xff\xff\xff")
         scene.connection.shut_down()
         scene.call(3)  # It crossed the GOAWAY.
         scene.send(frame(PING, ACK, 0, payload))
-        ((kind, _, _, last),) = scene.transport.frames()
-        assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
+        ((kind, _, _, last_stream),) = scene.transport.frames()
+        assert (kind, last_stream[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
         for _, call in scene.calls:
             assert not scene.transport.closed
             call.finish(b"")
@@ -291,8 +291,8 @@ def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> No
     async def scenario(scene: Scene) -> None:
         scene.call(1)
         scene.connection.shut_down(refuses=True)
-        (_, _, _, first), (_, _, _, last), _ = scene.transport.frames()
-        assert (first[:4], last[:4]) == (b"\x7f\xff\xff\xff", (1).to_bytes(4, "big"))
+        (_, _, _, first_stream), (_, _, _, last_stream), _ = scene.transport.frames()
+        assert (first_stream[:4], last_stream[:4]) == (b"\x7f\xff\xff\xff", (1).to_bytes(4, "big"))
         scene.call(3)
         ((kind, _, stream, code),) = scene.transport.frames()
         assert (kind, stream, code) == (RESET, 3, (7).to_bytes(4, "big"))
@@ -319,18 +319,18 @@ def test_a_stream_waits_for_its_client() -> None:
     async def scenario(scene: Scene) -> None:
         scene.send(scene.head(1, STREAM))
         scene.send(frame(DATA, 0, 1, message(bytes(70_000))[:16384]))
-        for at in range(16384, 70_005, 16384):
-            scene.send(frame(DATA, 0, 1, message(bytes(70_000))[at : at + 16384]))
+        for offset in range(16384, 70_005, 16384):
+            scene.send(frame(DATA, 0, 1, message(bytes(70_000))[offset : offset + 16384]))
         scene.send(frame(DATA, END_STREAM, 1, message(b"second")))
         await scene.clock.advance(0)
         sent = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
         assert sum(map(len, sent)) == 65535
-        more = (1 << 20).to_bytes(4, "big")
-        scene.send(frame(WINDOW, 0, 0, more) + frame(WINDOW, 0, 1, more))
+        increment = (1 << 20).to_bytes(4, "big")
+        scene.send(frame(WINDOW, 0, 0, increment) + frame(WINDOW, 0, 1, increment))
         await scene.clock.advance(0)
-        rest = scene.transport.frames()
-        assert rest[-1][0] == HEADERS and rest[-1][1] & END_STREAM
-        sent += [payload for kind, _, _, payload in rest if kind == DATA]
+        remaining_frames = scene.transport.frames()
+        assert remaining_frames[-1][0] == HEADERS and remaining_frames[-1][1] & END_STREAM
+        sent += [payload for kind, _, _, payload in remaining_frames if kind == DATA]
         assert b"".join(sent) == message(bytes(70_000)) + message(b"second")
 
     run_scenario(scenario)
@@ -360,12 +360,12 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
     """Holds for any number of messages and frames at a time; the last message may be malformed."""
 
     async def scenario(scene: Scene) -> None:
-        resume, ended, seen = asyncio.Event(), asyncio.Event(), []
+        resume, handler_ended, received = asyncio.Event(), asyncio.Event(), []
 
         async def slow(call: StreamingCall) -> Ending | None:
             await resume.wait()
             async for request in call.read_messages():
-                seen.append(request)  # noqa: PERF401
+                received.append(request)  # noqa: PERF401
             return None
 
         scene.serve = slow
@@ -373,16 +373,19 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         data = b"".join(sent[1000:]) + b"\x09" + bytes(4)
         scene.send(scene.head(1, STREAM))
         tracemalloc.start()
-        for piece in (*sent[:1000], *(data[at : at + 999] for at in range(0, len(data), 999))):
+        for piece in (
+            *sent[:1000],
+            *(data[offset : offset + 999] for offset in range(0, len(data), 999)),
+        ):
             scene.send(frame(DATA, 0, 1, piece))
-        held = tracemalloc.get_traced_memory()[0]
+        traced_bytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        assert held < 2 * len(data) + 100_000
-        scene.begun[0].on_ended = ended.set
+        assert traced_bytes < 2 * len(data) + 100_000
+        scene.begun[0].on_ended = handler_ended.set
         resume.set()
-        await ended.wait()
-        assert len(seen) > 8500
-        assert seen == [one[5:] for one in sent][: len(seen)]
+        await handler_ended.wait()
+        assert len(received) > 8500
+        assert received == [sent_message[5:] for sent_message in sent][: len(received)]
         assert scene.statuses() == {1: b"13\x00\x0cgrpc-message\x11malformed message"}
 
     run_scenario(scenario)
@@ -396,9 +399,9 @@ def test_unread_messages_do_not_keep_the_read_buffer() -> None:
         buffer = bytearray(message(b"x") * 1000)
         scene.begun[0].receive_data(memoryview(buffer), True)
         buffer[:] = bytes(len(buffer))
-        ended = asyncio.Event()
-        scene.begun[0].on_ended = ended.set
-        await ended.wait()
+        handler_ended = asyncio.Event()
+        scene.begun[0].on_ended = handler_ended.set
+        await handler_ended.wait()
         data = b"".join(payload for kind, *_, payload in scene.transport.frames() if kind == DATA)
         assert data == message(b"x") * 1000
 
@@ -428,7 +431,7 @@ def test_reading_messages_enlarges_the_window() -> None:
                 payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW
             ]
             updates += len(window_updates)
-            granted += sum(int.from_bytes(more, "big") for more in window_updates)
+            granted += sum(int.from_bytes(increment, "big") for increment in window_updates)
             assert sent - window // 4 - len(request_frames) <= granted <= sent
         assert 0 < updates <= 4 * sent // window
 
@@ -441,12 +444,12 @@ def test_an_ended_stream_ends_its_handler() -> None:
     """
 
     async def scenario(scene: Scene) -> None:
-        ended: list[int] = []
+        endings: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
             async for request in call.read_messages():
                 await call.write_all([request])
-            ended.append(1)
+            endings.append(1)
             return None
 
         scene.serve = serve
@@ -457,16 +460,16 @@ def test_an_ended_stream_ends_its_handler() -> None:
             call.on_timeout()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert ended == [1, 1]
+        assert endings == [1, 1]
 
     run_scenario(scenario)
 
 
 def test_requests_and_responses_are_compressed() -> None:
     async def scenario(scene: Scene) -> None:
-        small = gzip.compress(bytes(10_000))
+        compressed = gzip.compress(bytes(10_000))
         head = scene.head(1, UNARY, (b"grpc-encoding", b"gzip"), (b"grpc-accept-encoding", b"gzip"))
-        data = b"\1" + len(small).to_bytes(4, "big") + small
+        data = b"\1" + len(compressed).to_bytes(4, "big") + compressed
         scene.send(head + frame(DATA, END_STREAM, 1, data))
         await scene.clock.advance(0)
         ((raw, call),) = scene.calls
@@ -484,8 +487,8 @@ def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
     """Responses without messages wait, too, when the socket takes nothing."""
 
     async def scenario(scene: Scene) -> None:
-        now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now)
+        now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now_s)
         scene.connection.pause_writing()
         scene.call(1)
         scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
@@ -493,7 +496,7 @@ def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
         assert scene.connection._check_timer is not None
         scene.connection._check_time_limits()
         assert not scene.transport.aborted
-        now += 2 * PATIENCE_S
+        now_s += 2 * PATIENCE_S
         scene.connection._check_time_limits()
         assert scene.transport.aborted
 

@@ -128,8 +128,8 @@ def test_a_response_has_the_models_name_and_version(scheduler: Scheduler, stream
 def test_an_empty_final_response_is_sent_on_request(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("silent")
     stream.send_request("said", **{EMPTY_FINAL: True})
-    (peer, silent), (_, second) = first_requests(scheduler, 2)
-    scheduler.send(peer, end(silent), end(second))
+    (peer, silent_call), (_, second_call) = first_requests(scheduler, 2)
+    scheduler.send(peer, end(silent_call), end(second_call))
     stream.end()
     (only,) = stream.call
     inferred = only.infer_response
@@ -145,9 +145,9 @@ def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream:
         peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True)
     )
     stream.end()
-    first, mid, second, last = stream.call
-    assert values([first, second]) == [("a", 1, False), ("a", 2, False)]
-    for streamed, text, final in ((mid, "mid", False), (last, "end", True)):
+    first_response, mid, second_response, last_response = stream.call
+    assert values([first_response, second_response]) == [("a", 1, False), ("a", 2, False)]
+    for streamed, text, final in ((mid, "mid", False), (last_response, "end", True)):
         assert streamed.error_message == text
         inferred = streamed.infer_response
         assert (inferred.model_name, inferred.model_version, inferred.id) == ("repeat", "", "a")
@@ -178,12 +178,12 @@ def test_an_error_response_ends_a_strict_stream(gateway: Rig, scheduler: Schedul
     assert caught.value.details() == "mid"
     until(
         "both are cancelled",
-        lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_key, scheduler.notices)),
+        lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_message_key, scheduler.notices)),
     )
     stream.close()
 
 
-def _key(message: Any) -> Any:
+def _message_key(message: Any) -> Any:
     return m.Cancel(message.id) if isinstance(message, m.Cancel) else None
 
 
@@ -195,21 +195,23 @@ def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -
     scheduler.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
-    until("all are cancelled", lambda: _cancelled(scheduler) == {number for _, number in waiting})
+    until(
+        "all are cancelled", lambda: _cancelled_ids(scheduler) == {number for _, number in waiting}
+    )
     stream.close()
 
 
-def _cancelled(scheduler: Scheduler) -> set[int]:
+def _cancelled_ids(scheduler: Scheduler) -> set[int]:
     return {message.id for message in scheduler.notices if isinstance(message, m.Cancel)}
 
 
-def granted(scheduler: Scheduler, number: int) -> int:
+def granted_credit(scheduler: Scheduler, number: int) -> int:
     grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
     return sum(grant.responses for grant in grants if grant.id == number)
 
 
-def until_granted(scheduler: Scheduler, number: int, least: int) -> None:
-    until("there is credit", lambda: granted(scheduler, number) >= least)
+def wait_for_credit(scheduler: Scheduler, number: int, min_credit: int) -> None:
+    until("there is credit", lambda: granted_credit(scheduler, number) >= min_credit)
 
 
 def test_credit_is_returned_for_responses_that_are_read(
@@ -218,23 +220,23 @@ def test_credit_is_returned_for_responses_that_are_read(
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.send_request("a")
     ((peer, a),) = first_requests(scheduler, 1)
-    got: list[Any] = []
+    responses: list[Any] = []
 
     def read() -> None:
-        got.extend(stream.call)
+        responses.extend(stream.call)
 
     reader = threading.Thread(target=read)
     reader.start()
     sent = 0
     while sent < 1000:
-        credit = FIRST_CREDIT + granted(scheduler, a) - sent
+        credit = FIRST_CREDIT + granted_credit(scheduler, a) - sent
         scheduler.send(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
         sent += min(credit, 1000 - sent)
-        until_granted(scheduler, a, sent - FIRST_CREDIT + 1)
+        wait_for_credit(scheduler, a, sent - FIRST_CREDIT + 1)
     scheduler.send(peer, end(a))
     stream.end()
     reader.join(20)
-    assert values(got) == [("a", value, False) for value in range(1000)]
+    assert values(responses) == [("a", value, False) for value in range(1000)]
     grants = [message for message in scheduler.notices if isinstance(message, m.Credit)]
     assert len(grants) <= 1000 // 16
 
@@ -243,26 +245,26 @@ def test_a_client_that_does_not_read_receives_no_credit(
     gateway: Rig, scheduler: Scheduler, tmp_path: Path
 ) -> None:
     """The bytes that gRPC buffers for a slow client are bounded, and other streams continue."""
-    deaf, other = Stream(gateway), Stream(gateway)
+    deaf, other_stream = Stream(gateway), Stream(gateway)
     deaf.send_request("deaf")
     ((peer, number),) = first_requests(scheduler, 1)
-    big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
-    message = m.Responded(number, "", "", *pack_inferred(big), False)
+    large_outputs = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
+    message = m.Responded(number, "", "", *pack_inferred(large_outputs), False)
     credit, sent, count_of_other = FIRST_CREDIT, 0, 0
     while credit > sent and sent < 100_000:
         scheduler.send(peer, *[message] * (credit - sent))
         sent = credit
         count_of_other += 1
-        other.send_request(f"other {count_of_other}")
-        peer, last = first_requests(scheduler, 1 + count_of_other)[-1]
-        scheduler.send(peer, response(last, sent, final=True))
-        assert values(take(other, 1)) == [(f"other {count_of_other}", sent, True)]
-        credit = FIRST_CREDIT + granted(scheduler, number)
+        other_stream.send_request(f"other {count_of_other}")
+        peer, last_call = first_requests(scheduler, 1 + count_of_other)[-1]
+        scheduler.send(peer, response(last_call, sent, final=True))
+        assert values(take(other_stream, 1)) == [(f"other {count_of_other}", sent, True)]
+        credit = FIRST_CREDIT + granted_credit(scheduler, number)
     assert sent * 16000 < 64 << 20
     deaf.call.cancel()
-    until("it is cancelled", lambda: number in _cancelled(scheduler))
+    until("it is cancelled", lambda: number in _cancelled_ids(scheduler))
     deaf.close()
-    other.close()
+    other_stream.close()
 
 
 def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: Stream) -> None:
@@ -272,26 +274,29 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     arena = Arena(8 << 20)
     data = bytes(range(200)) * 200
 
-    def large(number: int) -> m.Responded:
+    def large_response(number: int) -> m.Responded:
         memory_range = arena.allocate(len(data))
         arena.view(memory_range)[:] = data
         answer = Inferred((TensorRef("OUT", "INT32", (len(data) // 4,), memory_range),))
         return m.Responded(number, "", "", *pack_inferred(answer), False)
 
-    def released() -> int:
+    def count_releases() -> int:
         releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
         return sum(len(release.offsets) for release in releases)
 
     stream.send_request("a")
     ((peer, a),) = first_requests(scheduler, 1)
-    scheduler.send(peer, large(a), large(a), response(a, 1))
-    first, second, _ = take(stream, 3)
-    assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [data, data]
-    until("they are released", lambda: released() == 2)
+    scheduler.send(peer, large_response(a), large_response(a), response(a, 1))
+    first_response, second_response, _ = take(stream, 3)
+    assert [r.infer_response.raw_output_contents[0] for r in (first_response, second_response)] == [
+        data,
+        data,
+    ]
+    until("they are released", lambda: count_releases() == 2)
     stream.call.cancel()
-    until("it is cancelled", lambda: a in _cancelled(scheduler))
-    scheduler.send(peer, large(a), end(a))
-    until("what comes late is released", lambda: released() == 3)
+    until("it is cancelled", lambda: a in _cancelled_ids(scheduler))
+    scheduler.send(peer, large_response(a), end(a))
+    until("what comes late is released", lambda: count_releases() == 3)
     arena.close()
 
 

@@ -41,7 +41,7 @@ IDENTITIES: list[tuple[str, int | str, bool, bool]] = [
 ]
 
 
-class Read:
+class ParseCounter:
     """Counts how often requests are read the long way."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
@@ -56,21 +56,21 @@ class Read:
 
 @pytest.fixture
 def model() -> GatewayModel:
-    nobody: Any = SimpleNamespace(endpoint="ipc:///nowhere")
-    return GatewayModel(publication(identity_config("m", "INT8", [1]), nobody))
+    endpoint: Any = SimpleNamespace(endpoint="ipc:///nowhere")
+    return GatewayModel(publication(identity_config("m", "INT8", [1]), endpoint))
 
 
 @pytest.fixture
 def gateway(model: GatewayModel) -> Any:
     models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model, revision=0)
     settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
-    nothing: dict[str, Any] = {"arena": None, "body_budget": None, "regions": None}
-    nothing["malloc_trim"] = SimpleNamespace(schedule=lambda size: None)
-    return SimpleNamespace(models=models, settings=settings, draining=False, **nothing)
+    no_services: dict[str, Any] = {"arena": None, "body_budget": None, "regions": None}
+    no_services["malloc_trim"] = SimpleNamespace(schedule=lambda size: None)
+    return SimpleNamespace(models=models, settings=settings, draining=False, **no_services)
 
 
-def check(build_request: Callable[[Any], BuiltRequest]) -> None:
-    works = set()
+def check_distinct(build_request: Callable[[Any], BuiltRequest]) -> None:
+    payloads = set()
     for turn in range(5):
         for request_fields in IDENTITIES[turn % 2 :]:
             request_id, sequence, start, end = request_fields
@@ -78,15 +78,15 @@ def check(build_request: Callable[[Any], BuiltRequest]) -> None:
             wire = built_request.infer_request
             assert (wire.id, wire.flags) == (request_id, start | end * 2)
             assert (wire.correlation_id, wire.timeout_us) == (sequence, 5)
-            works.add((built_request.schema, tuple(built_request.data)))
+            payloads.add((built_request.schema, tuple(built_request.data)))
             built_request.release()
-    assert len(works) == 1
+    assert len(payloads) == 1
 
 
 def test_similar_http_requests_are_not_confused(
     monkeypatch: pytest.MonkeyPatch, gateway: Any, model: GatewayModel
 ) -> None:
-    read = Read(monkeypatch, http, "parse_request")
+    parse_count = ParseCounter(monkeypatch, http, "parse_request")
 
     def build_request(request_fields: Any) -> BuiltRequest:
         request_id, sequence, start, end = request_fields
@@ -101,15 +101,15 @@ def test_similar_http_requests_are_not_confused(
         )
         return asyncio.run(http.read_request(gateway, model, request))
 
-    check(build_request)
+    check_distinct(build_request)
     # With and without an id, and in a sequence and not: each form twice.
-    assert read.count == 4 * 2
+    assert parse_count.count == 4 * 2
 
 
 def test_similar_grpc_requests_are_not_confused(
     monkeypatch: pytest.MonkeyPatch, gateway: Any
 ) -> None:
-    read = Read(monkeypatch, grpc, "decode_request")
+    parse_count = ParseCounter(monkeypatch, grpc, "decode_request")
     inferences = grpc.Inferences(gateway)
 
     def build_request(request_fields: Any) -> BuiltRequest:
@@ -127,38 +127,38 @@ def test_similar_grpc_requests_are_not_confused(
         request.raw_input_contents.append(b"x")
         return inferences._decode(request.SerializeToString(), {}, streamed=False)
 
-    check(build_request)
-    assert read.count == 1
+    check_distinct(build_request)
+    assert parse_count.count == 1
 
 
-def _of(request_id: str, content: bytes) -> bytes:
+def _encode_request(request_id: str, content: bytes) -> bytes:
     request = pb.ModelInferRequest(model_name="m", id=request_id)
     request.inputs.add(name="IN", datatype="INT8", shape=[1])
     request.raw_input_contents.append(content)
     return request.SerializeToString()
 
 
-def _overlong(raw: bytes, field: bytes) -> bytes:
+def _lengthen(raw: bytes, field: bytes) -> bytes:
     """Return the message with the one-byte length of this field encoded in two bytes."""
     assert raw.count(field) == 1
     return raw.replace(field, field[:1] + bytes((field[1] | 128, 0)) + field[2:])
 
 
 ODD: dict[str, Callable[[int], bytes]] = {
-    "id": lambda n: _overlong(_of(str(n), b"x"), b"\x1a\x01%d" % n),
-    "contents": lambda n: _overlong(_of("", b"%d" % n), b"\x3a\x01%d" % n),
+    "id": lambda n: _lengthen(_encode_request(str(n), b"x"), b"\x1a\x01%d" % n),
+    "contents": lambda n: _lengthen(_encode_request("", b"%d" % n), b"\x3a\x01%d" % n),
 }
 
 
-@pytest.mark.parametrize("form", ODD)
-def test_a_message_in_another_notation_is_parsed(gateway: Any, form: str) -> None:
+@pytest.mark.parametrize("notation", ODD)
+def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) -> None:
     """Ids and contents are parsed as in the message, though its size equals that of known
     messages.
     """
     inferences = grpc.Inferences(gateway)
     for _ in range(4):
         for number in range(1, 4):
-            raw = ODD[form](number)
+            raw = ODD[notation](number)
             request_fields = pb.ModelInferRequest.FromString(raw)
             built_request = inferences._decode(raw, {}, streamed=False)
             assert built_request.infer_request.id == request_fields.id
@@ -173,41 +173,45 @@ def test_ids_and_values_are_cut_at_any_position(
 
     Few messages are parsed field by field: the first ones of each schema.
     """
-    split = Read(monkeypatch, grpc, "split_message")
+    split = ParseCounter(monkeypatch, grpc, "split_message")
     inferences = grpc.Inferences(gateway)
     request_count = 0
     for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
         for value in (b"x", b"\x1a", b":"):
-            built_request = inferences._decode(_of(request_id, value), {}, streamed=False)
+            built_request = inferences._decode(
+                _encode_request(request_id, value), {}, streamed=False
+            )
             request_count += 1
             assert built_request.infer_request.id == request_id
             (tensor,) = inference_of(built_request).inputs
             assert tensor.data == value
     assert split.count < request_count / 3
-    broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
+    broken = _encode_request("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
         inferences._decode(broken, {}, streamed=False)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_ids_and_contents_are_not_confused(gateway: Any, first: int) -> None:
+@pytest.mark.parametrize("first_index", [0, 1])
+def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> None:
     """Though messages of one size have them in one place."""
-    named = _of("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
-    plain = pb.ModelInferRequest(model_name="m")
-    plain.inputs.add(name="IN", datatype="INT8", shape=[1])
-    two = plain.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
-    assert len(named) == len(two)
+    named = _encode_request("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
+    plain_request = pb.ModelInferRequest(model_name="m")
+    plain_request.inputs.add(name="IN", datatype="INT8", shape=[1])
+    two_contents = plain_request.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
+    assert len(named) == len(two_contents)
     prepared = TemplateCache(gateway.models)
     built_request = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
     for turn in range(4):
-        for which in (first, 1 - first):
-            raw, seen = (named, two)[which], built_request[which]
+        for index in (first_index, 1 - first_index):
+            raw, payload = (named, two_contents)[index], built_request[index]
             parts = split_message(raw)
             assert parts is not None
             template: Any = SimpleNamespace(
-                fill=lambda datas, seen=seen: (
-                    seen.contents.append(list(datas))
-                    or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
+                fill=lambda datas, payload=payload: (
+                    payload.contents.append(list(datas))
+                    or SimpleNamespace(
+                        identify=lambda itself: payload.ids.append(itself.request_id)
+                    )
                 )
             )
             matched = prepared.find_by_layout(raw) or prepared.find_by_fingerprint(raw, parts)

@@ -35,14 +35,14 @@ def message(data: bytes, *, compressed: bool = False) -> bytes:
     return PREFIX.pack(compressed, len(data)) + data
 
 
-def fed(assembly: Assembly, piece: bytes) -> list[ReceivedMessage]:
+def feed(assembly: Assembly, piece: bytes) -> list[ReceivedMessage]:
     assembly.feed(memoryview(piece))
     return list(iter(assembly.take_message, None))
 
 
 def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[ReceivedMessage]:
     assembly = Assembly(WINDOW, HEAD, sinks)
-    items = [received for piece in pieces for received in fed(assembly, piece)]
+    items = [received for piece in pieces for received in feed(assembly, piece)]
     assert not assembly.received_bytes
     return items
 
@@ -56,11 +56,11 @@ def test_messages_are_assembled_for_any_split(
 ) -> None:
     stream = b"".join(message(data, compressed=flag) for data, flag in sent)
     pieces: list[bytes] = []
-    at = 0
-    while at < len(stream):
+    offset = 0
+    while offset < len(stream):
         step = steps[len(pieces) % len(steps)]
-        pieces.append(stream[at : at + step])
-        at += step
+        pieces.append(stream[offset : offset + step])
+        offset += step
     assert assemble(pieces) == [(data, flag, 0) for data, flag in sent]
 
 
@@ -76,19 +76,19 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
     stream = b"".join(map(message, sent))
     assembly = Assembly(WINDOW, HEAD, None)
     errors = []
-    at = count = 0
-    while at < len(stream):
-        step, takes = steps[count % len(steps)]
-        buffer = bytearray(stream[at : at + step])
+    offset = count = 0
+    while offset < len(stream):
+        step, take_count = steps[count % len(steps)]
+        buffer = bytearray(stream[offset : offset + step])
         assembly.feed(memoryview(buffer))
         errors += [
             received.data
-            for received in (assembly.take_message() for _ in range(takes))
+            for received in (assembly.take_message() for _ in range(take_count))
             if received is not None
         ]
         assembly.keep_piece()
         buffer[:] = bytes(len(buffer))
-        at, count = at + step, count + 1
+        offset, count = offset + step, count + 1
     errors += [received.data for received in iter(assembly.take_message, None)]
     assert errors == sent
     assert not assembly.received_bytes
@@ -97,30 +97,30 @@ def test_messages_may_be_taken_at_any_time(sent: list[bytes], steps: list[tuple[
 def test_pieces_of_all_sizes_are_one_message() -> None:
     sizes = [1, 4095, 4096, 5000, 1, 1, 70000, 3]
     data = bytes(range(256)) * 400
-    cut = [data[sum(sizes[:at]) : sum(sizes[: at + 1])] for at in range(len(sizes))]
-    cut.append(data[sum(sizes) :])
-    assert assemble([PREFIX.pack(0, len(data)), *cut])[0].data == data
+    pieces = [data[sum(sizes[:index]) : sum(sizes[: index + 1])] for index in range(len(sizes))]
+    pieces.append(data[sum(sizes) :])
+    assert assemble([PREFIX.pack(0, len(data)), *pieces])[0].data == data
 
 
 def test_tiny_pieces_use_no_additional_memory() -> None:
     """A message of a megabyte in pieces of a byte each."""
     assembly = Assembly(WINDOW, HEAD, None)
-    fed(assembly, PREFIX.pack(0, 1 << 20))
+    feed(assembly, PREFIX.pack(0, 1 << 20))
     for _ in range((1 << 20) - 1):
-        fed(assembly, b"x")
+        feed(assembly, b"x")
     held_bytes = sys.getsizeof(assembly._message)
     assert held_bytes < 1.3 * (1 << 20)
-    assert fed(assembly, b"x")[0].data == b"x" * (1 << 20)
+    assert feed(assembly, b"x")[0].data == b"x" * (1 << 20)
 
 
 def test_a_large_message_requests_a_window_update() -> None:
     """A message that fits needs nothing; of a larger one, all that the window might not hold."""
     for size in (0, 1, WINDOW - PREFIX.size):
         assembly = Assembly(WINDOW, HEAD, None)
-        fed(assembly, PREFIX.pack(0, size))
+        feed(assembly, PREFIX.pack(0, size))
         assert assembly.beyond_window == 0
     assembly = Assembly(WINDOW, HEAD, None)
-    fed(assembly, PREFIX.pack(0, 10 * WINDOW))
+    feed(assembly, PREFIX.pack(0, 10 * WINDOW))
     assert WINDOW + assembly.beyond_window == 10 * WINDOW + PREFIX.size
     assert assembly.received_bytes == PREFIX.size
 
@@ -128,7 +128,7 @@ def test_a_large_message_requests_a_window_update() -> None:
 def test_a_message_reports_its_window_updates() -> None:
     size = 2 * WINDOW
     assembly = Assembly(WINDOW, HEAD, None)
-    (sent_message,) = fed(assembly, message(bytes(size)))
+    (sent_message,) = feed(assembly, message(bytes(size)))
     assert sent_message.beyond_window == size + PREFIX.size - WINDOW
     assert assembly.beyond_window == 0
 
@@ -143,7 +143,7 @@ def test_an_unknown_flag_is_refused(flag: int) -> None:
 def test_a_message_that_is_too_large_is_refused() -> None:
     """The message is refused by its announced size, before memory is allocated."""
     assembly = Assembly(WINDOW, HEAD, None)
-    fed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
+    feed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
     for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
         with pytest.raises(BrokenMessage) as caught:
             assemble([PREFIX.pack(0, size)])
@@ -151,14 +151,14 @@ def test_a_message_that_is_too_large_is_refused() -> None:
         assert str(size) in caught.value.ending[1]
 
 
-class Kept:
+class KeepingSink:
     """A sink that keeps what it is fed."""
 
     def __init__(self) -> None:
         self.data = b""
         self.dropped = False
 
-    def next_buffer(self, most: int) -> memoryview | None:
+    def next_buffer(self, max_size: int) -> memoryview | None:
         return None
 
     def feed(self, piece: memoryview) -> None:
@@ -173,14 +173,14 @@ class Kept:
 
 def test_large_messages_are_received_by_a_sink() -> None:
     pending_calls: list[int] = []
-    sinks: list[Kept] = []
+    sinks: list[KeepingSink] = []
 
-    def find(head: CallHead, size: int) -> Kept | None:
+    def find(head: CallHead, size: int) -> KeepingSink | None:
         assert head is HEAD
         pending_calls.append(size)
         if len(pending_calls) == 2:
             return None
-        sinks.append(Kept())
+        sinks.append(KeepingSink())
         return sinks[-1]
 
     sent = [
@@ -190,7 +190,7 @@ def test_large_messages_are_received_by_a_sink() -> None:
         b"y" * (2 * LARGE_MESSAGE_BYTES),
     ]
     stream = b"".join(map(message, sent)) + message(bytes(LARGE_MESSAGE_BYTES), compressed=True)
-    pieces = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
+    pieces = [stream[offset : offset + 1000] for offset in range(0, len(stream), 1000)]
     parts: list[Any] = [received.data for received in assemble(pieces, find)]
     assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
     assert pending_calls == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
@@ -199,9 +199,9 @@ def test_large_messages_are_received_by_a_sink() -> None:
 
 
 def test_a_dropped_message_releases_its_sink() -> None:
-    sink: Any = Kept()
+    sink: Any = KeepingSink()
     assembly = Assembly(WINDOW, HEAD, lambda *_: sink)
-    fed(assembly, PREFIX.pack(0, LARGE_MESSAGE_BYTES) + b"some")
+    feed(assembly, PREFIX.pack(0, LARGE_MESSAGE_BYTES) + b"some")
     assembly.discard()
     assembly.discard()
     assert sink.dropped
@@ -260,35 +260,35 @@ def test_the_encoding_is_chosen_from_accepted_encodings() -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_decompression_bomb_is_refused(encoding: str) -> None:
     """A message that inflates beyond the limit is refused, however few bytes are sent."""
-    _, bomb = Deflater(9).frame(bytes(50 << 20), encoding)
+    _, decompression_bomb = Deflater(9).frame(bytes(50 << 20), encoding)
     with pytest.raises(BrokenMessage) as caught:
-        inflate(bomb, encoding, 1 << 20)
+        inflate(decompression_bomb, encoding, 1 << 20)
     assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_concurrent_decompression_bombs_are_refused() -> None:
     """Each message is within the limit, but their sum exceeds the budget."""
     size = 4 << 20
-    _, bomb = Deflater(9).frame(bytes(size), "gzip")
+    _, decompression_bomb = Deflater(9).frame(bytes(size), "gzip")
     budget = BodyBudget(2 * size, MallocTrim())
-    bombs = (inflate_message(bomb, "gzip", size, budget) for _ in range(20))
+    bombs = (inflate_message(decompression_bomb, "gzip", size, budget) for _ in range(20))
     results = await asyncio.gather(*bombs, return_exceptions=True)
     assert budget._used == 0
-    fine = [received for received in results if received == bytes(size)]
-    refused = [received for received in results if isinstance(received, BrokenMessage)]
-    assert len(fine) >= 1
-    assert len(refused) >= 17
-    assert {received.ending[0] for received in refused} == {StatusCode.UNAVAILABLE}
-    assert len(fine) + len(refused) == 20
+    decompressed = [received for received in results if received == bytes(size)]
+    refusals = [received for received in results if isinstance(received, BrokenMessage)]
+    assert len(decompressed) >= 1
+    assert len(refusals) >= 17
+    assert {received.ending[0] for received in refusals} == {StatusCode.UNAVAILABLE}
+    assert len(decompressed) + len(refusals) == 20
 
 
 def test_data_in_another_encoding_is_refused() -> None:
-    small = gzip.compress(b"x" * 100)
-    for broken in (b"", b"x", small[:-1], small[:5], small[:-4] + b"1234"):
+    compressed = gzip.compress(b"x" * 100)
+    for broken in (b"", b"x", compressed[:-1], compressed[:5], compressed[:-4] + b"1234"):
         with pytest.raises(BrokenMessage):
             inflate(broken, "gzip")
     with pytest.raises(BrokenMessage) as caught:
-        inflate(small, "identity")
+        inflate(compressed, "identity")
     assert caught.value.ending[0] is StatusCode.INTERNAL
 
 

@@ -32,9 +32,9 @@ def test_every_rpc_has_a_scope() -> None:
 
 
 def test_every_rpc_has_a_handler() -> None:
-    own = {path for path, rpc in RPCS.items() if rpc.handler is None}
-    assert own == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTION_METHODS}
-    assert all(rpc.request is not None for path, rpc in RPCS.items() if path not in own)
+    unhandled_paths = {path for path, rpc in RPCS.items() if rpc.handler is None}
+    assert unhandled_paths == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTION_METHODS}
+    assert all(rpc.request is not None for path, rpc in RPCS.items() if path not in unhandled_paths)
 
 
 def request(ident: str = "one") -> pb.ModelInferRequest:
@@ -47,13 +47,13 @@ def request(ident: str = "one") -> pb.ModelInferRequest:
 
 
 def test_a_fingerprint_excludes_the_tensors() -> None:
-    plain = request()
-    plain.raw_input_contents.extend([b"a" * 64, b"b" * 200])
-    other = request()
-    other.raw_input_contents.extend([b"c" * 64, b"d" * 200])
+    first_request = request()
+    first_request.raw_input_contents.extend([b"a" * 64, b"b" * 200])
+    second_request = request()
+    second_request.raw_input_contents.extend([b"c" * 64, b"d" * 200])
     key, identical = (
-        split_message(plain.SerializeToString()),
-        split_message(other.SerializeToString()),
+        split_message(first_request.SerializeToString()),
+        split_message(second_request.SerializeToString()),
     )
     assert key is not None and identical is not None
     assert key[0] == identical[0]

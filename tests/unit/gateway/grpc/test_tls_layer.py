@@ -62,7 +62,7 @@ class Client:
         return received
 
 
-def connected(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
+def connect_client(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
     client, layer = Client(["h2"]), TlsLayer(context)
     client.shake_hands(layer)
     assert layer.ready
@@ -101,20 +101,20 @@ def test_data_may_follow_the_handshake_in_one_packet(tls_context: ssl.SSLContext
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
 def test_records_are_decrypted_for_any_split(tls_context: ssl.SSLContext, steps: list[int]) -> None:
-    client, layer = connected(tls_context)
+    client, layer = connect_client(tls_context)
     data = bytes(range(256)) * 600
     client.tls.write(data)
     sent = client.outgoing.read()
-    received, at, count = b"", 0, 0
-    while at < len(sent):
+    received, offset, count = b"", 0, 0
+    while offset < len(sent):
         step = steps[count % len(steps)]
-        received += layer.receive(sent[at : at + step])
-        at, count = at + step, count + 1
+        received += layer.receive(sent[offset : offset + step])
+        offset, count = offset + step, count + 1
     assert received == data
 
 
 def test_large_data(tls_context: ssl.SSLContext) -> None:
-    client, layer = connected(tls_context)
+    client, layer = connect_client(tls_context)
     data = bytes(5 << 20)
     layer.send(data)
     client.incoming.write(layer.outgoing())
@@ -148,7 +148,7 @@ def test_http2_without_tls_is_refused(tls_context: ssl.SSLContext) -> None:
 
 
 def test_a_corrupt_record_is_refused(tls_context: ssl.SSLContext) -> None:
-    client, layer = connected(tls_context)
+    client, layer = connect_client(tls_context)
     client.tls.write(b"a request")
     sent = bytearray(client.outgoing.read())
     sent[-1] ^= 1
@@ -161,22 +161,22 @@ def test_certificates_of_clients(mutual_tls: ssl.SSLContext, keys: Path) -> None
     known_client, layer = Client(["h2"], certificate=keys / "client.pem"), TlsLayer(mutual_tls)
     known_client.shake_hands(layer)
     assert layer.ready
-    for stranger in (Client(["h2"]), Client(["h2"], certificate=keys / "stranger.pem")):
+    for client in (Client(["h2"]), Client(["h2"], certificate=keys / "stranger.pem")):
         with pytest.raises(BrokenTls):
-            stranger.shake_hands(TlsLayer(mutual_tls))
+            client.shake_hands(TlsLayer(mutual_tls))
 
 
 def test_closing_tls_is_accepted(tls_context: ssl.SSLContext) -> None:
     """Either side may close; late bytes are not an error of the server."""
-    client, layer = connected(tls_context)
+    client, layer = connect_client(tls_context)
     layer.close()
     client.incoming.write(layer.outgoing())
     assert client.read() == b""
     layer.send(b"late")
-    other, layer = connected(tls_context)
+    other_client, layer = connect_client(tls_context)
     with pytest.raises(ssl.SSLWantReadError):
-        other.tls.unwrap()
-    assert layer.receive(other.outgoing.read()) == b""
+        other_client.tls.unwrap()
+    assert layer.receive(other_client.outgoing.read()) == b""
     layer.send(b"the rest")
     layer.close()
-    other.incoming.write(layer.outgoing())
+    other_client.incoming.write(layer.outgoing())

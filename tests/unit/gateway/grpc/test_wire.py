@@ -25,15 +25,15 @@ pytest.importorskip("grpc")
 
 from shmserve.gateway.grpc.wire.request import decode_request
 
-theirs = pytest.importorskip("tritonclient.grpc.service_pb2")
+tritons = pytest.importorskip("tritonclient.grpc.service_pb2")
 
 
 def fields(messages: Iterable[Any]) -> set[tuple[object, ...]]:
     """Return all properties of the messages that appear on the wire or in a program."""
     return {
-        found
+        described
         for message in messages
-        for found in (
+        for described in (
             *((message.full_name, f.name, f.number, f.type, f.is_repeated) for f in message.fields),
             *fields(message.nested_types),
         )
@@ -50,9 +50,9 @@ def rpcs(module: Any) -> list[tuple[object, ...]]:
 
 def test_the_service_is_that_of_triton() -> None:
     """Both live in this process, and have the same messages, fields, numbers and RPCs."""
-    mine, other = (m.DESCRIPTOR.message_types_by_name.values() for m in (ours, theirs))
-    assert fields(mine) == fields(other) and len(fields(mine)) > 100
-    assert rpcs(ours) == rpcs(theirs)
+    own_types, triton_types = (m.DESCRIPTOR.message_types_by_name.values() for m in (ours, tritons))
+    assert fields(own_types) == fields(triton_types) and len(fields(own_types)) > 100
+    assert rpcs(ours) == rpcs(tritons)
 
 
 def request(**parameters: object) -> ours.ModelInferRequest:
@@ -136,9 +136,9 @@ def test_the_key_of_a_fingerprint() -> None:
     del infer_request.raw_input_contents[:]
     assert key[0] == infer_request.SerializeToString()
     assert split_message(key[0]) == ((key[0], ()), [], ANONYMOUS)
-    late = infer_request.SerializeToString() + b":\x01a" + b"\x0a\x01n"
-    assert ours.ModelInferRequest.FromString(late).model_name == "n"
-    assert split_message(late) is None  # a field behind the contents
+    late_fields = infer_request.SerializeToString() + b":\x01a" + b"\x0a\x01n"
+    assert ours.ModelInferRequest.FromString(late_fields).model_name == "n"
+    assert split_message(late_fields) is None  # a field behind the contents
 
 
 PLACES = st.fixed_dictionaries(
@@ -158,16 +158,16 @@ def test_the_identity_is_not_part_of_the_fingerprint(
     request_id: str, memory_ranges: dict[str, str]
 ) -> None:
     """Its id and its position in a sequence are read from each message."""
-    plain = request(own="int64:1")
-    plain.inputs.add(name="x", datatype="INT8", shape=[1])
-    plain.raw_input_contents.append(b"1")
+    plain_request = request(own="int64:1")
+    plain_request.inputs.add(name="x", datatype="INT8", shape=[1])
+    plain_request.raw_input_contents.append(b"1")
     infer_request = request(own="int64:1", **memory_ranges)
     infer_request.id = request_id
-    infer_request.inputs.extend(plain.inputs)
+    infer_request.inputs.extend(plain_request.inputs)
     infer_request.raw_input_contents.append(b"1")
     parts, expected = (
         split_message(infer_request.SerializeToString()),
-        split_message(plain.SerializeToString()),
+        split_message(plain_request.SerializeToString()),
     )
     if len(memory_ranges.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the message may be overlong, so it is parsed completely
@@ -191,8 +191,8 @@ def test_arbitrary_bytes_have_at_most_one_fingerprint(raw: bytes) -> None:
     if parts is not None:
         (head, sizes), contents, _ = parts
         assert tuple(map(len, contents)) == sizes
-        again = head + b"".join(b":" + encode_varint(len(c)) + c for c in contents)
-        assert split_message(again) == (*parts[:2], ANONYMOUS)
+        joined = head + b"".join(b":" + encode_varint(len(c)) + c for c in contents)
+        assert split_message(joined) == (*parts[:2], ANONYMOUS)
 
 
 @given(st.integers(0, 2**62))
@@ -203,14 +203,16 @@ def test_varints_decode_as_in_protobuf(value: int) -> None:
 
 
 def test_messages_of_a_stream() -> None:
-    inner = ours.ModelInferResponse(id="7", model_name="m" * 300)
-    parsed = theirs.ModelStreamInferResponse.FromString(encode_streamed(inner.SerializeToString()))
+    response = ours.ModelInferResponse(id="7", model_name="m" * 300)
+    parsed = tritons.ModelStreamInferResponse.FromString(
+        encode_streamed(response.SerializeToString())
+    )
     assert parsed.infer_response.id == "7" and parsed.infer_response.model_name == "m" * 300
     assert parsed.infer_response.parameters["triton_final_response"].bool_param
-    failed = theirs.ModelStreamInferResponse.FromString(encode_stream_error("why", "7"))
+    failed = tritons.ModelStreamInferResponse.FromString(encode_stream_error("why", "7"))
     assert (failed.error_message, failed.infer_response.id) == ("why", "7")
     assert not failed.infer_response.parameters
-    answered = theirs.ModelStreamInferResponse.FromString(encode_stream_error("", "7", "m"))
+    answered = tritons.ModelStreamInferResponse.FromString(encode_stream_error("", "7", "m"))
     assert answered.error_message  # or it would be a success
     assert (answered.infer_response.id, answered.infer_response.model_name) == ("7", "m")
     assert answered.infer_response.parameters["triton_final_response"].bool_param
@@ -239,19 +241,23 @@ def test_a_template_equals_the_encoder(
         assert filled is not None and len(filled) == len(
             encoded
         )  # the fields' order may be another
-        assert theirs.ModelInferResponse.FromString(filled) == (
-            theirs.ModelInferResponse.FromString(encoded)
+        assert tritons.ModelInferResponse.FromString(filled) == (
+            tritons.ModelInferResponse.FromString(encoded)
         )
 
 
 @pytest.mark.parametrize("datatype", ["UINT8", "BYTES"])
-@pytest.mark.parametrize("placed", [(), ("Y", "Z")])
+@pytest.mark.parametrize("placed_outputs", [(), ("Y", "Z")])
 @pytest.mark.parametrize("data", [[], [b"a"], [b"a", b"b", b"c"], [b"a", 5], [b"a", None]])
 def test_a_template_rejects_other_data(
-    datatype: str, placed: tuple[str, ...], data: list[Any]
+    datatype: str, placed_outputs: tuple[str, ...], data: list[Any]
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
     outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
-    template = ResponseEncoder().create_template(model, b"schema", Inferred(outputs), placed)
+    template = ResponseEncoder().create_template(
+        model, b"schema", Inferred(outputs), placed_outputs
+    )
     filled = template.fill("7", data)
-    assert filled is None or (placed and len(data) == 2)  # a memory range may be invalid here
+    assert filled is None or (
+        placed_outputs and len(data) == 2
+    )  # a memory range may be invalid here

@@ -69,7 +69,7 @@ class Transport(asyncio.Transport):
 Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
-class Answering(App):
+class AnsweringApp(App):
     """Answers with a function, and counts."""
 
     def __init__(self, answer: Handle) -> None:
@@ -77,17 +77,19 @@ class Answering(App):
         self.answer = answer
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
-        begun, request.begun_request = request.begun_request, None
-        if begun is None:
+        begun_request, request.begun_request = request.begun_request, None
+        if begun_request is None:
             self.active += 1
-        response = await (self.answer(request) if begun is None else begun.response())
+        response = await (
+            self.answer(request) if begun_request is None else begun_request.response()
+        )
         response.on_sent = self.decrement
         return response
 
 
 def echo(request: HttpRequest, body: bytes) -> HttpResponse:
-    long = request.headers.get("X-Long", "")
-    return json_response([request.method, request.target, len(long), body.decode("latin-1")])
+    long_header = request.headers.get("X-Long", "")
+    return json_response([request.method, request.target, len(long_header), body.decode("latin-1")])
 
 
 async def repeat(request: HttpRequest) -> HttpResponse:
@@ -100,30 +102,36 @@ async def repeat(request: HttpRequest) -> HttpResponse:
 AT_ONCE = -2
 
 
-class Underway:
+class TasklessRequest:
     """A request without a task.
 
     It is answered after a number of turns of the loop, with bytes or by the task, or never (-1).
     """
 
     def __init__(
-        self, request: HttpRequest, body: bytes, answer: WriteResponse, turns: int, *, whole: bool
+        self,
+        request: HttpRequest,
+        body: bytes,
+        answer: WriteResponse,
+        turns: int,
+        *,
+        whole_body: bool,
     ) -> None:
         self.request = request
         self.cancelled = False
         self._response = echo(request, body)
         self._answer = answer
-        self._whole = whole
+        self._whole = whole_body
         if turns >= 0:
-            asyncio.get_running_loop().call_soon(self.go_on, turns)
+            asyncio.get_running_loop().call_soon(self.take_turns, turns)
         elif turns == AT_ONCE:
             answer(None)
 
-    def go_on(self, turns: int) -> None:
+    def take_turns(self, turns: int) -> None:
         if self.cancelled:
             return
         if turns:
-            asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
+            asyncio.get_running_loop().call_soon(self.take_turns, turns - 1)
         else:
             response = self._response
             self._answer(b"".join(response.pieces) if self._whole else None)
@@ -137,29 +145,35 @@ class Underway:
         self.cancelled = True
 
 
-class Repeats:
+class RepeatingHandler:
     """A handler that repeats requests.
 
     For a repeated head it returns these results in order: an answer without a task after some
     turns, or None for a task.
     """
 
-    def __init__(self, *ways: tuple[int, bool] | None) -> None:
-        self._ways = itertools.cycle(ways or (None,))
-        self.begun: list[Underway] = []
+    def __init__(self, *turns_and_wholeness: tuple[int, bool] | None) -> None:
+        self._ways = itertools.cycle(turns_and_wholeness or (None,))
+        self.begun: list[TasklessRequest] = []
 
     async def __call__(self, request: HttpRequest) -> HttpResponse:
-        def begin(body: bytes, answer: WriteResponse) -> Underway | None:
-            if (way := next(self._ways)) is None:
+        def begin(body: bytes, answer: WriteResponse) -> TasklessRequest | None:
+            if (turns_and_wholeness := next(self._ways)) is None:
                 return None
-            self.begun.append(Underway(request, body, answer, way[0], whole=way[1]))
+            self.begun.append(
+                TasklessRequest(
+                    request, body, answer, turns_and_wholeness[0], whole_body=turns_and_wholeness[1]
+                )
+            )
             return self.begun[-1]
 
         request.repeat = begin
         return await repeat(request)
 
 
-def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str) -> bytes:
+def pack_request(
+    method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str
+) -> bytes:
     """Return a request whose body has this framing."""
     if body_framing == "chunked":
         framing = "Transfer-Encoding: chunked"
@@ -183,27 +197,27 @@ requests = st.lists(
 )
 
 
-def connected(
+def connect(
     answer: Handle = repeat, settings: GatewaySettings = _SETTINGS
 ) -> tuple[HttpConnection, Transport]:
     """Return a new connection whose requests are repeated, or answered by another handler."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-    make = partial(HttpConnection, app=Answering(answer), settings=settings)
-    connection = Acceptor(make, listener, 10)()
+    make_connection = partial(HttpConnection, app=AnsweringApp(answer), settings=settings)
+    connection = Acceptor(make_connection, listener, 10)()
     assert isinstance(connection, HttpConnection)
     transport = Transport()
     connection.connection_made(transport)
     return connection, transport
 
 
-async def answers(
+async def collect_answers(
     pieces: list[tuple[bytes, int]], count: int, answer: Handle = repeat
 ) -> list[Any]:
     """Return the answers to bytes that arrive in `pieces`, with some turns of the loop after
     each.
     """
     loop = asyncio.get_running_loop()
-    connection, transport = connected(answer)
+    connection, transport = connect(answer)
     for piece, turns in pieces:
         connection.data_received(piece)
         for _ in range(turns):
@@ -212,25 +226,25 @@ async def answers(
     requests: list[Any] = []
     while len(requests) < count and loop.time() < end:
         await asyncio.sleep(0)
-        requests = replies(transport.written)
+        requests = parse_replies(transport.written)
     connection.connection_lost(None)
     await asyncio.sleep(0)
-    assert app_of(connection).active == 0
+    assert connection_app(connection).active == 0
     return requests
 
 
-def app_of(connection: HttpConnection) -> Any:
+def connection_app(connection: HttpConnection) -> Any:
     return connection._app
 
 
-def replies(written: bytes) -> list[Any]:
+def parse_replies(written: bytes) -> list[Any]:
     responses: list[Any] = []
     while written:
-        head, _, rest = written.partition(b"\r\n\r\n")
+        head, _, remaining = written.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: "), head
         size = int(head.split(b"\r\n")[1].partition(b": ")[2])
-        responses.append(json.loads(rest[:size]))
-        written = rest[size:]
+        responses.append(json.loads(remaining[:size]))
+        written = remaining[size:]
     return responses
 
 
@@ -248,31 +262,34 @@ def replies(written: bytes) -> list[Any]:
 def test_every_request_receives_its_own_response(
     sent_requests: list[SentRequest],
     cuts: list[tuple[int, int]],
-    behind: list[bool],
+    pipelined: list[bool],
     turns: int,
-    ways: list[tuple[int, bool] | None],
+    request_turns: list[tuple[int, bool] | None],
 ) -> None:
     """Cut anywhere, with heads and bodies apart or together, and more than one at a time; by the
     connection's task or without it."""
-    marks: dict[int, int] = {}  # where a piece ends, and the turns after it
+    turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, body_framing), apart in zip(sent_requests, behind, strict=False):
-        raw = packed(*head, body, body_framing)
-        if apart:
-            marks[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
+    for (head, body, body_framing), is_pipelined in zip(sent_requests, pipelined, strict=False):
+        raw = pack_request(*head, body, body_framing)
+        if is_pipelined:
+            turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
-        marks[len(stream)] = turns
-    marks.update((cut, after) for cut, after in cuts if 0 < cut < len(stream))
+        turns_at[len(stream)] = turns
+    turns_at.update((cut, turn_count) for cut, turn_count in cuts if 0 < cut < len(stream))
     pieces: list[tuple[bytes, int]] = []
     start = 0
-    for mark in sorted(marks):
-        pieces.append((stream[start:mark], marks[mark]))
-        start = mark
+    for end in sorted(turns_at):
+        pieces.append((stream[start:end], turns_at[end]))
+        start = end
     expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
         for (method, path, lines), body, _ in sent_requests
     ]
-    assert asyncio.run(answers(pieces, len(sent_requests), Repeats(*ways))) == expected
+    assert (
+        asyncio.run(collect_answers(pieces, len(sent_requests), RepeatingHandler(*request_turns)))
+        == expected
+    )
 
 
 _OFFERS = (
@@ -291,23 +308,23 @@ def test_upgrade_offers_lose_no_request(
     sent_requests: list[tuple[tuple[str, str, tuple[str, ...]], bytes]], cuts: list[tuple[int, int]]
 ) -> None:
     """Every request has its own answer until an answer closes the connection."""
-    stream = b"".join(packed(*head, body, "length") for head, body in sent_requests)
-    marks = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
-    bounds = [0, *marks, len(stream)]
+    stream = b"".join(pack_request(*head, body, "length") for head, body in sent_requests)
+    turns_at = {cut: turns for cut, turns in sorted(cuts) if 0 < cut < len(stream)}
+    bounds = [0, *turns_at, len(stream)]
 
-    async def written() -> bytes:
-        connection, transport = connected()
+    async def send_stream() -> bytes:
+        connection, transport = connect()
         for begin, end in itertools.pairwise(bounds):
             connection.data_received(stream[begin:end])
-            for _ in range(marks.get(end, 0)):
+            for _ in range(turns_at.get(end, 0)):
                 await asyncio.sleep(0)
         for _ in range(200):
             await asyncio.sleep(0)
         connection.connection_lost(None)
         return transport.written
 
-    before, closes, behind = uvloop.run(written()).partition(b"Connection: close\r\n")
-    answers = replies(before + behind)
+    head_bytes, closes, body_bytes = uvloop.run(send_stream()).partition(b"Connection: close\r\n")
+    answers = parse_replies(head_bytes + body_bytes)
     expected = [
         [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
     ]
@@ -318,22 +335,22 @@ def test_upgrade_offers_lose_no_request(
 def test_only_an_identical_head_is_reused() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
-    async def first(request: HttpRequest) -> HttpResponse:
-        has_match, request.route_match = request.route_match is not None, (first, ())
+    async def answer_first(request: HttpRequest) -> HttpResponse:
+        has_match, request.route_match = request.route_match is not None, (answer_first, ())
         return json_response(has_match)
 
     async def run() -> list[Any]:
         requests: list[Any] = []
         for _ in range(2):
-            connection, transport = connected(first)
-            await settle()
+            connection, transport = connect(answer_first)
+            await turn_loop()
             for token in "aaabaa":
                 lines = (f"Authorization: Bearer {token}",)
-                connection.data_received(packed("POST", "/a", lines, b"{}", "length"))
-                await settle()
-            requests.append(replies(transport.written))
+                connection.data_received(pack_request("POST", "/a", lines, b"{}", "length"))
+                await turn_loop()
+            requests.append(parse_replies(transport.written))
             connection.connection_lost(None)
-            await settle()
+            await turn_loop()
         return requests
 
     # A repeated head is cached, together with its route.
@@ -343,31 +360,33 @@ def test_only_an_identical_head_is_reused() -> None:
 async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
     """A token that is taken back opens nothing more, on connections that are there either."""
 
-    async def first(request: HttpRequest) -> HttpResponse:
-        has_match, request.route_match = request.route_match is not None, (first, ())
+    async def answer_first(request: HttpRequest) -> HttpResponse:
+        has_match, request.route_match = request.route_match is not None, (answer_first, ())
         return json_response(has_match)
 
-    connection, transport = connected(first)
-    await settle()
+    connection, transport = connect(answer_first)
+    await turn_loop()
     for number in range(5):
         if number == 3:
             listener = connection.client.listener
             listener.authorisation = listener.authorisation.with_tokens({})
-        connection.data_received(packed("POST", "/a", (), b"{}", "length"))
-        await settle()
+        connection.data_received(pack_request("POST", "/a", (), b"{}", "length"))
+        await turn_loop()
     connection.connection_lost(None)
-    await settle()
-    assert replies(transport.written) == [False, False, True, False, False]
+    await turn_loop()
+    assert parse_replies(transport.written) == [False, False, True, False, False]
 
 
-KNOWN = packed("POST", "/a", (), b"{}", "length")
+KNOWN = pack_request("POST", "/a", (), b"{}", "length")
 
 
-async def begun(way: tuple[int, bool]) -> tuple[HttpConnection, Transport, Underway]:
+async def begin_request(
+    turns_and_wholeness: tuple[int, bool],
+) -> tuple[HttpConnection, Transport, TasklessRequest]:
     """Return a connection with an unanswered request that has no task."""
-    repeats = Repeats(way)
-    connection, transport = connected(repeats)
-    await settle()
+    repeats = RepeatingHandler(turns_and_wholeness)
+    connection, transport = connect(repeats)
+    await turn_loop()
     for _ in range(3):
         connection.data_received(KNOWN)
         await asyncio.sleep(0)
@@ -379,107 +398,115 @@ async def begun(way: tuple[int, bool]) -> tuple[HttpConnection, Transport, Under
 @pytest.mark.parametrize("taken_over", [False, True])
 async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -> None:
     """Also where the task was to take it over, and has not come to it."""
-    connection, _, underway = await begun((-1, False))
+    connection, _, underway = await begin_request((-1, False))
     if taken_over:
-        underway.go_on(0)
+        underway.take_turns(0)
     connection.connection_lost(None)
-    await settle()
-    assert (underway.cancelled, app_of(connection).active) == (True, 0)
+    await turn_loop()
+    assert (underway.cancelled, connection_app(connection).active) == (True, 0)
 
 
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
     """The request is handled once."""
-    repeats = Repeats((AT_ONCE, False))
-    connection, transport = connected(repeats)
-    await settle()
+    repeats = RepeatingHandler((AT_ONCE, False))
+    connection, transport = connect(repeats)
+    await turn_loop()
     for _ in range(4):
         connection.data_received(KNOWN)
-        await settle()
-    assert len(replies(transport.written)) == 4
+        await turn_loop()
+    assert len(parse_replies(transport.written)) == 4
     connection.connection_lost(None)
     # The first request caches the head, and the second one uses it.
-    assert (len(repeats.begun), app_of(connection).active) == (2, 0)
+    assert (len(repeats.begun), connection_app(connection).active) == (2, 0)
 
 
 async def test_a_closing_connection_receives_no_response() -> None:
-    connection, transport, underway = await begun((-1, True))
-    before = len(transport.written)
+    connection, transport, underway = await begin_request((-1, True))
+    written_before = len(transport.written)
     connection.force_close()
-    underway.go_on(0)
-    await settle()
+    underway.take_turns(0)
+    await turn_loop()
     connection.connection_lost(None)
     assert not underway.cancelled
-    assert (len(transport.written) - before, app_of(connection).active) == (0, 0)
+    assert (len(transport.written) - written_before, connection_app(connection).active) == (0, 0)
 
 
 async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> None:
     """Though it asks for nothing more."""
 
     aborted = asyncio.Event()
-    way = GatewaySettings(body_timeout_s=0.05)
-    repeats = Repeats((0, True))
-    connection, transport = connected(repeats, way)
+    gateway_settings = GatewaySettings(body_timeout_s=0.05)
+    repeats = RepeatingHandler((0, True))
+    connection, transport = connect(repeats, gateway_settings)
     transport.abort = aborted.set  # type: ignore[method-assign]
-    await settle()
+    await turn_loop()
     for _ in range(2):
         connection.data_received(KNOWN)
-        await settle()
+        await turn_loop()
     transport.write = lambda data: connection.pause_writing()  # type: ignore[method-assign]
     connection.data_received(KNOWN)
     await asyncio.wait_for(aborted.wait(), 5)
     connection.connection_lost(None)
-    await settle()
+    await turn_loop()
     assert bool(repeats.begun)
 
 
-@pytest.mark.parametrize("meanwhile", [0, 20])
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_known_head_inside_another_request_is_ignored(apart: bool, meanwhile: int) -> None:
+@pytest.mark.parametrize("turns_between", [0, 20])
+@pytest.mark.parametrize("separately", [False, True])
+def test_a_known_head_inside_another_request_is_ignored(
+    separately: bool, turns_between: int
+) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
-    known = packed("POST", "/a", (), b"{}", "length")
-    half = b"POST /b HTTP/1.1\r\nX-Long: "
-    pieces = [(known, 20), (known, 20)]
-    pieces += [(known, meanwhile), (half, 20)] if apart else [(known + half, 20)]
-    pieces.append((known, 20))
-    first = ["POST", "/a", 0, "{}"]
-    assert asyncio.run(answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
+    known_request = pack_request("POST", "/a", (), b"{}", "length")
+    half_head = b"POST /b HTTP/1.1\r\nX-Long: "
+    pieces = [(known_request, 20), (known_request, 20)]
+    pieces += (
+        [(known_request, turns_between), (half_head, 20)]
+        if separately
+        else [(known_request + half_head, 20)]
+    )
+    pieces.append((known_request, 20))
+    first_response = ["POST", "/a", 0, "{}"]
+    assert asyncio.run(collect_answers(pieces, 4)) == [first_response] * 3 + [
+        ["POST", "/b", 16, "{}"]
+    ]
 
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-    greedy, other = connected(), connected()
+    greedy, other_connection = connect(), connect()
     await asyncio.sleep(0)
-    greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
-    other[0].data_received(packed("GET", "/b", (), b"", "length"))
+    greedy[0].data_received(pack_request("GET", "/a", (), b"", "length") * 100)
+    other_connection[0].data_received(pack_request("GET", "/b", (), b"", "length"))
     for _ in range(1000):
-        if other[1].written:
+        if other_connection[1].written:
             break
         await asyncio.sleep(0)
-    before = len(replies(greedy[1].written))
-    await settle(1000)
-    after = len(replies(greedy[1].written))
-    for connection, _ in (greedy, other):
+    early_count = len(parse_replies(greedy[1].written))
+    await turn_loop(1000)
+    final_count = len(parse_replies(greedy[1].written))
+    for connection, _ in (greedy, other_connection):
         connection.connection_lost(None)
     await asyncio.sleep(0)
-    assert before < 5
-    assert after == 100
+    assert early_count < 5
+    assert final_count == 100
 
 
 async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> None:
     """A connection that is closing and waits for its client to read counts as idle."""
-    connection, transport = connected()
+    connection, transport = connect()
     await asyncio.sleep(0)
-    last = packed("GET", "/a", ("Connection: close",), b"", "length")
-    connection.data_received(packed("GET", "/a", (), b"", "length") + last)
-    connection.data_received(packed("GET", "/b", (), b"", "length"))
+    closing_request = pack_request("GET", "/a", ("Connection: close",), b"", "length")
+    connection.data_received(pack_request("GET", "/a", (), b"", "length") + closing_request)
+    connection.data_received(pack_request("GET", "/b", (), b"", "length"))
     assert connection.idle_since is None
-    await settle()
+    await turn_loop()
     idle = connection.idle_since is not None
     connection.connection_lost(None)
-    assert (idle, len(replies(transport.written))) == (True, 2)
+    assert (idle, len(parse_replies(transport.written))) == (True, 2)
 
 
-async def settle(count: int = 20) -> None:
+async def turn_loop(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -488,57 +515,55 @@ async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     """A connection has one coarse timer, which ends it only if the state lasted for the whole
     limit.
     """
-    known = packed("POST", "/a", (), b"{}", "length")
-    connection, transport = connected()
-    await settle()
+    known_request = pack_request("POST", "/a", (), b"{}", "length")
+    connection, transport = connect()
+    await turn_loop()
     for _ in range(2):
-        connection.data_received(known)
-        await settle()
-    connection.data_received(known[:-2])  # starts the clock
-    connection.data_received(known[-2:])
-    await settle()
-    connection.data_received(known[:-2])
+        connection.data_received(known_request)
+        await turn_loop()
+    connection.data_received(known_request[:-2])  # starts the clock
+    connection.data_received(known_request[-2:])
+    await turn_loop()
+    connection.data_received(known_request[:-2])
     connection._check_timeout()  # as if its time limit had just expired
-    await settle()
-    connection.data_received(known[-2:])
-    await settle()
+    await turn_loop()
+    connection.data_received(known_request[-2:])
+    await turn_loop()
     connection.connection_lost(None)
-    await settle()
-    assert len(replies(transport.written)) == 4
+    await turn_loop()
+    assert len(parse_replies(transport.written)) == 4
 
 
 async def test_each_request_has_its_own_time_limit() -> None:
     """Its clock still runs, and ends in the middle of the next one's head."""
-    first, second = (
-        packed("POST", "/a", (), b"{}", "length"),
-        packed("GET", "/b", (), b"", "length"),
+    first_request, second_request = (
+        pack_request("POST", "/a", (), b"{}", "length"),
+        pack_request("GET", "/b", (), b"", "length"),
     )
     clock = Clock()
-    connection, transport = connected(
-        settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4)
-    )
-    await settle()
-    connection.data_received(first[:-2])
+    connection, transport = connect(settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4))
+    await turn_loop()
+    connection.data_received(first_request[:-2])
     await clock.advance(1)
-    connection.data_received(first[-2:])
+    connection.data_received(first_request[-2:])
     await clock.advance(2)
-    connection.data_received(second[:10])
+    connection.data_received(second_request[:10])
     await clock.advance(1.5)
     await clock.advance(2)
-    connection.data_received(second[10:])
-    await settle()
-    answered = len(replies(transport.written))
-    connection.data_received(second[:10])
+    connection.data_received(second_request[10:])
+    await turn_loop()
+    answered = len(parse_replies(transport.written))
+    connection.data_received(second_request[:10])
     await clock.advance(4.5)
-    ended = not connection.open
+    is_closed = not connection.open
     connection.connection_lost(None)
-    await settle()
-    assert (answered, ended) == (2, True)
+    await turn_loop()
+    assert (answered, is_closed) == (2, True)
 
 
 @pytest.mark.parametrize("sent", [0, 1])
 async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> None:
-    known = packed("POST", "/a", (), b"{}", "length")
+    known_request = pack_request("POST", "/a", (), b"{}", "length")
 
     async def answer(request: HttpRequest) -> HttpResponse:
         try:
@@ -547,30 +572,30 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent: int) -> 
             return json_response("late")
 
     clock = Clock()
-    connection, transport = connected(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
-    await settle()
+    connection, transport = connect(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
+    await turn_loop()
     for _ in range(2):
-        connection.data_received(known)
-        await settle()
-    connection.data_received(known[: len(known) - 2 + sent])
+        connection.data_received(known_request)
+        await turn_loop()
+    connection.data_received(known_request[: len(known_request) - 2 + sent])
     requests = []
     for seconds in (1.9, 0.2):
         await clock.advance(seconds)
-        requests.append(replies(transport.written)[2:])
+        requests.append(parse_replies(transport.written)[2:])
     connection.connection_lost(None)
-    await settle()
+    await turn_loop()
     assert requests == [[], ["late"]]
 
 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
 def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any], None]) -> None:
     """Otherwise the connection could stay open beyond every limit."""
-    ended = asyncio.Event()
+    closed = asyncio.Event()
 
-    class Kept(Acceptor):
+    class ClosingAcceptor(Acceptor):
         def connection_lost(self, connection: LimitedConnection) -> None:
             super().connection_lost(connection)
-            ended.set()
+            closed.set()
 
     async def flood(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200, (bytes(1 << 10),))
@@ -579,8 +604,8 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
         loop = asyncio.get_running_loop()
         listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
         settings = GatewaySettings(body_timeout_s=0.1)
-        make = partial(HttpConnection, app=Answering(flood), settings=settings)
-        server = Kept(make, listener, 10)
+        make_connection = partial(HttpConnection, app=AnsweringApp(flood), settings=settings)
+        server = ClosingAcceptor(make_connection, listener, 10)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             accepting = await loop.create_server(server, sock=listening)
@@ -588,16 +613,16 @@ def test_a_client_that_does_not_read_does_not_delay_the_close(end: Callable[[Any
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.setblocking(False)
                 await loop.sock_connect(client, listening.getsockname())
-                while not (server.connections and _unflushed(server.connections[0])):
+                while not (server.connections and _unflushed_bytes(server.connections[0])):
                     with contextlib.suppress(BlockingIOError):
                         client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     await asyncio.sleep(0.001)
                 end(server.connections[0])
-                await asyncio.wait_for(ended.wait(), 20)
+                await asyncio.wait_for(closed.wait(), 20)
             accepting.close()
 
     uvloop.run(run())
 
 
-def _unflushed(connection: LimitedConnection) -> int:
+def _unflushed_bytes(connection: LimitedConnection) -> int:
     return 0 if connection.transport is None else connection.transport.get_write_buffer_size()

@@ -43,7 +43,9 @@ def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def collect(*_: Any) -> list[dict[str, Any]]:
         pending_calls.append(0)
         reports = {"a": report(len(pending_calls)), "still": report()}
-        return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
+        return [
+            {"name": n, "version": "1", "shmserve": snapshot} for n, snapshot in reports.items()
+        ]
 
     monkeypatch.setattr(management, "collect_reports", collect)
     monkeypatch.setattr(live, "_SNAPSHOT_INTERVAL_S", 0.01)
@@ -55,10 +57,10 @@ def model(name: str) -> SimpleNamespace:
 
 
 def feed(run_dir: Path) -> live.LiveFigures:
-    nothing: Callable[[], list[Any]] = list
+    no_regions: Callable[[], list[Any]] = list
     gateway: Any = SimpleNamespace(
         models=SimpleNamespace(all_versions=lambda: [model("a"), model("still")]),
-        regions=SimpleNamespace(named_regions=nothing, unnamed_regions=nothing),
+        regions=SimpleNamespace(named_regions=no_regions, unnamed_regions=no_regions),
         settings=SimpleNamespace(id="x", arena_byte_size=4096),
         health=SimpleNamespace(ready=True),
         arena=SimpleNamespace(used=0),
@@ -79,7 +81,7 @@ def no_counters() -> None:
 def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
     """Run a test beside a publisher of events, and check that nothing remains at its end."""
 
-    async def whole_events() -> None:
+    async def run_with_publisher() -> None:
         holder: list[EventFeed] = []
         publisher = EventPublisher()
         publisher.open(
@@ -100,22 +102,22 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
         finally:
             publisher.close()
 
-    asyncio.run(whole_events())
+    asyncio.run(run_with_publisher())
 
 
 def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._events()) as one:
-            first = await next_event(one)
-            assert first["whole"] and set(first["models"]) == {"a/1", "still/1", "b/2"}
-            assert first["models"]["b/2"]["because"] == "no such file"
-            assert "ProcessEnded" in [event["event"] for event in first["events"]]
-            async with contextlib.aclosing(feed._events()) as two:
-                assert (await next_event(two))["whole"]
-                before = len(snapshots)
-                next_events = [await next_event(one), await next_event(two)]
+        async with contextlib.aclosing(feed._events()) as first_viewer:
+            first_event = await next_event(first_viewer)
+            assert first_event["whole"] and set(first_event["models"]) == {"a/1", "still/1", "b/2"}
+            assert first_event["models"]["b/2"]["because"] == "no such file"
+            assert "ProcessEnded" in [event["event"] for event in first_event["events"]]
+            async with contextlib.aclosing(feed._events()) as second_viewer:
+                assert (await next_event(second_viewer))["whole"]
+                snapshots_before = len(snapshots)
+                next_events = [await next_event(first_viewer), await next_event(second_viewer)]
                 assert next_events[0]["models"]["a/1"]["recent"]["rate"] > 0
-                assert len(snapshots) <= before + 3, "each viewer has looks of its own"
+                assert len(snapshots) <= snapshots_before + 3, "each viewer has looks of its own"
 
     run(run_dir, scenario)
 
@@ -125,9 +127,9 @@ def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[floa
         async with contextlib.aclosing(feed._events()) as viewer:
             await next_event(viewer)
             await next_event(viewer)
-            third = await next_event(viewer)
-            assert "whole" not in third and set(third["models"]) == {"a/1"}
-            assert third["events"] == [] and third["gone"] == []
+            third_event = await next_event(viewer)
+            assert "whole" not in third_event and set(third_event["models"]) == {"a/1"}
+            assert third_event["events"] == [] and third_event["gone"] == []
 
     run(run_dir, scenario)
 
@@ -138,11 +140,11 @@ def test_a_viewer_that_missed_a_snapshot_receives_the_whole(
     async def scenario(feed: live.LiveFigures) -> None:
         async with (
             contextlib.aclosing(feed._events()) as slow,
-            contextlib.aclosing(feed._events()) as quick,
+            contextlib.aclosing(feed._events()) as fast_viewer,
         ):
             await next_event(slow)
             for _ in range(4):
-                await next_event(quick)
+                await next_event(fast_viewer)
             assert (await next_event(slow))["whole"]
 
     run(run_dir, scenario)
@@ -173,9 +175,9 @@ def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[flo
 def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
         gateway: Any = None
-        other: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
+        cross_site: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
         with pytest.raises(PermissionDenied, match="pages of other origins"):
-            await feed.respond(gateway, other)
+            await feed.respond(gateway, cross_site)
         feed._viewers = 32
         with pytest.raises(QueueFull, match="32 dashboards are already connected"):
             await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]

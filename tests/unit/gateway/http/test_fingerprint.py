@@ -58,15 +58,15 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
 @example("ü")
 def test_the_id_is_cut_out(request_id: str) -> None:
     """Only an id that is the first member and has no escapes or non-ASCII characters is cut out."""
-    rest = header('"other":2')[1:]
+    tail = header('"other":2')[1:]
     for space in ("", " "):
-        first = f'{{"id":{space}{json.dumps(request_id)},{space}'.encode() + rest
-        key, identity = cut_identity(first)
+        body = f'{{"id":{space}{json.dumps(request_id)},{space}'.encode() + tail
+        key, identity = cut_identity(body)
         if identity is None:
-            assert key == first and (not request_id.isascii() or "\\" in json.dumps(request_id))
+            assert key == body and (not request_id.isascii() or "\\" in json.dumps(request_id))
         else:
             assert identity == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
-            assert identity.is_identity_of(parse_request(loads(first), 1, "m", LIMIT))
+            assert identity.is_identity_of(parse_request(loads(body), 1, "m", LIMIT))
     id_last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
     assert cut_identity(id_last) == (id_last, None)
 
@@ -112,61 +112,61 @@ def test_sequence_members_of_other_objects_are_kept() -> None:
     )
 
 
-class Built(bytes):
+class FilledRequest(bytes):
     """The bytes of a request's tensors."""
 
     def identify(self, identity: RequestIdentity) -> None:
         """Ignore the identity."""
 
 
-class Bytes:
+class BytesTemplate:
     """A template that returns the tensors' bytes, or None if its regions are not `unchanged`."""
 
     def __init__(self) -> None:
         self.unchanged = True
 
     def fill(self, datas: list[bytes]) -> Any:
-        return Built(b"".join(datas)) if self.unchanged else None
+        return FilledRequest(b"".join(datas)) if self.unchanged else None
 
 
 def new_cache() -> Cache:
     return BoundedCache(256)
 
 
-def wire_of(text: bytes) -> InferRequest:
+def parse_text(text: bytes) -> InferRequest:
     return parse_request(loads(text), 0, "m", LIMIT)
 
 
-def long_way(text: bytes) -> bytes:
-    inputs = [tensor for tensor in wire_of(text).inputs if tensor.data is not None]
+def parse_fully(text: bytes) -> bytes:
+    inputs = [tensor for tensor in parse_text(text).inputs if tensor.data is not None]
     return b"".join(map(tensor_bytes, inputs))
 
 
-def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
+def fill_from_cache(cache: Cache, text: bytes, plan: BytesTemplate | None = None) -> Any:
     """Return the cache's result for a request; store the request if wanted."""
     fingerprint = Fingerprint(text, 0)
-    known: Any = fill_known_template(cache, fingerprint, text, len(text))
-    if known is None:
+    known_template: Any = fill_known_template(cache, fingerprint, text, len(text))
+    if known_template is None:
         try:
-            long_way(text)
+            parse_fully(text)
         except ShmserveError:
             return None
         if is_worth_caching(cache, fingerprint):
-            template: Any = plan or Bytes()
-            store_template(cache, fingerprint, wire_of(text), template)
-    return known
+            template: Any = plan or BytesTemplate()
+            store_template(cache, fingerprint, parse_text(text), template)
+    return known_template
 
 
-def one_tensor_body(data: str, before: str = "", behind: str = "") -> bytes:
+def one_tensor_body(data: str, prefix: str = "", suffix: str = "") -> bytes:
     text = '{%s"inputs": [{"name": "A", "datatype": "INT32", "shape": [2], "data": %s}]%s}'
-    return (text % (before, data, behind)).encode()
+    return (text % (prefix, data, suffix)).encode()
 
 
 # --- the same as the long way ----------------------------------------------------------------
 
 numbers = st.lists(st.integers(-9, 9), min_size=2, max_size=2)
 # Text elsewhere in the request that looks like a tensor's data.
-odd = st.sampled_from(
+number_texts = st.sampled_from(
     (
         *('"id": "\\"data\\": [1, 2]", ', '"id": "\\\\", ', '"more": {"data": [7, 7]}, ', ""),
         *('"outputs": [], "data": [1], ', '"data\\"data": [3], ', '"\\"data": [4, 5], '),
@@ -179,46 +179,49 @@ array = st.sampled_from(
 colon = st.sampled_from(('"data": ', '"data":', '"data" : ', '"data":  '))
 
 
-@given(odd, array, colon, st.lists(numbers, min_size=1, max_size=2), st.data())
+@given(number_texts, array, colon, st.lists(numbers, min_size=1, max_size=2), st.data())
 def test_a_repeated_request_equals_a_parsed_one(
-    before: str, form: str, key: str, first: list[list[int]], data: st.DataObject
+    prefix: str, data_format: str, key: str, first_data: list[list[int]], data: st.DataObject
 ) -> None:
     """For any text around the numbers, the result equals that of the parser, or the parser is
     used.
     """
 
-    def written(values: list[list[int]], elsewhere: str) -> bytes:
+    def write_request(values: list[list[int]], elsewhere: str) -> bytes:
         inputs = [
-            f'{{"name": "X{number}", "datatype": "INT32", "shape": [2], {key}{form % tuple(pair)}}}'
+            f'{{"name": "X{number}", "datatype": "INT32", "shape": [2], '
+            f"{key}{data_format % tuple(pair)}}}"
             for number, pair in enumerate(values)
         ]
         return f'{{{elsewhere}"inputs": [{",".join(inputs)}]}}'.encode()
 
     cache = new_cache()
     for _ in range(4):
-        values = data.draw(st.lists(numbers, min_size=len(first), max_size=len(first)))
+        values = data.draw(st.lists(numbers, min_size=len(first_data), max_size=len(first_data)))
         # The numbers elsewhere change as well.
         elsewhere = "".join(
-            str(data.draw(st.integers(0, 9))) if sign.isdigit() and "u" not in before else sign
-            for sign in before
+            str(data.draw(st.integers(0, 9))) if sign.isdigit() and "u" not in prefix else sign
+            for sign in prefix
         )
-        text = written(values, elsewhere)
-        found = short_way(cache, text)
-        assert found is None or found == long_way(text)
+        text = write_request(values, elsewhere)
+        template = fill_from_cache(cache, text)
+        assert template is None or template == parse_fully(text)
 
 
 @given(st.binary(max_size=30), st.binary(max_size=30))
 @example(b"1, 2]", b"")
 @example(b'"\0"', b"\0")
-def test_different_requests_have_different_fingerprints(data: bytes, behind: bytes) -> None:
+def test_different_requests_have_different_fingerprints(data: bytes, suffix: bytes) -> None:
     """The request equals a known one except for some bytes."""
     cache = new_cache()
-    for known in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one_tensor_body(known))
-    assert short_way(cache, one_tensor_body("[5, 6]")) == long_way(one_tensor_body("[5, 6]"))
-    text = one_tensor_body("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", behind + b"}]")
-    found = short_way(cache, text)
-    assert found is None or found == long_way(text)
+    for known_data in ("[1, 2]", "[3, 4]"):
+        fill_from_cache(cache, one_tensor_body(known_data))
+    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) == parse_fully(
+        one_tensor_body("[5, 6]")
+    )
+    text = one_tensor_body("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", suffix + b"}]")
+    template = fill_from_cache(cache, text)
+    assert template is None or template == parse_fully(text)
 
 
 # --- the use of the fingerprint --------------------------------------------------------------
@@ -226,12 +229,12 @@ def test_different_requests_have_different_fingerprints(data: bytes, behind: byt
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = new_cache()
-    found = [
-        short_way(cache, one_tensor_body(text))
+    templates = [
+        fill_from_cache(cache, one_tensor_body(text))
         for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
     ]
-    assert [template is not None for template in found] == [False, False, True, True]
-    assert found[3] == long_way(one_tensor_body("[-7, 8]"))
+    assert [template is not None for template in templates] == [False, False, True, True]
+    assert templates[3] == parse_fully(one_tensor_body("[-7, 8]"))
 
 
 @pytest.mark.parametrize(
@@ -243,21 +246,21 @@ def test_a_request_is_repeated_from_its_third_occurrence() -> None:
 )
 def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
     cache = new_cache()
-    for known in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one_tensor_body(known))
-    assert short_way(cache, one_tensor_body(text)) is None
-    assert short_way(cache, one_tensor_body("[5, 6]")) is not None
+    for known_data in ("[1, 2]", "[3, 4]"):
+        fill_from_cache(cache, one_tensor_body(known_data))
+    assert fill_from_cache(cache, one_tensor_body(text)) is None
+    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) is not None
 
 
 def test_the_text_of_a_fingerprint_is_no_request() -> None:
     """The text of a fingerprint has no arrays, but the key of a request that has."""
     cache = new_cache()
-    for known in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one_tensor_body(known))
-    cut = one_tensor_body("[1, 2]").replace(b'"data": [1, 2]', b"\0")
-    assert Fingerprint(cut, 0).key == Fingerprint(one_tensor_body("[1, 2]"), 0).key
-    assert not Fingerprint(cut, 0).arrays
-    assert short_way(cache, cut) is None
+    for known_data in ("[1, 2]", "[3, 4]"):
+        fill_from_cache(cache, one_tensor_body(known_data))
+    without_data = one_tensor_body("[1, 2]").replace(b'"data": [1, 2]', b"\0")
+    assert Fingerprint(without_data, 0).key == Fingerprint(one_tensor_body("[1, 2]"), 0).key
+    assert not Fingerprint(without_data, 0).arrays
+    assert fill_from_cache(cache, without_data) is None
 
 
 def test_other_arrays_of_numbers_are_not_tensors() -> None:
@@ -268,10 +271,10 @@ def test_other_arrays_of_numbers_are_not_tensors() -> None:
     )
     assert len(Fingerprint(hidden, 0).arrays) == 1
     for _ in range(3):
-        assert short_way(cache, hidden) is None
-    other = hidden.replace(b"[1, 2]}, ", b"[8, 9]}, ")
-    assert Fingerprint(other, 0).key == Fingerprint(hidden, 0).key
-    assert short_way(cache, other) is None
+        assert fill_from_cache(cache, hidden) is None
+    other_array = hidden.replace(b"[1, 2]}, ", b"[8, 9]}, ")
+    assert Fingerprint(other_array, 0).key == Fingerprint(hidden, 0).key
+    assert fill_from_cache(cache, other_array) is None
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BOOL"])
@@ -279,7 +282,7 @@ def test_datatypes_without_numbers_are_parsed(datatype: str) -> None:
     cache = new_cache()
     data = json.dumps(["1", "2"] if datatype == "BYTES" else [True, False])
     text = one_tensor_body(data).replace(b"INT32", datatype.encode())
-    assert [short_way(cache, text) for _ in range(3)] == [None] * 3
+    assert [fill_from_cache(cache, text) for _ in range(3)] == [None] * 3
 
 
 def test_leniently_parsed_headers_are_not_cached() -> None:
@@ -289,22 +292,24 @@ def test_leniently_parsed_headers_are_not_cached() -> None:
         one_tensor_body("[1, 2]", '"parameters": {"p": NaN}, '),
     ):
         for _ in range(3):
-            assert short_way(cache, text) is None
+            assert fill_from_cache(cache, text) is None
 
 
 def test_changed_regions_invalidate_a_template() -> None:
-    cache, stale = new_cache(), Bytes()
+    cache, stale_regions = new_cache(), BytesTemplate()
     for text in ("[1, 2]", "[3, 4]"):
-        short_way(cache, one_tensor_body(text), stale)
-    stale.unchanged = False
-    assert short_way(cache, one_tensor_body("[5, 6]")) is None
-    assert short_way(cache, one_tensor_body("[5, 6]")) == long_way(one_tensor_body("[5, 6]"))
+        fill_from_cache(cache, one_tensor_body(text), stale_regions)
+    stale_regions.unchanged = False
+    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) is None
+    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) == parse_fully(
+        one_tensor_body("[5, 6]")
+    )
 
 
 def test_the_cache_of_templates_is_bounded() -> None:
     cache = new_cache()
     for number in range(2000):
-        short_way(cache, one_tensor_body("[1, 2]", behind=f', "id": "{number // 2}"'))
+        fill_from_cache(cache, one_tensor_body("[1, 2]", suffix=f', "id": "{number // 2}"'))
     assert 0 < len(cache) <= 256
-    long = one_tensor_body("[1, 2]", behind=', "id": "%s"' % ("x" * 3000))
-    assert [short_way(cache, long) for _ in range(3)] == [None] * 3
+    long_body = one_tensor_body("[1, 2]", suffix=', "id": "%s"' % ("x" * 3000))
+    assert [fill_from_cache(cache, long_body) for _ in range(3)] == [None] * 3

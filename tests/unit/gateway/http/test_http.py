@@ -44,14 +44,16 @@ SECONDS = 0.4
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as model_rig:
         model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
-        model_rig.publish(identity_config("text", "BYTES", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
+        model_rig.publish(
+            identity_config("text", "BYTES", [-1]), model_rig.scheduler(answer_one_byte)
+        )
         model_rig.open()
         yield model_rig
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def impatient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """One whose clients have little time: what it is to answer is sent to it at one go."""
     limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
     with rig(tmp_path_factory.mktemp("hasty"), **limits) as model_rig:
@@ -61,7 +63,7 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def patient_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Yield a gateway with long time limits and few connections."""
     with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as model_rig:
         model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
@@ -69,17 +71,17 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         yield model_rig
 
 
-def byte_by_byte(request: Inference) -> Inferred:
+def answer_one_byte(request: Inference) -> Inferred:
     return Inferred((TensorRef("OUT", "INT8", (1,), b"\x01"),))
 
 
 @pytest.fixture(autouse=True)
-def is_responsive(gateway: Rig, hasty: Rig) -> Iterator[None]:
+def is_responsive(gateway: Rig, impatient_gateway: Rig) -> Iterator[None]:
     yield
     gateway.http.infer("simple", simple_body()).ok()
     body = simple_body()
-    send_parts(hasty, head(len(body)) + body).ok()
-    for rig_of_gateway in (gateway, hasty):
+    send_parts(impatient_gateway, head(len(body)) + body).ok()
+    for rig_of_gateway in (gateway, impatient_gateway):
         assert "Traceback" not in rig_of_gateway.log
 
 
@@ -90,9 +92,9 @@ def connection(gateway: Rig) -> Iterator[socket.socket]:
 
 
 def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
-    first = f"{method} /v2/models/simple/infer HTTP/{version}"
+    request_line = f"{method} /v2/models/simple/infer HTTP/{version}"
     return "\r\n".join(
-        [first, "Host: localhost", f"Content-Length: {size}", *lines, "", ""]
+        [request_line, "Host: localhost", f"Content-Length: {size}", *lines, "", ""]
     ).encode()
 
 
@@ -187,14 +189,14 @@ def test_a_huge_content_length_is_no_request_smuggling(
 def test_a_request_may_arrive_byte_by_byte(gateway: Rig) -> None:
     body = simple_body()
     raw = head(len(body)) + body
-    reply = send_parts(gateway, *(raw[at : at + 1] for at in range(len(raw))))
+    reply = send_parts(gateway, *(raw[offset : offset + 1] for offset in range(len(raw))))
     assert reply.ok().tensors()["OUTPUT0"][0][0] == 2
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 def test_bodies_may_be_chunked(gateway: Rig, size: int) -> None:
     body = simple_body()
-    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    pieces = [body[offset : offset + size] for offset in range(0, len(body), size)]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
     start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     send_parts(gateway, start, chunks, b"0\r\n\r\n").ok()
@@ -216,9 +218,9 @@ def test_chunks_with_a_content_length_end_the_connection(
     lines = framing.format(len(body) + 5).encode()
     request = head(0).replace(b"Content-Length: 0", lines) + b"%x\r\n%b\r\n" % (len(body), body)
     with raw_connection(gateway.port) as connection:
-        before = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        for earlier in (HEALTH, before + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)):
-            connection.sendall(earlier)
+        chunked_head = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        for pipelined in (HEALTH, chunked_head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)):
+            connection.sendall(pipelined)
             read_reply(connection).ok()
         for part in (request[:cut], request[cut:], b"0\r\n\r\n" + HEALTH):
             connection.sendall(part)
@@ -229,9 +231,9 @@ def test_chunks_with_a_content_length_end_the_connection(
         assert is_closed(connection)
 
 
-def test_too_many_chunks_are_refused(patient: Rig) -> None:
+def test_too_many_chunks_are_refused(patient_gateway: Rig) -> None:
     start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-    reply = send_parts(patient, start, b"1\r\n \r\n" * 70_000)
+    reply = send_parts(patient_gateway, start, b"1\r\n \r\n" * 70_000)
     assert reply.status == 400
     assert reply.error.startswith("Chunked request body exceeds maximum of 65536 non-empty chunks")
 
@@ -321,8 +323,8 @@ def test_an_unread_body_ends_the_connection(connection: socket.socket) -> None:
     "sent",
     [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nA:"],
 )
-def test_an_incomplete_head_ends_the_connection(hasty: Rig, sent: bytes) -> None:
-    with raw_connection(hasty.port) as connection:
+def test_an_incomplete_head_ends_the_connection(impatient_gateway: Rig, sent: bytes) -> None:
+    with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(sent)
         if sent:
             connection.settimeout(20 * SECONDS)
@@ -336,22 +338,22 @@ def test_an_incomplete_head_ends_the_connection(hasty: Rig, sent: bytes) -> None
             read_reply(connection).ok()
 
 
-def test_a_slow_head_ends_the_connection(hasty: Rig) -> None:
+def test_a_slow_head_ends_the_connection(impatient_gateway: Rig) -> None:
     """R15: headers have a deadline."""
-    began = time.monotonic()
-    with raw_connection(hasty.port) as connection:
+    start_s = time.monotonic()
+    with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - began < 20 * SECONDS:
+            while time.monotonic() - start_s < 20 * SECONDS:
                 connection.sendall(b"A: b\r\n")
                 time.sleep(SECONDS / 8)
-    assert SECONDS < time.monotonic() - began < 10 * SECONDS
+    assert SECONDS < time.monotonic() - start_s < 10 * SECONDS
 
 
 @pytest.mark.parametrize("size", [500, 100_000, 1_500_000])
 @pytest.mark.parametrize("sent", [0, 100])
-def test_an_incomplete_body_times_out(hasty: Rig, size: int, sent: int) -> None:
-    with raw_connection(hasty.port) as connection:
+def test_an_incomplete_body_times_out(impatient_gateway: Rig, size: int, sent: int) -> None:
+    with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(head(size) + b" " * sent)
         reply = read_reply(connection)
         assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
@@ -359,9 +361,9 @@ def test_an_incomplete_body_times_out(hasty: Rig, size: int, sent: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 100])
-def test_an_incomplete_body_after_a_known_head_times_out(hasty: Rig, sent: int) -> None:
+def test_an_incomplete_body_after_a_known_head_times_out(impatient_gateway: Rig, sent: int) -> None:
     body = simple_body()
-    with raw_connection(hasty.port) as connection:
+    with raw_connection(impatient_gateway.port) as connection:
         for _ in range(2):
             connection.sendall(head(len(body)) + body)
             read_reply(connection).ok()
@@ -372,9 +374,11 @@ def test_an_incomplete_body_after_a_known_head_times_out(hasty: Rig, sent: int) 
         assert is_closed(connection)
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("known_head", [False, True])
 @pytest.mark.parametrize("impatient", ["body_timeout_s", "header_timeout_s"])
-def test_small_bodies_have_the_body_timeout(tmp_path: Path, known: bool, impatient: str) -> None:
+def test_small_bodies_have_the_body_timeout(
+    tmp_path: Path, known_head: bool, impatient: str
+) -> None:
     """The limit is --http-body-timeout-secs, independent of the one for heads."""
     body = simple_body()
     limits: dict[str, Any] = {impatient: SECONDS}
@@ -382,7 +386,7 @@ def test_small_bodies_have_the_body_timeout(tmp_path: Path, known: bool, impatie
         model_rig.publish(SIMPLE, model_rig.scheduler(add_sub))
         model_rig.open()
         with raw_connection(model_rig.port) as connection:
-            if known:
+            if known_head:
                 connection.sendall(head(len(body)) + body)
                 read_reply(connection).ok()
             connection.sendall(head(len(body)) + body[:100])
@@ -395,14 +399,14 @@ def test_small_bodies_have_the_body_timeout(tmp_path: Path, known: bool, impatie
             read_reply(connection).ok()
 
 
-def test_a_slow_body_times_out(hasty: Rig) -> None:
+def test_a_slow_body_times_out(impatient_gateway: Rig) -> None:
     """R15: bodies have a deadline."""
-    began = time.monotonic()
-    with raw_connection(hasty.port) as connection:
+    start_s = time.monotonic()
+    with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(head(1_000_000))
         connection.setblocking(False)
         reply = b""
-        while not reply and time.monotonic() - began < 20 * SECONDS:
+        while not reply and time.monotonic() - start_s < 20 * SECONDS:
             connection.sendall(b" ")
             time.sleep(SECONDS / 8)
             try:
@@ -410,44 +414,47 @@ def test_a_slow_body_times_out(hasty: Rig) -> None:
             except BlockingIOError:
                 continue
     assert reply.startswith(b"HTTP/1.1 408")
-    assert time.monotonic() - began < 8 * SECONDS
+    assert time.monotonic() - start_s < 8 * SECONDS
 
 
 @pytest.mark.parametrize("reads", [0, 1, 1000])
-def test_a_client_that_does_not_read_is_disconnected(hasty: Rig, reads: int) -> None:
+def test_a_client_that_does_not_read_is_disconnected(impatient_gateway: Rig, reads: int) -> None:
     """R15: responses have a deadline, also for a client that reads a few bytes from time to
     time.
     """
-    big = bytes(64 * MIB)
+    large_output = bytes(64 * MIB)
     config = model_config(
         "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
     )
-    hasty.publish(
-        config, hasty.scheduler(lambda r: Inferred((TensorRef("OUT", "INT8", (len(big),), big),)))
+    impatient_gateway.publish(
+        config,
+        impatient_gateway.scheduler(
+            lambda r: Inferred((TensorRef("OUT", "INT8", (len(large_output),), large_output),))
+        ),
     )
     inputs = [{"name": "IN", "datatype": "INT8", "shape": [1], "data": [0]}]
     body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", hasty.port))
+        connection.connect(("127.0.0.1", impatient_gateway.port))
         port = connection.getsockname()[1]
-        until("the gateway has accepted", lambda: port in client_ports(hasty))
+        until("the gateway has accepted", lambda: port in client_ports(impatient_gateway))
         connection.sendall(head(len(body)).replace(b"/simple/", b"/big/") + body)
         connection.setblocking(False)
         received = 0
 
-        def cut_off() -> bool:
+        def is_cut_off() -> bool:
             nonlocal received
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 received += len(connection.recv(reads)) if reads else 0
-            return port not in client_ports(hasty)
+            return port not in client_ports(impatient_gateway)
 
-        until("the client is cut off", cut_off)
+        until("the client is cut off", is_cut_off)
         connection.setblocking(True)
         with contextlib.suppress(ConnectionError):
             while piece := connection.recv(MIB):
                 received += len(piece)
-    assert received < len(big)
+    assert received < len(large_output)
 
 
 def client_ports(gateway: Rig) -> set[int]:
@@ -495,7 +502,7 @@ def memory_of(process: int) -> int:
     raise AssertionError
 
 
-def bomb(name: str) -> bytes:
+def make_bomb(name: str) -> bytes:
     """Return 10 GiB of spaces compressed to 10 MB, without the checksum at the end, which must
     not be reached.
     """
@@ -509,21 +516,21 @@ def bomb(name: str) -> bytes:
 @pytest.mark.parametrize("name", ["gzip", "deflate"])
 def test_decompression_bombs_are_refused(gateway: Rig, name: str) -> None:
     """R13: what inflates to more than the limit is given up there."""
-    body = bomb(name)
+    body = make_bomb(name)
     assert 10_000_000 < len(body) < 11_000_000
-    before = memory_of(gateway.process.pid)
+    memory_before = memory_of(gateway.process.pid)
     for _ in range(5):
         reply = gateway.http.infer("simple", body, {"Content-Encoding": name})
         assert reply.status == 400
         assert reply.error.startswith("Decompressed data size exceeds the maximum allowed value")
-    assert memory_of(gateway.process.pid) - before < 20 * MIB
+    assert memory_of(gateway.process.pid) - memory_before < 20 * MIB
 
 
 def test_failures_leak_no_memory(gateway: Rig) -> None:
     """R13, R14: memory of a refused body, received or inflated, is released."""
-    cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
+    truncated = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
     wrong_cases: list[tuple[bytes, dict[str, str]]] = [
-        (cut, {"Content-Encoding": "gzip"}),
+        (truncated, {"Content-Encoding": "gzip"}),
         (zlib.compress(b"x" * 800_000)[:-5], {"Content-Encoding": "deflate"}),
         (b"x" * 200_000, {"Content-Encoding": "gzip"}),
         (b"x" * 200_000, {"Inference-Header-Content-Length": "-1"}),
@@ -537,9 +544,9 @@ def test_failures_leak_no_memory(gateway: Rig) -> None:
                 assert gateway.http.infer("simple", body, headers).status in (400, 500)
 
     fail(20)
-    before = memory_of(gateway.process.pid)
+    memory_before = memory_of(gateway.process.pid)
     fail(1000 // len(wrong_cases))
-    assert memory_of(gateway.process.pid) - before < 10 * MIB
+    assert memory_of(gateway.process.pid) - memory_before < 10 * MIB
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])
@@ -569,17 +576,17 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
     inputs = [{"name": "IN", "datatype": "FP32", "shape": [len(data)], "data": data}]
     body = json.dumps({"inputs": inputs}).encode()
     with rig(tmp_path) as gateway:
-        seen: list[Any] = []
+        parsed_data: list[Any] = []
 
         def compute(request: Inference) -> Inferred:
-            seen.append(request.inputs[0].data)
-            return byte_by_byte(request)
+            parsed_data.append(request.inputs[0].data)
+            return answer_one_byte(request)
 
         gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
         gateway.open()
         gateway.http.get("/v2/health/live").ok()
         answered = 0  # counted from the end of the body
-        sent, done = threading.Event(), threading.Event()
+        sent, all_received = threading.Event(), threading.Event()
 
         def parts() -> Iterator[bytes]:
             yield body
@@ -588,7 +595,7 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         def probe() -> None:
             nonlocal answered
             http = Http(gateway.port)
-            while not done.is_set():
+            while not all_received.is_set():
                 was_sent = sent.is_set()
                 http.get("/v2/health/live").ok()
                 answered += was_sent
@@ -598,9 +605,9 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
         prober.start()
         length = {"Content-Length": str(len(body))}
         gateway.http.infer("id", parts(), length).ok()
-        done.set()
+        all_received.set()
         prober.join()
-        memory_range = seen[0]
+        memory_range = parsed_data[0]
         fd = os.open(f"/proc/{memory_range.memory.pid}/fd/{memory_range.memory.fd}", os.O_RDONLY)
         raw = os.pread(fd, memory_range.byte_size, memory_range.offset)
         os.close(fd)
@@ -609,33 +616,35 @@ def test_health_responds_while_megabytes_of_json_are_parsed(tmp_path: Path) -> N
     assert answered > 20  # parsed in one piece, hardly any request would be answered
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_idle_connections_are_evicted(patient: Rig, known: bool) -> None:
+@pytest.mark.parametrize("known_head", [False, True])
+def test_idle_connections_are_evicted(patient_gateway: Rig, known_head: bool) -> None:
     """R15: many idle or incomplete connections keep no client out, and close no active
     connection.
     """
     body = simple_body()
     with contextlib.ExitStack() as stack:
-        sending = stack.enter_context(raw_connection(patient.port))
-        if known:
+        sending = stack.enter_context(raw_connection(patient_gateway.port))
+        if known_head:
             sending.sendall(head(len(body)) + body)
             read_reply(sending).ok()
         sending.sendall(head(len(body)) + body[:10])
-        crowd = [stack.enter_context(raw_connection(patient.port)) for _ in range(100)]
-        for connection in crowd[::2]:
+        idle_connections = [
+            stack.enter_context(raw_connection(patient_gateway.port)) for _ in range(100)
+        ]
+        for connection in idle_connections[::2]:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"GET /v2 HT")
-        with raw_connection(patient.port) as connection:
+        with raw_connection(patient_gateway.port) as connection:
             connection.sendall(HEALTH)
             assert read_reply(connection).status == 200
         sending.sendall(body[10:])
         assert read_reply(sending).status == 200
 
 
-def test_connections_have_a_limit(patient: Rig) -> None:
+def test_connections_have_a_limit(patient_gateway: Rig) -> None:
     """Some of more than 60 connections are closed."""
 
-    def lives(connection: socket.socket) -> bool:
+    def is_alive(connection: socket.socket) -> bool:
         try:
             connection.sendall(HEALTH)
             return read_reply(connection).status == 200
@@ -643,11 +652,11 @@ def test_connections_have_a_limit(patient: Rig) -> None:
             return False
 
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(raw_connection(patient.port)) for _ in range(70)]
+        connections = [stack.enter_context(raw_connection(patient_gateway.port)) for _ in range(70)]
         # An idle connection may be closed for one that is accepted later.
-        answered = [connection for connection in connections if lives(connection)]
-        assert 55 <= sum(map(lives, answered)) <= 60
-    with raw_connection(patient.port) as connection:
+        answered = [connection for connection in connections if is_alive(connection)]
+        assert 55 <= sum(map(is_alive, answered)) <= 60
+    with raw_connection(patient_gateway.port) as connection:
         connection.sendall(HEALTH)
         assert read_reply(connection).status == 200
 
@@ -655,44 +664,50 @@ def test_connections_have_a_limit(patient: Rig) -> None:
 def test_descriptors_are_released(gateway: Rig) -> None:
     folder = Path(f"/proc/{gateway.process.pid}/fd")
     gateway.http.get("/v2").ok()
-    before = len(list(folder.iterdir()))
+    fds_before = len(list(folder.iterdir()))
     for _ in range(50):
         with raw_connection(gateway.port) as connection:
             connection.sendall(head(1000) + b"{")
-    until("they are back", lambda: len(list(folder.iterdir())) <= before)
+    until("they are back", lambda: len(list(folder.iterdir())) <= fds_before)
 
 
 # --- a head that comes again
 
 
-def numbered(number: int) -> bytes:
+def numbered_body(number: int) -> bytes:
     return simple_body(id=f"{number:04}")
 
 
 def test_a_repeated_head_has_its_own_body(connection: socket.socket) -> None:
     for number in range(8):
-        body = numbered(number)
+        body = numbered_body(number)
         connection.sendall(head(len(body)) + body)
         assert read_reply(connection).json()["id"] == f"{number:04}"
 
 
 def test_a_known_head_may_arrive_in_any_pieces(connection: socket.socket) -> None:
-    body = numbered(1)
-    whole = head(len(body)) + body
-    cuts = (1, 20, len(whole) - len(body) - 1, len(whole) - len(body), len(whole) - 1)
-    connection.sendall(whole)
+    body = numbered_body(1)
+    whole_request = head(len(body)) + body
+    cuts = (
+        1,
+        20,
+        len(whole_request) - len(body) - 1,
+        len(whole_request) - len(body),
+        len(whole_request) - 1,
+    )
+    connection.sendall(whole_request)
     read_reply(connection).ok()
     for cut in cuts:
-        connection.sendall(whole[:cut])
+        connection.sendall(whole_request[:cut])
         assert not select.select([connection], (), (), 0.05)[0]
-        connection.sendall(whole[cut:])
+        connection.sendall(whole_request[cut:])
         assert read_reply(connection).json()["id"] == "0001"
-        connection.sendall(whole)
+        connection.sendall(whole_request)
         assert read_reply(connection).json()["id"] == "0001"
 
 
 def test_known_heads_may_be_pipelined(connection: socket.socket) -> None:
-    bodies = [numbered(number) for number in range(5)]
+    bodies = [numbered_body(number) for number in range(5)]
     for _ in range(2):
         connection.sendall(head(len(bodies[0])) + bodies[0])
         read_reply(connection).ok()
@@ -705,11 +720,11 @@ def test_known_heads_may_be_pipelined(connection: socket.socket) -> None:
 
 
 def test_a_similar_head_is_parsed(connection: socket.socket) -> None:
-    body = numbered(3)
+    body = numbered_body(3)
     connection.sendall(head(len(body), "X-One: 1") + body)
     assert read_reply(connection).status == 200
-    other = head(len(body), "X-One: 1").replace(b"models/simple", b"models/nobody")
-    connection.sendall(other + body)
+    other_head = head(len(body), "X-One: 1").replace(b"models/simple", b"models/nobody")
+    connection.sendall(other_head + body)
     assert read_reply(connection).status == 404
     # As long as the known one, but the last byte belongs to another message.
     connection.sendall(head(len(body) - 1, "X-One: 1") + body)
@@ -718,7 +733,7 @@ def test_a_similar_head_is_parsed(connection: socket.socket) -> None:
 
 
 def test_a_known_head_with_connection_close_is_obeyed(connection: socket.socket) -> None:
-    body = numbered(4)
+    body = numbered_body(4)
     connection.sendall(head(len(body)) + body)
     read_reply(connection).ok()
     connection.sendall(head(len(body), "Connection: close") + body)
@@ -729,11 +744,11 @@ def test_a_known_head_with_connection_close_is_obeyed(connection: socket.socket)
 @pytest.mark.parametrize("encoding", ["", "gzip"])
 def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> None:
     """Each may be 64 MiB, and there may be thousands of connections that wait in the middle."""
-    begun = b" " * (700 << 10)
+    first_piece = b" " * (700 << 10)
     lines = [f"Content-Encoding: {encoding}"] if encoding else []
     if encoding:
         stream = zlib.compressobj(wbits=31)
-        begun = stream.compress(begun) + stream.flush(zlib.Z_SYNC_FLUSH)
+        first_piece = stream.compress(first_piece) + stream.flush(zlib.Z_SYNC_FLUSH)
     limits: dict[str, Any] = {
         "max_input_size": MIB,
         "arena_byte_size": MIB,
@@ -748,12 +763,12 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
             return model_rig.http.post(infer, b" " * (700 << 10))
 
         with raw_connection(model_rig.port) as connection:
-            connection.sendall(head(MIB, *lines) + begun)
+            connection.sendall(head(MIB, *lines) + first_piece)
             until("the memory is full", lambda: send_request().status == 503)
             assert (
                 send_request().error == "server memory for request bodies (1048576 bytes) is full"
             )
-            model_rig.http.infer("simple", numbered(1)).ok()
+            model_rig.http.infer("simple", numbered_body(1)).ok()
         until("it is free again", lambda: send_request().status == 500)
         assert model_rig.http.post(infer, b" " * (2 * MIB)).status == 400
 
@@ -761,24 +776,24 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
 def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> None:
     """Bytes before a tensor are kept only while that tensor is awaited."""
     tensor = ("IN", "FP32", [5000], bytes(20_000))
-    whole, headers = binary_request([tensor], id="i" * (700 << 10))
+    body, headers = binary_request([tensor], id="i" * (700 << 10))
     lines = [f"{name}: {value}" for name, value in headers.items()]
-    start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
+    start = head(len(body), *lines).replace(b"/simple/", b"/id/")
     limits: dict[str, Any] = {"max_input_size": MIB, "arena_byte_size": MIB}
     with rig(tmp_path, body_timeout_s=300.0, **limits) as model_rig:
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
         model_rig.open()
 
         def send_request() -> int:
             return model_rig.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
 
         with raw_connection(model_rig.port) as connection:
-            connection.sendall(start + whole[:-1])
+            connection.sendall(start + body[:-1])
             until("the memory is full", lambda: send_request() == 503)
-            connection.sendall(whole[-1:])
+            connection.sendall(body[-1:])
             read_reply(connection).ok()
             assert send_request() == 500
-            connection.sendall(start + whole[:-1])
+            connection.sendall(start + body[:-1])
             until("the memory is full again", lambda: send_request() == 503)
         until("it is free again", lambda: send_request() == 500)
 
@@ -789,49 +804,49 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
     size = 700 << 10
     tensor = ("IN", "FP32", [size // 4], bytes(size))
     if kind == "binary":
-        whole, headers = binary_request([tensor])
-        begun = whole[:-1]
+        whole_body, headers = binary_request([tensor])
+        first_piece = whole_body[:-1]
     elif kind == "start":
-        whole, headers = binary_request([tensor], id="i" * size)
-        begun = whole[: size - 1000]
+        whole_body, headers = binary_request([tensor], id="i" * size)
+        first_piece = whole_body[: size - 1000]
     else:
-        whole, headers = b" " * size, {}
-        begun = whole[:-1]
+        whole_body, headers = b" " * size, {}
+        first_piece = whole_body[:-1]
     if kind == "gzip":
         stream = zlib.compressobj(wbits=31)
-        begun = stream.compress(whole) + stream.flush(zlib.Z_SYNC_FLUSH)
+        first_piece = stream.compress(whole_body) + stream.flush(zlib.Z_SYNC_FLUSH)
         headers["Content-Encoding"] = "gzip"
     lines = [f"{name}: {value}" for name, value in headers.items()]
-    start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
+    start = head(len(whole_body), *lines).replace(b"/simple/", b"/id/")
     with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as model_rig:
-        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(byte_by_byte))
+        model_rig.publish(identity_config("id", "FP32", [-1]), model_rig.scheduler(answer_one_byte))
         model_rig.open()
         with contextlib.ExitStack() as stack:
             slow = [stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)]
             for connection in slow:
-                connection.sendall(start + begun)
-                began = time.monotonic()
+                connection.sendall(start + first_piece)
+                start_s = time.monotonic()
 
             def send_request() -> int:
                 if kind == "binary":
                     return model_rig.http.infer_binary("id", [tensor]).status
                 return model_rig.http.post("/v2/models/id/infer", b" " * size).status
 
-            done = 200 if kind == "binary" else 500
-            seen: set[int] = set()
+            success = 200 if kind == "binary" else 500
+            statuses: set[int] = set()
 
-            def taken() -> bool:
-                seen.add(send_request())
-                return done in seen
+            def is_taken() -> bool:
+                statuses.add(send_request())
+                return success in statuses
 
-            until("it is taken", taken)
-            assert seen <= {503, done}
-            assert time.monotonic() - began < 20, "before its own patience is over"
-            refused = [reply for reply in map(read_reply, slow) if reply.status != 503]
-            assert len(refused) == 1
-            assert (refused[0].status, refused[0].error) == (
+            until("it is taken", is_taken)
+            assert statuses <= {503, success}
+            assert time.monotonic() - start_s < 20, "before its own patience is over"
+            refusals = [reply for reply in map(read_reply, slow) if reply.status != 503]
+            assert len(refusals) == 1
+            assert (refusals[0].status, refusals[0].error) == (
                 408,
                 "the request body arrived too slowly while memory was short",
             )
             for _ in range(3):
-                assert send_request() == done
+                assert send_request() == success

@@ -16,16 +16,18 @@ from shmserve.gateway.http.openai.fields import (
 )
 
 
-def supported(
-    body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False
+def select(
+    body: dict[str, Any], known_fields: frozenset[str] = CHAT_FIELDS, refuse: bool = False
 ) -> Any:
-    return select_supported_fields(body, known, refuse)
+    return select_supported_fields(body, known_fields, refuse)
 
 
-def refusal(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> str:
-    with pytest.raises(InvalidArgument) as raised:
-        select_supported_fields(body, known, refuse)
-    return raised.value.message
+def refusal(
+    body: dict[str, Any], known_fields: frozenset[str] = CHAT_FIELDS, refuse: bool = False
+) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        select_supported_fields(body, known_fields, refuse)
+    return caught.value.message
 
 
 # The fields of requests of vLLM 0.32 to any of the three doors.
@@ -49,14 +51,14 @@ VLLM = (
 
 
 def test_each_field_of_vllm_is_known() -> None:
-    known = (
+    known_fields = (
         COMPLETION_FIELDS
         | CHAT_FIELDS
         | fields.RESPONSE_FIELDS
         | fields._REFUSED_FIELDS.keys()
         | fields._IGNORED_FIELDS
     )
-    assert not set(VLLM.split()) - known
+    assert not set(VLLM.split()) - known_fields
 
 
 def test_null_is_absent_for_every_field() -> None:
@@ -67,11 +69,11 @@ def test_null_is_absent_for_every_field() -> None:
         | fields._IGNORED_FIELDS
         | {"nobody_knows"}
     )
-    assert supported(dict.fromkeys(names), refuse=True) == {}
+    assert select(dict.fromkeys(names), refuse=True) == {}
 
 
 @pytest.mark.parametrize(
-    ("body", "known"),
+    ("body", "known_fields"),
     [
         ({"chat_template_kwargs": {"a": 1}, "tools": [{}], "top_logprobs": 2}, CHAT_FIELDS),
         (
@@ -82,8 +84,8 @@ def test_null_is_absent_for_every_field() -> None:
         ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["x"]}, COMPLETION_FIELDS),
     ],
 )
-def test_supported_fields_are_returned(body: dict[str, Any], known: frozenset[str]) -> None:
-    assert supported(body, known, refuse=True) == body
+def test_supported_fields_are_returned(body: dict[str, Any], known_fields: frozenset[str]) -> None:
+    assert select(body, known_fields, refuse=True) == body
 
 
 @pytest.mark.parametrize(
@@ -95,11 +97,11 @@ def test_supported_fields_are_returned(body: dict[str, Any], known: frozenset[st
     ],
 )
 def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
-    assert supported(body, refuse=True) == {}
+    assert select(body, refuse=True) == {}
 
 
 @pytest.mark.parametrize(
-    ("body", "known", "message"),
+    ("body", "known_fields", "message"),
     [
         ({"suffix": "!"}, COMPLETION_FIELDS, "suffix: '!' is refused: insertion before a suffix"),
         ({"store": True}, CHAT_FIELDS, "store: True is refused: only false is supported"),
@@ -118,9 +120,9 @@ def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_refusals_contain_the_supported_values(
-    body: dict[str, Any], known: frozenset[str], message: str
+    body: dict[str, Any], known_fields: frozenset[str], message: str
 ) -> None:
-    assert message in refusal(body, known)
+    assert message in refusal(body, known_fields)
 
 
 def test_unknown_fields_are_logged_once_or_refused(
@@ -129,7 +131,7 @@ def test_unknown_fields_are_logged_once_or_refused(
     monkeypatch.setattr(logs, "_warned", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert supported({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
+            assert select({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
                 "stream_options": {"odd": 1}
             }
     assert [record.args for record in caplog.records] == [

@@ -19,7 +19,7 @@ OPERATIONS = [
 ]
 
 
-def served(path: str, method: str) -> Route:
+def find_route(path: str, method: str) -> Route:
     sample = path.replace("{version}", "12").replace("{model}", "m")
     route = ROUTES.find(re.sub(r"{\w+}", "x", sample), method.upper())
     assert route is not None, path
@@ -29,9 +29,9 @@ def served(path: str, method: str) -> Route:
 def test_the_document_has_exactly_the_routes() -> None:
     described_routes = json.loads((routes._PAGES / "operations.json").read_bytes())["operations"]
     assert set(described_routes) == {f"{route.method} {route.path}" for route in ROUTES.routes}
-    assert {served(path, method) for path, method, _ in OPERATIONS} == set(ROUTES.routes)
+    assert {find_route(path, method) for path, method, _ in OPERATIONS} == set(ROUTES.routes)
     for path, method, operation in OPERATIONS:
-        assert served(path, method).method == method.upper()
+        assert find_route(path, method).method == method.upper()
         assert operation["summary"].endswith(("200.", "501.", ".")) and operation["tags"]
 
 
@@ -65,9 +65,11 @@ def _references(node: Any) -> Any:
             yield from _references(child)
 
 
-@pytest.mark.parametrize(("path", "form"), [("/v1/models", "OpenAIError"), ("/v2", "Error")])
-def test_errors_have_the_form_of_their_api(path: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "error_schema"), [("/v1/models", "OpenAIError"), ("/v2", "Error")]
+)
+def test_errors_have_the_form_of_their_api(path: str, error_schema: str) -> None:
     replies = DOCUMENT["paths"][path]["get"]["responses"]
     for status in ("4XX", "5XX"):
         schema = replies[status]["content"]["application/json"]["schema"]
-        assert schema == {"$ref": f"#/components/schemas/{form}"}
+        assert schema == {"$ref": f"#/components/schemas/{error_schema}"}

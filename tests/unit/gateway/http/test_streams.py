@@ -87,9 +87,9 @@ class SentRequest:
         raw = json.dumps(body).encode()
         head = f"POST /v2/models/repeat/{verb} HTTP/{version}\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(raw)}\r\n" + (f"Accept: {accept}\r\n" if accept else "")
-        before = len(scheduler.waiting)
+        waiting_before = len(scheduler.waiting)
         self.connection.sendall(head.encode() + b"\r\n" + raw)
-        until("it is there", lambda: len(scheduler.waiting) > before)
+        until("it is there", lambda: len(scheduler.waiting) > waiting_before)
         self._peer, submit = scheduler.waiting[-1]
         self._scheduler = scheduler
         self.number = submit.id
@@ -145,8 +145,8 @@ def send(gateway: Rig, scheduler: Scheduler) -> Iterator[Any]:
 
 def events(reply: Reply) -> list[Any]:
     assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-    *events, last = reply.body.decode().split("\n\n")
-    assert last == ""
+    *events, tail = reply.body.decode().split("\n\n")
+    assert tail == ""
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
@@ -179,13 +179,13 @@ def test_one_response(send: Any) -> None:
 def test_several_or_no_responses_are_an_error(send: Any, case: str, status: int, text: str) -> None:
     call = send("generate")
     number = call.number
-    one, bad = response(number, 1), error(number, "bad")
+    success, failure = response(number, 1), error(number, "bad")
     messages: dict[str, list[Any]] = {
         "nothing": [end(number)],
-        "two": [one, one, end(number)],
-        "error": [bad, end(number)],
-        "error and one": [bad, one, end(number)],
-        "one and error": [one, bad, end(number)],
+        "two": [success, success, end(number)],
+        "error": [failure, end(number)],
+        "error and one": [failure, success, end(number)],
+        "one and error": [success, failure, end(number)],
         "failed": [m.Failed(number, "INTERNAL", "bad", 0, early=False)],
     }
     call.respond(*messages[case])
@@ -219,9 +219,11 @@ def test_each_response_is_an_event_in_a_chunk(send: Any) -> None:
         raw += call.connection.recv(65536)
     head, _, body = raw.partition(b"\r\n\r\n")
     assert b"Transfer-Encoding: chunked" in head and b"Content-Length" not in head
-    first = b'data: {"OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
-    second = b'data: {"OUT":[8,9],"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in (first, second))
+    first_event = b'data: {"OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
+    second_event = b'data: {"OUT":[8,9],"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
+    chunks = b"".join(
+        b"%x\r\n%b\r\n" % (len(event), event) for event in (first_event, second_event)
+    )
     assert body == chunks + b"0\r\n\r\n"
 
 
@@ -235,14 +237,14 @@ def test_no_response_is_an_empty_stream(send: Any) -> None:
 def test_an_event_is_sent_before_the_next_response(send: Any) -> None:
     call = send("generate_stream")
     call.respond(response(call.number, 1))
-    got = b""
-    while not got.endswith(b"\n\n\r\n"):
-        got += call.connection.recv(65536)
+    received = b""
+    while not received.endswith(b"\n\n\r\n"):
+        received += call.connection.recv(65536)
     call.respond(response(call.number, 2, final=True))
-    rest = b""
-    while not rest.endswith(b"0\r\n\r\n"):
-        rest += call.connection.recv(65536)
-    assert b'"OUT":2' in rest
+    remaining = b""
+    while not remaining.endswith(b"0\r\n\r\n"):
+        remaining += call.connection.recv(65536)
+    assert b'"OUT":2' in remaining
 
 
 def test_the_first_response_determines_the_status(send: Any) -> None:
@@ -250,8 +252,8 @@ def test_the_first_response_determines_the_status(send: Any) -> None:
     call.respond(error(call.number, "bad"), response(call.number, 1, final=True))
     reply = call.reply()
     assert reply.status == 400
-    first, second = events(reply)
-    assert (first, second["OUT"]) == ({"error": "bad"}, 1)
+    first_event, second_event = events(reply)
+    assert (first_event, second_event["OUT"]) == ({"error": "bad"}, 1)
 
 
 def test_an_error_after_the_first_is_an_event(send: Any) -> None:
@@ -259,9 +261,9 @@ def test_an_error_after_the_first_is_an_event(send: Any) -> None:
     number = call.number
     call.respond(response(number, 1), error(number, "bad"), response(number, 2))
     call.respond(m.Failed(number, "INTERNAL", "gone", 0, early=False))
-    one, bad, two, gone = events(call.reply().ok())
-    assert (one["OUT"], two["OUT"]) == (1, 2)
-    assert (bad, gone) == ({"error": "bad"}, {"error": "gone"})
+    first_event, bad_event, second_event, gone_event = events(call.reply().ok())
+    assert (first_event["OUT"], second_event["OUT"]) == (1, 2)
+    assert (bad_event, gone_event) == ({"error": "bad"}, {"error": "gone"})
 
 
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])
@@ -288,8 +290,8 @@ def test_errors_before_the_submission(gateway: Rig, scheduler: Scheduler, verb: 
         reply = http.post(path, body, headers)
         assert (reply.status, reply.error) == (status, text)
         assert reply.headers["Content-Type"] == "application/json"
-    for twice in (b'{"IN": 1, "parameters": {"IN": 1}}', b'{"IN": 1, "IN": 1}'):
-        reply = http.post(path, twice)
+    for duplicated in (b'{"IN": 1, "parameters": {"IN": 1}}', b'{"IN": 1, "IN": 1}'):
+        reply = http.post(path, duplicated)
         assert (reply.status, reply.error) == (
             400,
             "[request id: <id_unknown>] input 'IN' already exists in request",
@@ -385,7 +387,7 @@ def test_a_connection_is_reused_after_a_stream(gateway: Rig, send: Any) -> None:
 # --- outputs in a worker's memory
 
 
-def in_arena(arena: Arena, number: int, count: int, *, final: bool = False) -> m.Responded:
+def arena_response(arena: Arena, number: int, count: int, *, final: bool = False) -> m.Responded:
     data = np.arange(count, dtype=np.int32).tobytes()
     memory_range = arena.allocate(len(data))
     arena.view(memory_range)[:] = data
@@ -393,7 +395,7 @@ def in_arena(arena: Arena, number: int, count: int, *, final: bool = False) -> m
     return m.Responded(number, "", "", *pack_inferred(answer), final)
 
 
-def released(scheduler: Scheduler) -> int:
+def count_releases(scheduler: Scheduler) -> int:
     releases = [message for message in scheduler.notices if isinstance(message, m.Release)]
     return sum(len(release.offsets) for release in releases)
 
@@ -404,23 +406,23 @@ def test_outputs_are_released_when_they_are_encoded(
 ) -> None:
     arena = Arena(8 << 20)
     call = send(verb, accept=LINES)
-    call.respond(*(in_arena(arena, call.number, 20_000) for _ in range(3)), end(call.number))
+    call.respond(*(arena_response(arena, call.number, 20_000) for _ in range(3)), end(call.number))
     lines = [line for line in call.reply().ok().body.splitlines() if line]
     for line in lines:
         event = json.loads(line.removeprefix(b"data: "))
         values = event["OUT"] if verb == "generate_stream" else event["outputs"][0]["data"]
         assert values == list(range(20_000))
     assert len(lines) == 3
-    until("all are released", lambda: released(scheduler) == 3)
+    until("all are released", lambda: count_releases(scheduler) == 3)
     arena.close()
 
 
 def test_unread_outputs_are_released(send: Any, scheduler: Scheduler) -> None:
     arena = Arena(8 << 20)
     call = send("generate")
-    call.respond(*(in_arena(arena, call.number, 10_000) for _ in range(5)))
+    call.respond(*(arena_response(arena, call.number, 10_000) for _ in range(5)))
     assert call.reply().json() == {"error": NOT_ONE}
-    until("all are released", lambda: released(scheduler) == 5)
+    until("all are released", lambda: count_releases(scheduler) == 5)
     arena.close()
 
 
@@ -444,10 +446,10 @@ def test_credit_is_returned_for_responses_that_are_read(send: Any) -> None:
     call = send("generate_stream")
     sent = 0
     while sent < 500:
-        more = FIRST_CREDIT + call.granted - sent
-        call.respond(*(response(call.number, sent + k) for k in range(more)))
-        sent += more
-        until("there is credit", lambda least=sent - FIRST_CREDIT: call.granted > least)  # type: ignore[misc]
+        count = FIRST_CREDIT + call.granted - sent
+        call.respond(*(response(call.number, sent + k) for k in range(count)))
+        sent += count
+        until("there is credit", lambda min_granted=sent - FIRST_CREDIT: call.granted > min_granted)  # type: ignore[misc]
     call.respond(end(call.number))
     assert [event["OUT"] for event in events(call.reply().ok())] == list(range(sent))
 
@@ -458,8 +460,8 @@ def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(send
     call = send("infer", accept=LINES)
     sent = 0
     while not call.cancelled and sent < 10_000:
-        more = FIRST_CREDIT + call.granted - sent
-        call.respond(*(response(call.number, *range(4000)) for _ in range(more)))
-        sent += more
+        count = FIRST_CREDIT + call.granted - sent
+        call.respond(*(response(call.number, *range(4000)) for _ in range(count)))
+        sent += count
     until("it is given up", lambda: call.cancelled)
     assert sent * 16_000 < 64 << 20

@@ -25,8 +25,8 @@ def test_a_frame(kind: int, flags: int, stream: int, payload: bytes) -> None:
 
 @given(st.integers(0, 2**24 - 1))
 def test_the_size_of_a_frame(size: int) -> None:
-    high, low, *_ = frames.FRAME_HEADER.unpack(frames.encode_frame_header(size, 0, 0, 1))
-    assert high << 8 | low == size
+    high_bits, low_bits, *_ = frames.FRAME_HEADER.unpack(frames.encode_frame_header(size, 0, 0, 1))
+    assert high_bits << 8 | low_bits == size
 
 
 @given(st.lists(st.tuples(st.integers(7, 2**16 - 1), st.integers(0, 2**32 - 1)), max_size=9))
@@ -47,8 +47,8 @@ def test_a_32_bit_integer() -> None:
 
 
 def test_goaway() -> None:
-    it = frames_of(frames.encode_goaway(7, FaultCode.ENHANCE_YOUR_CALM, "too many"))
-    assert it == [(7, 0, 0, struct.pack(">II", 7, 11) + b"too many")]
+    goaway_frames = frames_of(frames.encode_goaway(7, FaultCode.ENHANCE_YOUR_CALM, "too many"))
+    assert goaway_frames == [(7, 0, 0, struct.pack(">II", 7, 11) + b"too many")]
 
 
 # --- however they are cut
@@ -73,10 +73,10 @@ some_frames = st.one_of(
 )
 
 
-def _seen(engine: Engine) -> Any:
+def _describe_state(engine: Engine) -> Any:
     requests = {
-        number: (it.fields, it.data, it.ended, it.cancelled)
-        for number, it in engine.requests.items()
+        number: (request.fields, request.data, request.ended, request.cancelled)
+        for number, request in engine.requests.items()
     }
     return requests, engine.sent, engine.gone, engine.acknowledged, engine.http2.received_frames
 
@@ -87,20 +87,22 @@ def _seen(engine: Engine) -> Any:
     st.binary(max_size=8),
     st.lists(st.integers(1, 60), min_size=1, max_size=8),
 )
-def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: list[int]) -> None:
+def test_events_are_equal_for_any_split(
+    sent: list[bytes], incomplete_frame: bytes, steps: list[int]
+) -> None:
     """Nor how many frames are handled in a turn."""
-    stream = wire.OPENED + b"".join(sent) + rest
+    stream = wire.OPENED + b"".join(sent) + incomplete_frame
     limits = Limits(frame=16384, window=70000)
     uncut = Engine(limits).take(stream)
-    cut, slow = Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1))
-    at = count = 0
-    while at < len(stream):
+    split_engine, slow = Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1))
+    offset = count = 0
+    while offset < len(stream):
         step = steps[count % len(steps)]
-        cut.take(stream[at : at + step])
-        at, count = at + step, count + 1
+        split_engine.take(stream[offset : offset + step])
+        offset, count = offset + step, count + 1
     slow.take(stream)
-    assert _seen(cut) == _seen(uncut)
-    assert _seen(slow) == _seen(uncut)
+    assert _describe_state(split_engine) == _describe_state(uncut)
+    assert _describe_state(slow) == _describe_state(uncut)
 
 
 @given(st.binary(max_size=200))

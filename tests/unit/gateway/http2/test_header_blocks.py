@@ -37,11 +37,15 @@ def _literal(start: int, name: bytes, value: bytes) -> bytes:
 pieces = st.one_of(
     st.integers(0x81, 0xC8).map(lambda index: bytes((index,))),  # indices in both tables and beyond
     st.builds(_literal, st.sampled_from([0x40, 0x40, 0x00, 0x10]), names, values),
-    st.builds(lambda at, value: bytes((0x40 | at,)) + _string(value), st.integers(1, 63), values),
+    st.builds(
+        lambda index, value: bytes((0x40 | index,)) + _string(value), st.integers(1, 63), values
+    ),
 )
 updates = st.sampled_from([b"\x20", b"\x3f\x01", b"\x3f\x4b", b"\x3f\xe1\x1f", b"\x3f\x81\x02"])
 blocks = st.builds(
-    lambda first, rest: b"".join(first) + REQUEST + b"".join(rest),
+    lambda headers_before, headers_after: (
+        b"".join(headers_before) + REQUEST + b"".join(headers_after)
+    ),
     st.lists(updates, max_size=2) | st.just([]),
     st.lists(pieces, max_size=4),
 )
@@ -49,28 +53,28 @@ blocks = st.builds(
 
 @settings(max_examples=300)
 @given(st.lists(blocks, min_size=1, max_size=4), st.lists(st.integers(0, 11), max_size=25))
-def test_cached_blocks_equal_decoded_blocks(known: list[bytes], order: list[int]) -> None:
-    ours, theirs = HeaderDecoder(RequestFields, _LARGEST), Decoder(_LARGEST)
+def test_cached_blocks_equal_decoded_blocks(known_blocks: list[bytes], order: list[int]) -> None:
+    own_decoder, hpack_decoder = HeaderDecoder(RequestFields, _LARGEST), Decoder(_LARGEST)
     for number in order:
-        block, change = known[number % len(known)], number % 3
+        block, change = known_blocks[number % len(known_blocks)], number % 3
         try:
-            expected = list(theirs.decode(block, raw=True))
+            expected = list(hpack_decoder.decode(block, raw=True))
         except HPACKError:
             with pytest.raises(ConnectionFault):
-                ours.decode_request(block)
+                own_decoder.decode_request(block)
             return
         if change == 1:
-            ours.skip_block(block)
+            own_decoder.skip_block(block)
             continue
         try:
             fields = list(validate_request(expected))
         except StreamFault:
             with pytest.raises(StreamFault):
-                ours.decode_request(block)
+                own_decoder.decode_request(block)
         else:
-            assert list(ours.decode_request(block)) == fields
-        mine, other = ours._decoder.header_table, theirs.header_table
-        assert list(mine.dynamic_entries) == list(other.dynamic_entries)
+            assert list(own_decoder.decode_request(block)) == fields
+        own_table, hpack_table = own_decoder._decoder.header_table, hpack_decoder.header_table
+        assert list(own_table.dynamic_entries) == list(hpack_table.dynamic_entries)
 
 
 @settings(max_examples=50)
@@ -78,7 +82,7 @@ def test_cached_blocks_equal_decoded_blocks(known: list[bytes], order: list[int]
 def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, bytes]]]) -> None:
     """Header blocks of an encoder whose table size changes at times are decoded correctly."""
     chance = random.Random(seed)
-    encoder, ours = Encoder(), HeaderDecoder(RequestFields, _LARGEST)
+    encoder, own_decoder = Encoder(), HeaderDecoder(RequestFields, _LARGEST)
     start = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x")]
     for fields in requests:
         fields = [(name, b"trailers" if name == b"te" else value) for name, value in fields]
@@ -86,22 +90,22 @@ def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, byte
             encoder.header_table_size = chance.choice([0, 40, 100, 4096])
         for _ in range(3):
             block = encoder.encode([*start, *fields], huffman=chance.random() < 0.5)
-            assert list(ours.decode_request(block)) == [*start, *fields]
+            assert list(own_decoder.decode_request(block)) == [*start, *fields]
 
 
 def test_a_repeated_block_is_decoded_once() -> None:
     reads: list[object] = []
 
-    def read(fields: Fields) -> RequestFields:
+    def record_read(fields: Fields) -> RequestFields:
         reads.append(fields)
         return RequestFields(fields)
 
-    decoder = HeaderDecoder(read, _LARGEST)
-    first = decoder.decode_request(REQUEST)
-    assert decoder.decode_request(REQUEST) is first
+    decoder = HeaderDecoder(record_read, _LARGEST)
+    first_fields = decoder.decode_request(REQUEST)
+    assert decoder.decode_request(REQUEST) is first_fields
     assert len(reads) == 1
     decoder.skip_block(b"\x40\x01a\x01b")  # the table is another
-    assert decoder.decode_request(REQUEST) is not first
+    assert decoder.decode_request(REQUEST) is not first_fields
 
 
 def test_a_change_of_the_table_is_detected_at_equal_length() -> None:
@@ -131,9 +135,9 @@ def test_the_cache_is_bounded() -> None:
     for number in range(1000):
         decoder.decode_request(REQUEST + encode_block(((b"a", b"%d" % number),)))
         assert len(decoder._heads) <= 64
-    long = REQUEST + encode_block(((b"a", b"x" * 1000),))
-    decoder.decode_request(long)
-    assert long not in decoder._heads
+    long_block = REQUEST + encode_block(((b"a", b"x" * 1000),))
+    decoder.decode_request(long_block)
+    assert long_block not in decoder._heads
 
 
 def test_nothing_is_cached_without_access_to_the_table() -> None:
@@ -166,9 +170,9 @@ def test_a_header_list_that_is_too_large_is_refused() -> None:
     start = 43 + 43 + 38  # of REQUEST: method, scheme, path
     assert len(decoder.decode_request(REQUEST + field * ((1000 - start) // 100))) == 3 + 8
     indexed = b"\x40" + _string(b"k") + _string(b"v")
-    with pytest.raises(StreamFault) as refused:
+    with pytest.raises(StreamFault) as refusal:
         decoder.decode_request(REQUEST + indexed + field * ((1000 - start) // 100 + 1))
-    assert refused.value.code is FaultCode.ENHANCE_YOUR_CALM
+    assert refusal.value.code is FaultCode.ENHANCE_YOUR_CALM
     assert decoder.decode_request(REQUEST + b"\xbe")[-1] == (b"k", b"v")
     with pytest.raises(ConnectionFault) as caught:
         decoder.decode_request(REQUEST + field * 40)

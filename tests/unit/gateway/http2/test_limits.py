@@ -116,28 +116,28 @@ def test_responses_earn_stream_resets() -> None:
 # --- frames that carry nothing
 
 
-def _always(sent: bytes) -> Callable[[int], bytes]:
+def _repeat(sent: bytes) -> Callable[[int], bytes]:
     return lambda _: sent
 
 
 CONTROL: dict[str, Callable[[int], bytes]] = {
-    "PING": _always(frame(PING, 0, 0, bytes(8))),
-    "answers to no PING": _always(frame(PING, ACK, 0, bytes(8))),
-    "SETTINGS": _always(frame(SETTINGS, 0, 0)),
-    "SETTINGS with values": _always(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000)),
-    "acknowledgements of SETTINGS": _always(frame(SETTINGS, ACK, 0)),
-    "RST_STREAM of a stream that is over": _always(frame(RESET, 0, 3, bytes(4))),
-    "PRIORITY": _always(frame(PRIORITY, 0, 7, bytes(5))),
+    "PING": _repeat(frame(PING, 0, 0, bytes(8))),
+    "answers to no PING": _repeat(frame(PING, ACK, 0, bytes(8))),
+    "SETTINGS": _repeat(frame(SETTINGS, 0, 0)),
+    "SETTINGS with values": _repeat(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000)),
+    "acknowledgements of SETTINGS": _repeat(frame(SETTINGS, ACK, 0)),
+    "RST_STREAM of a stream that is over": _repeat(frame(RESET, 0, 3, bytes(4))),
+    "PRIORITY": _repeat(frame(PRIORITY, 0, 7, bytes(5))),
     "PRIORITY of many streams": lambda n: frame(PRIORITY, 0, n + 1000, bytes(5)),
-    "GOAWAY": _always(frame(GO_AWAY, 0, 0, bytes(8))),
-    "frames of no known kind": _always(frame(UNKNOWN, 0, 1, b"x")),
-    "windows of all": _always(window(0, 1)),
-    "windows of a stream": _always(window(1, 1)),
-    "windows of a stream that is over": _always(window(3, 1)),
-    "empty DATA": _always(frame(DATA, 0, 1)),
-    "DATA of nothing but padding": _always(frame(DATA, PADDED, 1, b"\x05" + bytes(5))),
-    "DATA of a stream that we have ended": _always(frame(DATA, 0, 5, b"x")),
-    "trailers of a stream that we have ended": _always(begin(5, block=b"")),
+    "GOAWAY": _repeat(frame(GO_AWAY, 0, 0, bytes(8))),
+    "frames of no known kind": _repeat(frame(UNKNOWN, 0, 1, b"x")),
+    "windows of all": _repeat(window(0, 1)),
+    "windows of a stream": _repeat(window(1, 1)),
+    "windows of a stream that is over": _repeat(window(3, 1)),
+    "empty DATA": _repeat(frame(DATA, 0, 1)),
+    "DATA of nothing but padding": _repeat(frame(DATA, PADDED, 1, b"\x05" + bytes(5))),
+    "DATA of a stream that we have ended": _repeat(frame(DATA, 0, 5, b"x")),
+    "trailers of a stream that we have ended": _repeat(begin(5, block=b"")),
 }
 
 
@@ -151,11 +151,11 @@ def test_floods_end_the_connection(name: str) -> None:
     engine.http2.sending.send_response(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
-    before = len(engine.sent)
+    sent_before = len(engine.sent)
     for number in range(_ENOUGH):
         engine.take(CONTROL[name](2 * number))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - before <= SMALL.control + 1
+    assert len(engine.sent) - sent_before <= SMALL.control + 1
 
 
 @pytest.mark.parametrize("name", CONTROL)
@@ -175,8 +175,8 @@ def test_calls_earn_control_frames() -> None:
     """A PING and a WINDOW_UPDATE for each call, as some clients send, at any rate."""
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 2000, 2):
-        beside = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
-        engine.take(begin(number, end=True) + beside)
+        control_frames = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
+        engine.take(begin(number, end=True) + control_frames)
         engine.http2.sending.send_response(engine.stream(number), FORM, (b"12345",))
     assert engine.gone is None
 
@@ -280,32 +280,32 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
     """The queued bytes are bounded for any number of calls that are answered at once."""
     engine = Engine(SMALL, Clock()).take(OPENED)
     engine.http2.sending.paused = True
-    before = len(engine.sent)
+    sent_before = len(engine.sent)
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
         if number in engine.requests:
             engine.http2.sending.send_head(engine.stream(number), b"\x88", end=True)
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - before <= SMALL.resets + 1
+    assert len(engine.sent) - sent_before <= SMALL.resets + 1
 
 
 # --- work
 
 
-def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
+def _frames_per_turn(engine: Engine, sent: bytes) -> Iterator[int]:
     """Return the number of frames handled in each turn for these bytes."""
-    before = engine.http2.received_frames
+    frames_before = engine.http2.received_frames
     engine.http2.receive(sent)
     while True:
-        yield engine.http2.received_frames - before
+        yield engine.http2.received_frames - frames_before
         if not engine.http2.pending:
             break
-        before = engine.http2.received_frames
+        frames_before = engine.http2.received_frames
         engine.http2.receive(b"")
 
 
 @pytest.mark.parametrize(
-    ("piece", "most"),
+    ("piece", "frames_per_turn"),
     [
         (frame(DATA, 0, 1, b"x"), 100),
         (frame(PING, 0, 0, bytes(8)), 25),
@@ -314,16 +314,16 @@ def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
         (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000), 1),
     ],
 )
-def test_the_work_of_a_turn_is_bounded(piece: bytes, most: int) -> None:
+def test_the_work_of_a_turn_is_bounded(piece: bytes, frames_per_turn: int) -> None:
     """The limit counts frames, and empty frames count more; all are handled in the end."""
     engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
-    handled = list(_turns(engine, piece * 1000))
-    turns = [most] * (1000 // most)
+    handled = list(_frames_per_turn(engine, piece * 1000))
+    turns = [frames_per_turn] * (1000 // frames_per_turn)
     assert handled in (turns, [*turns, 0])
 
 
-@pytest.mark.parametrize(("size", "most"), [(0, 10), (70, 8), (5000, 1)])
-def test_requests_count_as_more_work(size: int, most: int) -> None:
+@pytest.mark.parametrize(("size", "requests_per_turn"), [(0, 10), (70, 8), (5000, 1)])
+def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
     """Long header blocks more than short ones, in one frame or in several."""
     field = encode_block([(b"a", b"x" * size)])
     for sent in (
@@ -334,8 +334,8 @@ def test_requests_count_as_more_work(size: int, most: int) -> None:
         ],
     ):
         engine = Engine(Limits(frames=100, stream_cost=9)).take(OPENED)
-        handled = list(_turns(engine, b"".join(sent)))
-        assert max(handled) <= 2 * most
+        handled = list(_frames_per_turn(engine, b"".join(sent)))
+        assert max(handled) <= 2 * requests_per_turn
         assert len(engine.http2.streams) == 40
 
 
@@ -343,8 +343,8 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
     limits = Limits(frames=10)
     engine = Engine(limits).take(OPENED)
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
-    for at in range(0, 40, 8):
-        engine.http2.receive(b"".join(pings[at : at + 8]))
+    for offset in range(0, 40, 8):
+        engine.http2.receive(b"".join(pings[offset : offset + 8]))
     while engine.http2.pending:
         engine.http2.receive(b"")
     answers = [sent.payload for sent in engine.flush()]
@@ -361,11 +361,11 @@ def test_nothing_is_pending_after_the_connection_failed() -> None:
 
 def test_enlarged_windows_are_used_once_per_turn() -> None:
     """However many frames make them grow, and however many streams wait."""
-    looks = 0
+    look_count = 0
 
-    def look() -> None:
-        nonlocal looks
-        looks += 1
+    def count_look() -> None:
+        nonlocal look_count
+        look_count += 1
 
     engine = Engine().take(OPENED)
     streams = range(1, 1001, 2)
@@ -375,13 +375,13 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
     for number in streams:
         stream = engine.stream(number)
         engine.http2.sending.send_data(stream, bytes(100_000))
-        stream.on_progress = look
+        stream.on_progress = count_look
     engine.take(window(0, 1) * 60)
-    assert looks <= 2
-    looks = 0
+    assert look_count <= 2
+    look_count = 0
     size = struct.pack(">HI", 4, 65536) + struct.pack(">HI", 4, 65537)
     engine.take(frame(SETTINGS, 0, 0, size * 1000) * 100)
-    assert looks <= len(streams)
+    assert look_count <= len(streams)
 
 
 # --- budgets
@@ -411,18 +411,18 @@ def test_time_refills_a_budget() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["spend", "earn", "wait"]), st.integers(0, 50))))
-def test_a_refill_does_not_exceed_the_capacity(deeds: list[tuple[str, int]]) -> None:
+def test_a_refill_does_not_exceed_the_capacity(actions: list[tuple[str, int]]) -> None:
     """The sum is bounded by the capacity and the refill, and a burst by twice the capacity."""
     clock = Clock()
     budget = Budget(10, 2.0, clock, "things")
-    spent, had = 0, 10.0
-    for action, count in deeds:
+    spent, available = 0, 10.0
+    for action, count in actions:
         if action == "earn":
             budget.earn(count)
-            had += count
+            available += count
         elif action == "wait":
             clock.now += count
-            had += 2.0 * count
+            available += 2.0 * count
         else:
             at_once = 0
             with contextlib.suppress(ConnectionFault):
@@ -430,5 +430,5 @@ def test_a_refill_does_not_exceed_the_capacity(deeds: list[tuple[str, int]]) -> 
                     budget.spend()
                     at_once += 1
             spent += at_once
-            assert spent <= had
+            assert spent <= available
             assert at_once <= 2 * 10 + 1

@@ -28,7 +28,7 @@ INITIAL_WINDOW, MAX_FRAME = 4, 5
 _STREAMS = (1, 3, 5)
 
 
-def setting(key: int, value: int) -> bytes:
+def settings_frame(key: int, value: int) -> bytes:
     return frame(SETTINGS, 0, 0, struct.pack(">HI", key, value))
 
 
@@ -57,8 +57,8 @@ class Client:
     def look(self) -> None:
         """Check the frames sent since the last call."""
         self.engine.flush()
-        fresh, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
-        for item in fresh:
+        new_frames, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
+        for item in new_frames:
             if item.kind == DATA:
                 assert item.stream not in self.ended
                 self.window -= len(item.payload)
@@ -71,11 +71,11 @@ class Client:
                 assert self.received[item.stream] == self.queued[item.stream]
                 self.ended.add(item.stream)
         for stream in _STREAMS:
-            waits = self.queued[stream][len(self.received[stream]) :]
+            queued_bytes = self.queued[stream][len(self.received[stream]) :]
             assert self.queued[stream].startswith(self.received[stream])
             if stream in self.given_up or self.sending.paused:
                 continue
-            if waits:  # only because of a window
+            if queued_bytes:  # only because of a window
                 assert self.window <= 0 or self.windows[stream] <= 0
             elif stream in self.trailers:
                 assert stream in self.ended
@@ -102,13 +102,13 @@ class Client:
             self.window += size + 1
             self.engine.take(window(0, size + 1))
         elif action == "initial":
-            for each in self.windows:
-                self.windows[each] += size - self.initial
+            for number in self.windows:
+                self.windows[number] += size - self.initial
             self.initial = size
-            self.engine.take(setting(INITIAL_WINDOW, size))
+            self.engine.take(settings_frame(INITIAL_WINDOW, size))
         elif action == "frame":
             self.frame = 16384 + size
-            self.engine.take(setting(MAX_FRAME, self.frame))
+            self.engine.take(settings_frame(MAX_FRAME, self.frame))
         elif action == "pause":
             self.sending.paused = True
         elif action == "resume":
@@ -120,7 +120,7 @@ class Client:
         self.look()
 
 
-deeds = st.tuples(
+action_strategy = st.tuples(
     st.sampled_from(
         [
             *("data", "data", "data", "trailers", "respond", "grant", "grant", "grant all"),
@@ -133,11 +133,11 @@ deeds = st.tuples(
 
 
 @settings(max_examples=200)
-@given(st.lists(deeds, max_size=30))
-def test_data_is_sent_within_any_windows(done: list[tuple[str, int, int]]) -> None:
+@given(st.lists(action_strategy, max_size=30))
+def test_data_is_sent_within_any_windows(actions: list[tuple[str, int, int]]) -> None:
     """5.2, 6.9: nothing is sent that was not granted, and all that was; in the end all is sent."""
     client = Client()
-    for action, stream, size in done:
+    for action, stream, size in actions:
         client.do(action, stream, size)
     client.do("resume", 1, 0)
     for stream in _STREAMS:
@@ -152,22 +152,22 @@ def test_data_is_sent_within_any_windows(done: list[tuple[str, int, int]]) -> No
 
 def test_a_response_is_three_frames() -> None:
     engine = Engine().take(OPENED + begin(1))
-    done: list[int] = []
+    completions: list[int] = []
     stream = engine.stream(1)
-    stream.on_sent = lambda: done.append(1)
+    stream.on_sent = lambda: completions.append(1)
     engine.http2.sending.send_response(stream, FORM, (b"01", b"23"))
     assert engine.flush() == [
         Frame(HEADERS, END_HEADERS, 1, HEAD),
         Frame(DATA, 0, 1, b"0123"),
         Frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
     ]
-    assert done == [1]
+    assert completions == [1]
     engine.http2.sending.send_response(stream, FORM, (b"again",))
     engine.http2.sending.send_head(stream, HEAD)
     engine.http2.sending.send_data(stream, b"more")
     engine.http2.sending.send_trailers(stream, TRAILERS)
     assert engine.flush() == []
-    assert done == [1]
+    assert completions == [1]
 
 
 def test_a_response_before_the_end_of_the_request() -> None:
@@ -179,20 +179,20 @@ def test_a_response_before_the_end_of_the_request() -> None:
 
 def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     """None of them has all of a window that is given in small pieces."""
-    engine = Engine().take(OPENED + begin(1, 3, 5, 7) + setting(INITIAL_WINDOW, 2**20))
+    engine = Engine().take(OPENED + begin(1, 3, 5, 7) + settings_frame(INITIAL_WINDOW, 2**20))
     sending = engine.http2.sending
     for number in (1, 3, 5, 7):
         sending.send_data(engine.stream(number), bytes(100_000))
-    before = {number: engine.stream(number).sent_bytes for number in (1, 3, 5, 7)}
+    sent_before = {number: engine.stream(number).sent_bytes for number in (1, 3, 5, 7)}
     for _ in range(40):
         engine.take(window(0, 100))
-    gained = [engine.stream(number).sent_bytes - sent for number, sent in before.items()]
+    gained = [engine.stream(number).sent_bytes - sent for number, sent in sent_before.items()]
     assert gained == [1000] * 4
 
 
 def test_a_long_response_does_not_block_other_streams() -> None:
     """Of a window for all of them each has a turn, not the first all of it."""
-    engine = Engine().take(OPENED + begin(1, 3) + setting(INITIAL_WINDOW, 2**30))
+    engine = Engine().take(OPENED + begin(1, 3) + settings_frame(INITIAL_WINDOW, 2**30))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(2**23))
     sending.send_data(engine.stream(3), bytes(2**16))
@@ -202,7 +202,7 @@ def test_a_long_response_does_not_block_other_streams() -> None:
 
 
 def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
-    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1, 3))
+    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1, 3))
     sending = engine.http2.sending
     sending.send_data(engine.stream(1), bytes(100))
     sending.send_data(engine.stream(3), bytes(10))
@@ -233,7 +233,7 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
 
 
 def test_trailers_need_no_window() -> None:
-    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 0) + begin(1, 3))
+    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 0) + begin(1, 3))
     sending = engine.http2.sending
     sending.window = 0
     sending.send_response(engine.stream(1), FORM, ())
@@ -246,14 +246,14 @@ def test_trailers_need_no_window() -> None:
 
 def test_progress_is_reported() -> None:
     """A task that waits for the client to read written data is woken."""
-    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
+    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
     engine.http2.sending.send_data(stream, bytes(25))
-    left: list[int] = []
-    stream.on_progress = lambda: left.append(stream.queued_bytes)
+    queued_sizes: list[int] = []
+    stream.on_progress = lambda: queued_sizes.append(stream.queued_bytes)
     engine.take(window(1, 5) + window(1, 100))
-    assert left[0] == 10
-    assert left[-1] == 0
+    assert queued_sizes[0] == 10
+    assert queued_sizes[-1] == 0
 
 
 def test_a_long_header_block_is_split() -> None:
@@ -275,10 +275,10 @@ def test_a_long_header_block_is_split() -> None:
 
 
 def test_a_dropped_stream_is_released() -> None:
-    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
+    engine = Engine().take(OPENED + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     engine.http2.sending.send_data(engine.stream(1), bytes(100))
     engine.take(frame(RESET, 0, 1, bytes(4)))
     assert not engine.http2.sending.waiting_streams
-    before = len(engine.sent)
-    engine.take(window(1, 100) + setting(INITIAL_WINDOW, 1000))
-    assert {item.kind for item in engine.sent[before:]} == {SETTINGS}
+    sent_before = len(engine.sent)
+    engine.take(window(1, 100) + settings_frame(INITIAL_WINDOW, 1000))
+    assert {item.kind for item in engine.sent[sent_before:]} == {SETTINGS}

@@ -45,17 +45,17 @@ TRAILERS = frame(HEADERS, WHOLE, 1, b"")
 SIGN = frame(PING, 0, 0, bytes(8))
 
 
-def priority(stream: int, on: int = 0) -> bytes:
-    return frame(PRIORITY, 0, stream, struct.pack(">IB", on, 16))
+def priority_frame(stream: int, dependency: int = 0) -> bytes:
+    return frame(PRIORITY, 0, stream, struct.pack(">IB", dependency, 16))
 
 
-def continued(*pieces: bytes, flags: int = END_STREAM) -> bytes:
+def continuation_frames(*pieces: bytes, flags: int = END_STREAM) -> bytes:
     """Return a header block in several frames of stream 1."""
-    first, *middle, last = pieces
+    first_piece, *middle_pieces, last_piece = pieces
     return (
-        frame(HEADERS, flags, 1, first)
-        + b"".join(frame(CONTINUATION, 0, 1, piece) for piece in middle)
-        + frame(CONTINUATION, END_HEADERS, 1, last)
+        frame(HEADERS, flags, 1, first_piece)
+        + b"".join(frame(CONTINUATION, 0, 1, piece) for piece in middle_pieces)
+        + frame(CONTINUATION, END_HEADERS, 1, last_piece)
     )
 
 
@@ -65,12 +65,15 @@ CASES = [
     Case("5.1", "idle: RST_STREAM", frame(RESET, 0, 1, bytes(4)), PROTOCOL),
     Case("5.1", "idle: WINDOW_UPDATE", window(1, 1), PROTOCOL),
     Case("5.1", "idle: CONTINUATION", frame(CONTINUATION, END_HEADERS, 1, GET), PROTOCOL),
-    Case("5.1", "idle: PRIORITY", priority(1) + ASKED, served=EMPTY),
+    Case("5.1", "idle: PRIORITY", priority_frame(1) + ASKED, served=EMPTY),
     Case("5.1", "idle: DATA of a stream of ours", frame(DATA, 0, 2, b"x"), PROTOCOL),
     Case("5.1", "idle: RST_STREAM of a stream of ours", frame(RESET, 0, 2, bytes(4)), PROTOCOL),
     # --- open
     Case(
-        "5.1", "open: all that may come", BEGUN + priority(1) + window(1, 1) + LAST, served=SERVED
+        "5.1",
+        "open: all that may come",
+        BEGUN + priority_frame(1) + window(1, 1) + LAST,
+        served=SERVED,
     ),
     # --- half closed
     Case("5.1", "half closed: DATA", ASKED + LAST, CLOSED),
@@ -82,7 +85,7 @@ CASES = [
         (*PROTOCOL, *CLOSED),
     ),
     Case("5.1", "half closed: WINDOW_UPDATE", ASKED + window(1, 1), served=EMPTY),
-    Case("5.1", "half closed: PRIORITY", ASKED + priority(1), served=EMPTY),
+    Case("5.1", "half closed: PRIORITY", ASKED + priority_frame(1), served=EMPTY),
     Case("5.1", "half closed: RST_STREAM", ASKED + frame(RESET, 0, 1, bytes(4))),
     # --- closed by the client's RST_STREAM
     Case("5.1", "given up: DATA", GIVEN_UP + LAST, CLOSED),
@@ -92,7 +95,7 @@ CASES = [
         (*PROTOCOL, *CLOSED),
     ),
     Case("5.1", "given up: WINDOW_UPDATE", GIVEN_UP + window(1, 1)),
-    Case("5.1", "given up: PRIORITY", GIVEN_UP + priority(1)),
+    Case("5.1", "given up: PRIORITY", GIVEN_UP + priority_frame(1)),
     Case("5.1", "given up: RST_STREAM", GIVEN_UP + frame(RESET, 0, 1, bytes(4))),
     # --- identifiers
     Case("5.1.1", "an even stream", frame(HEADERS, WHOLE, 2, GET), PROTOCOL),
@@ -113,9 +116,13 @@ CASES = [
     ),
     # --- priorities
     Case(
-        "5.3", "a chain of streams not begun", b"".join(priority(n, n + 2) for n in range(1, 9, 2))
+        "5.3",
+        "a chain of streams not begun",
+        b"".join(priority_frame(n, n + 2) for n in range(1, 9, 2)),
     ),
-    Case("5.3", "a stream that depends on itself", BEGUN + priority(1, 1) + LAST, served=SERVED),
+    Case(
+        "5.3", "a stream that depends on itself", BEGUN + priority_frame(1, 1) + LAST, served=SERVED
+    ),
     Case(
         "5.3",
         "HEADERS that depend on themselves",
@@ -167,7 +174,7 @@ CASES = [
         FRAME_SIZE,
     ),
     # --- PRIORITY
-    Case("6.3", "PRIORITY of no stream", priority(0), PROTOCOL),
+    Case("6.3", "PRIORITY of no stream", priority_frame(0), PROTOCOL),
     Case(
         *("6.3", "too short a PRIORITY", BEGUN + frame(PRIORITY, 0, 1, bytes(4))),
         resets=((1, FaultCode.FRAME_SIZE_ERROR),),
@@ -204,15 +211,15 @@ CASES = [
         FLOW,
     ),
     # --- CONTINUATION
-    Case("6.10", "several", continued(GET[:5], b"", GET[5:9], GET[9:]), served=EMPTY),
-    Case("6.10", "of trailers", BEGUN + continued(b"", b"", b""), served=EMPTY),
+    Case("6.10", "several", continuation_frames(GET[:5], b"", GET[5:9], GET[9:]), served=EMPTY),
+    Case("6.10", "of trailers", BEGUN + continuation_frames(b"", b"", b""), served=EMPTY),
     Case("6.10", "another frame between", frame(HEADERS, 0, 1, GET) + SIGN, PROTOCOL),
     Case("6.10", "behind the end of HEADERS", BEGUN + frame(CONTINUATION, 4, 1, b""), PROTOCOL),
     Case(
         *(
             "6.10",
             "behind the end of a CONTINUATION",
-            continued(GET, b"") + frame(CONTINUATION, 4, 1),
+            continuation_frames(GET, b"") + frame(CONTINUATION, 4, 1),
         ),
         PROTOCOL,
     ),
@@ -241,20 +248,22 @@ OPEN_ENDED = [
     ("malformed trailers", frame(HEADERS, WHOLE, 1, post("/"))),
     ("RST_STREAM", frame(RESET, 0, 1, bytes(4))),
     ("WINDOW_UPDATE", window(1, 5)),
-    ("PRIORITY", priority(1)),
+    ("PRIORITY", priority_frame(1)),
 ]
 
 
-@pytest.mark.parametrize(("name", "late"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
-@pytest.mark.parametrize("how", ["reset", "answered early"])
-def test_frames_for_a_stream_that_the_server_has_ended(name: str, late: bytes, how: str) -> None:
+@pytest.mark.parametrize(("name", "late_frame"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
+@pytest.mark.parametrize("ending", ["reset", "answered early"])
+def test_frames_for_a_stream_that_the_server_has_ended(
+    name: str, late_frame: bytes, ending: str
+) -> None:
     """5.1, closed: frames that the client sent before it received the end are ignored."""
     engine = Engine().take(OPENED + BEGUN)
-    if how == "reset":
+    if ending == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
         engine.http2.sending.send_head(engine.stream(1), b"\x88", end=True)
-    engine.take(late)
+    engine.take(late_frame)
     assert list(engine.resets) == [1]
     engine.check_goes_on()
 
@@ -273,22 +282,22 @@ def test_header_blocks_of_ended_streams_are_decoded() -> None:
     """4.3: their fields are in the table for the blocks that follow."""
     engine = Engine().take(OPENED + BEGUN)
     engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
-    kept = b"\x40\x01a\x01b"  # in the table from now on
-    engine.take(frame(HEADERS, WHOLE, 1, kept) + frame(HEADERS, WHOLE, 3, GET + b"\xbe"))
+    indexed_field = b"\x40\x01a\x01b"  # in the table from now on
+    engine.take(frame(HEADERS, WHOLE, 1, indexed_field) + frame(HEADERS, WHOLE, 3, GET + b"\xbe"))
     assert engine.requests[3].fields[-1] == (b"a", b"b")
 
 
 def test_frames_for_a_completed_stream() -> None:
     """5.1, closed: both are done; only what may cross the answer is ignored."""
-    for late, ends in [
-        (window(1, 1) + priority(1) + frame(RESET, 0, 1, bytes(4)), None),
+    for late_frame, is_fatal in [
+        (window(1, 1) + priority_frame(1) + frame(RESET, 0, 1, bytes(4)), None),
         (LAST, FaultCode.STREAM_CLOSED),
         (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
         engine = Engine().take(OPENED + ASKED)
         engine.http2.sending.send_response(engine.stream(1), FORM, (b"data",))
         assert not engine.http2.streams
-        assert engine.take(late).gone is ends
+        assert engine.take(late_frame).gone is is_fatal
 
 
 def test_too_many_concurrent_streams_are_refused() -> None:
@@ -309,7 +318,7 @@ def test_a_response_may_overlap_its_request() -> None:
     sending, stream = engine.http2.sending, engine.stream(1)
     sending.send_head(stream, b"\x88")
     sending.send_data(stream, b"some")
-    engine.take(LAST + window(1, 5) + priority(1))
+    engine.take(LAST + window(1, 5) + priority_frame(1))
     sending.send_data(stream, b"more")
     sending.send_trailers(stream, b"\x88")
     sent = engine.flush()
@@ -320,12 +329,12 @@ def test_a_response_may_overlap_its_request() -> None:
 def test_data_beyond_the_window_is_refused() -> None:
     """6.9.1: the window of a stream; window updates and padding count."""
     limits = Limits(window=65535, frame=16384)
-    full = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
-    assert Engine(limits).take(OPENED + BEGUN + full).resets == {}
-    one_more = Engine(limits).take(OPENED + BEGUN + full + frame(DATA, 0, 1, b"x"))
+    full_window = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
+    assert Engine(limits).take(OPENED + BEGUN + full_window).resets == {}
+    one_more = Engine(limits).take(OPENED + BEGUN + full_window + frame(DATA, 0, 1, b"x"))
     assert one_more.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
     assert one_more.requests[1].cancelled
-    granted = Engine(limits).take(OPENED + BEGUN + full)
+    granted = Engine(limits).take(OPENED + BEGUN + full_window)
     granted.http2.send_window_update(granted.stream(1), 6)
     assert granted.take(frame(DATA, PADDED, 1, b"\4" + bytes(5))).resets == {}
     granted.take(frame(DATA, PADDED, 1, b"\0"))
@@ -346,8 +355,8 @@ def test_padding_is_returned_to_the_window() -> None:
 def test_the_window_of_the_connection_is_refilled() -> None:
     """6.9.1: what streams are granted is all that holds a client back."""
     engine = Engine(Limits(frame=2**20, window=2**20))
-    first = [item for item in engine.sent if item.kind == WINDOW]
-    assert [(item.stream, item.payload) for item in first] == [
+    window_updates = [item for item in engine.sent if item.kind == WINDOW]
+    assert [(item.stream, item.payload) for item in window_updates] == [
         (0, struct.pack(">I", 2**31 - 65536))
     ]
     engine.take(OPENED + BEGUN)
@@ -363,6 +372,6 @@ def test_the_window_of_the_connection_is_refilled() -> None:
 def test_acknowledgements_are_no_requests() -> None:
     """6.5: an acknowledgement of ours is answered by nothing."""
     engine = Engine().take(OPENED)
-    before = len(engine.sent)
+    sent_before = len(engine.sent)
     engine.take(frame(SETTINGS, ACK, 0))
-    assert len(engine.sent) == before
+    assert len(engine.sent) == sent_before

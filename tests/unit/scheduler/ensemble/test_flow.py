@@ -14,9 +14,9 @@ from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
 KIND = TensorKind("BYTES", (1,))
 
 
-def value(text: str, freed: list[str] | None = None, holds: bool = True) -> Value:
+def value(text: str, freed: list[str] | None = None, holds_value: bool = True) -> Value:
     memory = None if freed is None else Holding(lambda: freed.append(text))
-    return Value(KIND, text.encode(), memory, holds)
+    return Value(KIND, text.encode(), memory, holds_value)
 
 
 @st.composite
@@ -25,10 +25,10 @@ def graphs(draw: st.DrawFn) -> Graph:
     tensors = ["IN"]
     steps: list[StepNode] = []
     for index in range(draw(st.integers(1, 7))):
-        read = draw(st.lists(st.sampled_from(tensors), min_size=1, max_size=3, unique=True))
+        read_tensors = draw(st.lists(st.sampled_from(tensors), min_size=1, max_size=3, unique=True))
         condition = draw(st.sampled_from(["", "", *tensors]))
         tensor_names = [f"t{index}.{n}" for n in range(draw(st.integers(1, 2)))]
-        inputs = {f"i{n}": tensor for n, tensor in enumerate(read)}
+        inputs = {f"i{n}": tensor for n, tensor in enumerate(read_tensors)}
         outputs = {f"o{n}": tensor for n, tensor in enumerate(tensor_names)}
         steps.append(StepNode(index, "m", "", inputs, outputs, condition))
         tensors += tensor_names
@@ -37,24 +37,24 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 def models(
-    many: tuple[int, ...] = (),
+    stream_steps: tuple[int, ...] = (),
     optional: tuple[str, ...] = (),
     devices: Mapping[int, int] | None = None,
 ) -> Callable[[StepNode], ModelProperties]:
     """Return the models of a graph's steps.
 
     Args:
-        many: The indices of the steps that give any number of responses.
+        stream_steps: The indices of the steps that give any number of responses.
         optional: The inputs that are optional for each step.
         devices: The devices of steps, by index.
     """
     return lambda step: ModelProperties(
-        step.index in many, frozenset(optional), (devices or {}).get(step.index)
+        step.index in stream_steps, frozenset(optional), (devices or {}).get(step.index)
     )
 
 
-def plan(graph: Graph, many: tuple[int, ...] = (), optional: tuple[str, ...] = ()) -> Plan:
-    return Plan(graph, graph.outputs, models(many, optional))
+def plan(graph: Graph, stream_steps: tuple[int, ...] = (), optional: tuple[str, ...] = ()) -> Plan:
+    return Plan(graph, graph.outputs, models(stream_steps, optional))
 
 
 def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
@@ -65,7 +65,7 @@ def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     )
 
 
-def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
+def expected_results(graph: Graph, false_tensors: set[str]) -> tuple[set[int], set[str]]:
     """Return the steps that run and the outputs that exist, computed from the definition."""
     needed = graph.needed_steps(graph.outputs)
     runs: set[int] = set()
@@ -74,7 +74,7 @@ def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
         if step.index not in needed:
             continue
         lacks = any(tensor in skipped for tensor in step.inputs.values())
-        if lacks or (step.condition and step.condition in skipped | false):
+        if lacks or (step.condition and step.condition in skipped | false_tensors):
             skipped.update(step.outputs.values())
         else:
             runs.add(step.index)
@@ -85,11 +85,11 @@ def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
 def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.DataObject) -> None:
     """Section 3.7: holds for every order in which steps end; each value is released once."""
     tensor_names = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
-    false = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
+    false_tensors = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
     freed: list[str] = []
     flow = Flow(plan(graph))
-    flow.begin([("IN", value("IN", freed, "IN" not in false))])
-    ran: list[int] = []
+    flow.begin([("IN", value("IN", freed, "IN" not in false_tensors))])
+    started_steps: list[int] = []
     created = ["IN"]
     running: list[Firing] = []
     while True:
@@ -98,14 +98,16 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
         if not running:
             break
         firing = running.pop(data.draw(st.integers(0, len(running) - 1)))
-        ran.append(firing.step.index)
+        started_steps.append(firing.step.index)
         routed = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
         created += routed.values()
-        respond(flow, firing, {n: value(t, freed, t not in false) for n, t in routed.items()})
+        respond(
+            flow, firing, {n: value(t, freed, t not in false_tensors) for n, t in routed.items()}
+        )
         for used in firing.inputs.values():
             used.release()
-    runs, outputs = expected(graph, false)
-    assert sorted(ran) == sorted(runs)
+    runs, outputs = expected_results(graph, false_tensors)
+    assert sorted(started_steps) == sorted(runs)
     (response,) = flow.responses
     assert response.keys() == outputs
     flow.close()
@@ -126,12 +128,16 @@ STREAM = Graph(
 
 @given(st.permutations(["many", "many", "many", "once"]))
 def test_a_stream_is_joined_with_single_tensors_in_any_order(order: list[str]) -> None:
-    flow = Flow(plan(STREAM, many=(0,)))
+    flow = Flow(plan(STREAM, stream_steps=(0,)))
     flow.begin([("IN", value("IN"))])
-    many, once = sorted(flow.firings, key=lambda firing: firing.step.index)
+    stream_firing, single_firing = sorted(flow.firings, key=lambda firing: firing.step.index)
     flow.firings.clear()
-    for index, which in enumerate(order):
-        respond(flow, many if which == "many" else once, {"Y": value(f"{which}{index}")})
+    for index, source in enumerate(order):
+        respond(
+            flow,
+            stream_firing if source == "many" else single_firing,
+            {"Y": value(f"{source}{index}")},
+        )
     assert [firing.number for firing in flow.firings] == [0, 1, 2]
     for firing in flow.firings:
         respond(flow, firing, {"Y": value("out")})
@@ -158,8 +164,8 @@ def test_a_skipped_stream_is_one_response_without_it() -> None:
     graph = Graph(
         "e", (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),), ("IN",), ("OUT",)
     )
-    flow = Flow(plan(graph, many=(0,)))
-    flow.begin([("IN", value("IN", holds=False))])
+    flow = Flow(plan(graph, stream_steps=(0,)))
+    flow.begin([("IN", value("IN", holds_value=False))])
     assert (flow.firings, flow.responses) == ([], [{}])
 
 
@@ -183,9 +189,11 @@ def test_only_tensors_with_one_reader_stay_on_a_device(
     plan = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():
-            readers = [each.index for each in plan.steps.values() if (tensor, True) in each.reads]
+            readers = [
+                reader.index for reader in plan.steps.values() if (tensor, True) in reader.reads
+            ]
             around = {devices.get(index) for index in readers}
             around.add(devices.get(step.index) if step.index in plan.steps else None)
             free = tensor in graph.outputs or tensor in graph.conditions
-            stays = readers and not free and len(around) == 1 and None not in around
-            assert plan.devices.get(tensor) == (around.pop() if stays else None)
+            stays_on_device = readers and not free and len(around) == 1 and None not in around
+            assert plan.devices.get(tensor) == (around.pop() if stays_on_device else None)

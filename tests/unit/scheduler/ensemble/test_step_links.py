@@ -28,16 +28,16 @@ class Neighbour:
 
 def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> None:
     """A link must be opened first, because nothing was submitted to the new endpoint yet."""
-    links, there = InProcessLinks(), f"ipc://{tmp_path}/s2"
-    with contextlib.closing(Router(there)) as router:
+    links, new_endpoint = InProcessLinks(), f"ipc://{tmp_path}/s2"
+    with contextlib.closing(Router(new_endpoint)) as router:
         steps = StepSchedulers(DescriptorWaiter(), links, b"1.1", lambda endpoint, message: None)
         with contextlib.closing(steps):
             client: SchedulerClient[Any] = SchedulerClient(steps)
-            before = Neighbour(links, "s1")
+            neighbour = Neighbour(links, "s1")
             client.release("s1", [READ])
-            assert before.received == [READ]
+            assert neighbour.received == [READ]
             links.remove("s1")
-            client.successors.add("s1", there)
+            client.successors.add("s1", new_endpoint)
             client.handle_loss("s1")
             client.release("s1", [READ])
             steps.flush()

@@ -10,7 +10,7 @@ from shmserve.scheduler.generative.sequences import ROOT_KEY, BlockPool, block_k
 KEYS = [block_key(ROOT_KEY, array("i", [token])) for token in range(8)]
 
 
-def sealed(pool: BlockPool, count: int) -> list[int]:
+def seal_blocks(pool: BlockPool, count: int) -> list[int]:
     """Allocate and seal blocks with the first keys."""
     blocks = pool.allocate(count)
     for block, key in zip(blocks, KEYS, strict=False):
@@ -22,7 +22,7 @@ def test_only_the_single_holder_of_a_block_without_a_key_may_write_to_it() -> No
     pool = BlockPool(4)
     free, shared = pool.allocate(2)
     pool.share([shared])
-    (keyed,) = sealed(pool, 1)
+    (keyed,) = seal_blocks(pool, 1)
     assert [pool.writable(block) for block in (free, shared, keyed)] == [True, False, False]
 
 
@@ -37,24 +37,24 @@ def test_released_blocks_merge_to_one_extent(order: tuple[int, ...]) -> None:
 
 def test_a_table_grows_in_place() -> None:
     pool = BlockPool(16)
-    first = pool.allocate(2)
-    second = pool.allocate(2)
-    assert (first, second) == ([0, 1], [8, 9])
+    first_blocks = pool.allocate(2)
+    second_blocks = pool.allocate(2)
+    assert (first_blocks, second_blocks) == ([0, 1], [8, 9])
     assert pool.allocate(3, previous=1) == [2, 3, 4]
     assert pool.allocate(4, previous=4) == [5, 6, 7, 12]
 
 
 def test_a_cached_block_in_the_way_is_evicted() -> None:
     pool = BlockPool(4)
-    first, second = sealed(pool, 2)
-    pool.release([second])
-    assert pool.allocate(1, previous=first) == [second]
-    assert (pool.find(KEYS[0]), pool.find(KEYS[1])) == (first, None)
+    first_block, second_block = seal_blocks(pool, 2)
+    pool.release([second_block])
+    assert pool.allocate(1, previous=first_block) == [second_block]
+    assert (pool.find(KEYS[0]), pool.find(KEYS[1])) == (first_block, None)
 
 
 def test_the_least_recently_used_is_evicted_first_and_of_a_table_the_last() -> None:
     pool = BlockPool(4)
-    blocks = sealed(pool, 4)
+    blocks = seal_blocks(pool, 4)
     pool.release(blocks[:2])
     pool.release(blocks[2:])
     pool.share([blocks[1]])
@@ -66,19 +66,19 @@ def test_the_least_recently_used_is_evicted_first_and_of_a_table_the_last() -> N
 
 def test_with_wide_gaps_nothing_is_evicted_for_contiguity() -> None:
     pool = BlockPool(16)
-    kept = sealed(pool, 1)
-    pool.release(kept)
-    block_lists = [pool.allocate(1, previous=at) for at in (1, 3, 5, 7, 9, 11, 13)]
+    sealed_blocks = seal_blocks(pool, 1)
+    pool.release(sealed_blocks)
+    block_lists = [pool.allocate(1, previous=previous) for previous in (1, 3, 5, 7, 9, 11, 13)]
     assert all(block_lists)
     pool.allocate(2)
-    assert pool.find(KEYS[0]) == kept[0]
+    assert pool.find(KEYS[0]) == sealed_blocks[0]
 
 
 def test_the_first_of_two_with_one_content_is_found() -> None:
     pool = BlockPool(4)
-    (first,), (second,) = sealed(pool, 1), sealed(pool, 1)
-    assert pool.find(KEYS[0]) == first
-    pool.release([second])
+    (first_block,), (second_block,) = seal_blocks(pool, 1), seal_blocks(pool, 1)
+    assert pool.find(KEYS[0]) == first_block
+    pool.release([second_block])
     assert (pool.available, pool.cached, pool.used) == (3, 0, 1)
-    pool.release([first])
+    pool.release([first_block])
     assert (pool.available, pool.cached, pool.used) == (4, 1, 0)

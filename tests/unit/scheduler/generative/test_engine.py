@@ -14,18 +14,18 @@ from tests.simulation.generative import VARIANTS, EngineRig, Schedule, engine_se
 from tests.support.generative_worker import END, VOCABULARY
 
 
-def rig_of(**settings: Any) -> EngineRig:
+def make_rig(**settings: Any) -> EngineRig:
     return EngineRig(engine_settings(**settings))
 
 
-def submit(rig: EngineRig, prompt: list[int], most: int, **more: Any) -> Generation[None]:
-    generation = rig.submit(prompt, most, **more)
+def submit(rig: EngineRig, prompt: list[int], max_tokens: int, **settings: Any) -> Generation[None]:
+    generation = rig.submit(prompt, max_tokens, **settings)
     assert generation is not None
     return generation
 
 
 def test_one_request_has_its_tokens() -> None:
-    rig = rig_of()
+    rig = make_rig()
     generation = submit(rig, list(range(1, 10)), 20)
     rig.drain()
     rig.verify(generation, [0])
@@ -44,7 +44,7 @@ def test_any_schedule_generates_the_tokens_of_each_request_alone(seed: int) -> N
 @pytest.mark.parametrize(("blocks", "seats"), [(14, 4), (20, 4), (20, 8), (64, 8)])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
-    rig = rig_of(kv_cache_blocks=blocks, max_batch_size=seats, preemption_mode=mode)
+    rig = make_rig(kv_cache_blocks=blocks, max_batch_size=seats, preemption_mode=mode)
     search = BeamSearch(3, 0.7, "false", [END, 7, 19])
     random_ = random.Random(blocks)
     for _ in range(8):
@@ -57,7 +57,7 @@ def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
 
 
 def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
-    rig = rig_of(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
+    rig = make_rig(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
     search = BeamSearch(2, 0.7, "false", [END, 7, 19])
     submit(rig, [1] * 4, 11, beams=search)
     submit(rig, [2] * 8, 13)
@@ -68,7 +68,7 @@ def test_beams_without_a_seat_take_none_from_other_sequences() -> None:
 
 
 def test_beams_continue_from_shared_blocks() -> None:
-    rig = rig_of()
+    rig = make_rig()
     submit(rig, [5] * 10, 6, beams=BeamSearch(3, 1.0, "false", []))
     rig.drain()
     counts = rig.engine.counts
@@ -77,34 +77,34 @@ def test_beams_continue_from_shared_blocks() -> None:
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
-    rig = rig_of()
+    rig = make_rig()
     prompt = [5] * 33
     submit(rig, prompt, 2)
     rig.drain()
-    before = rig.engine.counts.prefilled
-    second = submit(rig, [*prompt, 8], 2)
+    prefilled_before = rig.engine.counts.prefilled
+    second_generation = submit(rig, [*prompt, 8], 2)
     rig.drain()
-    assert second.cached == 32
-    assert rig.engine.counts.prefilled - before == 2
-    whole = submit(rig, prompt, 2, ignores_prefix_cache=True)
+    assert second_generation.cached == 32
+    assert rig.engine.counts.prefilled - prefilled_before == 2
+    uncached = submit(rig, prompt, 2, ignores_prefix_cache=True)
     rig.drain()
-    assert whole.cached == 0
+    assert uncached.cached == 0
 
 
 def test_swapped_blocks_are_found_by_other_sequences() -> None:
-    rig = rig_of(kv_cache_blocks=8, preemption_mode="swap")
-    _, second = (submit(rig, [token] * 12, 12) for token in (1, 2))
+    rig = make_rig(kv_cache_blocks=8, preemption_mode="swap")
+    _, second_generation = (submit(rig, [token] * 12, 12) for token in (1, 2))
     rig.drain()
     assert rig.engine.counts.swapped_in
-    tokens, _ = rig.ended[second.key, 0]
-    again = submit(rig, [*second.prompt, *tokens], 1)
+    tokens, _ = rig.ended[second_generation.key, 0]
+    repeated = submit(rig, [*second_generation.prompt, *tokens], 1)
     rig.drain()
     assert len(tokens) == 12
-    assert again.cached == 20
+    assert repeated.cached == 20
 
 
 def test_a_generation_that_can_never_run_is_rejected() -> None:
-    rig = rig_of(kv_cache_blocks=4)
+    rig = make_rig(kv_cache_blocks=4)
     assert rig.submit([1] * 10, 8) is None
     assert rig.submit([1], 2, beams=BeamSearch(9, 1.0, "false", [])) is None
     assert rig.submit([1] * 10, 2, beams=BeamSearch(4, 1.0, "false", [])) is None
@@ -113,7 +113,7 @@ def test_a_generation_that_can_never_run_is_rejected() -> None:
 
 @pytest.mark.parametrize("preemption", [True, False])
 def test_more_samples_than_rows_run_one_after_the_other(preemption: bool) -> None:
-    rig = rig_of(kv_cache_blocks=32, max_batch_size=3, enable_preemption=preemption)
+    rig = make_rig(kv_cache_blocks=32, max_batch_size=3, enable_preemption=preemption)
     generation = submit(rig, [5] * 9, 4, samples=11)
     rig.drain()
     assert {sample for key, sample in rig.ended if key == generation.key} == set(range(11))
@@ -121,10 +121,10 @@ def test_more_samples_than_rows_run_one_after_the_other(preemption: bool) -> Non
 
 
 def test_without_preemption_all_samples_must_fit_together() -> None:
-    assert rig_of(kv_cache_blocks=8).submit([1] * 12, 13, samples=4) is not None
-    for blocks, fits in ((19, True), (18, False)):
-        rig = rig_of(kv_cache_blocks=blocks, enable_preemption=False)
-        assert (rig.submit([1] * 12, 13, samples=4) is not None) == fits
+    assert make_rig(kv_cache_blocks=8).submit([1] * 12, 13, samples=4) is not None
+    for blocks, all_fit in ((19, True), (18, False)):
+        rig = make_rig(kv_cache_blocks=blocks, enable_preemption=False)
+        assert (rig.submit([1] * 12, 13, samples=4) is not None) == all_fit
         rig.drain()
         assert not any(rig.engine.counts.preemptions.values())
 
@@ -132,44 +132,49 @@ def test_without_preemption_all_samples_must_fit_together() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: str) -> None:
-    rig = rig_of(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
+    rig = make_rig(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
     waiting = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
-    began: list[int] = []
+    start_order: list[int] = []
     while rig.turn():
         going = [generation for generation in waiting if generation.sequences]
         running = [generation.sequences[0].status is SequenceStatus.RUNNING for generation in going]
         assert running == sorted(running, reverse=True)
-        began += [generation.key for generation in going if generation.sequences[0].generated == 1]
-    assert began == sorted(began)
+        start_order += [
+            generation.key for generation in going if generation.sequences[0].generated == 1
+        ]
+    assert start_order == sorted(start_order)
     assert rig.engine.counts.preemptions[mode]
 
 
 def test_the_last_sequence_in_order_is_preempted() -> None:
-    rig = rig_of(kv_cache_blocks=8, scheduling_policy="priority")
-    later = submit(rig, [1] * 12, 12, priority=3)
+    rig = make_rig(kv_cache_blocks=8, scheduling_policy="priority")
+    later_generation = submit(rig, [1] * 12, 12, priority=3)
     rig.turn()
-    first = submit(rig, [2] * 12, 12)
+    first_generation = submit(rig, [2] * 12, 12)
     rig.drain()
-    assert (first.preemptions, later.preemptions) == (0, 1)
+    assert (first_generation.preemptions, later_generation.preemptions) == (0, 1)
 
 
 def test_a_step_that_preempted_admits_no_request() -> None:
-    rig = rig_of(kv_cache_blocks=9, max_batch_size=2)
-    _, second, third = (
+    rig = make_rig(kv_cache_blocks=9, max_batch_size=2)
+    _, second_generation, third_generation = (
         submit(rig, [token] * length, 12) for token, length in ((1, 12), (2, 16), (3, 4))
     )
     while rig.turn():
-        if second.sequences and second.sequences[0].status is not SequenceStatus.RUNNING:
-            assert third.sequences[0].status is SequenceStatus.WAITING
-    assert second.preemptions
+        if (
+            second_generation.sequences
+            and second_generation.sequences[0].status is not SequenceStatus.RUNNING
+        ):
+            assert third_generation.sequences[0].status is SequenceStatus.WAITING
+    assert second_generation.preemptions
 
 
 def test_sequences_of_the_running_step_are_not_preempted() -> None:
-    rig = rig_of(kv_cache_blocks=9, prefill_chunk_size=4)
-    long, short = submit(rig, [1] * 28, 2), submit(rig, [2] * 4, 12)
+    rig = make_rig(kv_cache_blocks=9, prefill_chunk_size=4)
+    long_generation, short_generation = submit(rig, [1] * 28, 2), submit(rig, [2] * 4, 12)
     rig.drain()
-    assert (long.preemptions, short.preemptions) == (1, 0)
-    for generation in (long, short):
+    assert (long_generation.preemptions, short_generation.preemptions) == (1, 0)
+    for generation in (long_generation, short_generation):
         rig.verify(generation, [0])
 
 
@@ -177,67 +182,69 @@ def test_sequences_of_the_running_step_are_not_preempted() -> None:
 def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
     speculation = {"enabled": True, "adaptive_length": False, "num_spec_tokens": 4}
     rig = EngineRig(engine_settings(speculative_decoding=speculation), proposals)
-    first = submit(rig, [4] * 5, 20)
+    first_generation = submit(rig, [4] * 5, 20)
     rig.drain()
-    tokens, why = rig.ended[first.key, 0]
-    assert why == "length"
+    tokens, finish_reason = rig.ended[first_generation.key, 0]
+    assert finish_reason == "length"
     # The prompt, and 19 tokens in steps of 4 + 1, 4 + 1, 4 + 1 and 3 + 1.
     assert rig.rows == 5 or proposals < 3
     assert rig.engine.counts.prefilled == 5
     assert not rig.engine.counts.copied_on_write
-    again = submit(rig, [*first.prompt, *tokens], 1)
+    repeated = submit(rig, [*first_generation.prompt, *tokens], 1)
     rig.drain()
-    assert again.cached == 24
+    assert repeated.cached == 24
 
 
 def test_prompts_do_not_delay_decoding_sequences() -> None:
-    rig = rig_of(prefill_chunk_size=16, max_prefill_tokens=16, max_tokens_per_batch=16)
-    first = submit(rig, [1] * 5, 12)
+    rig = make_rig(prefill_chunk_size=16, max_prefill_tokens=16, max_tokens_per_batch=16)
+    first_generation = submit(rig, [1] * 5, 12)
     rig.turn()
-    long = submit(rig, [2] * 100, 2)
+    long_generation = submit(rig, [2] * 100, 2)
     for generated in range(2, 8):
         rig.turn()
-        assert first.sequences[0].generated == generated
+        assert first_generation.sequences[0].generated == generated
     # Beside a decoded token, 15 tokens of the budget remain. A chunk below 16 may be cut anywhere.
-    assert long.sequences[0].computed == 6 * 15
+    assert long_generation.sequences[0].computed == 6 * 15
 
 
 def test_prompts_are_cut_at_multiples_of_16() -> None:
-    rig = rig_of(prefill_chunk_size=32, max_prefill_tokens=40)
-    first, second = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
+    rig = make_rig(prefill_chunk_size=32, max_prefill_tokens=40)
+    first_generation, second_generation = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
     rig.turn()
-    computed = [each.sequences[0].computed for each in (first, second)]
+    computed = [
+        submitted.sequences[0].computed for submitted in (first_generation, second_generation)
+    ]
     assert computed == [32, 0]  # the remaining 8 tokens of the step are no multiple of the chunk
-    rig = rig_of(prefill_chunk_size=29)
+    rig = make_rig(prefill_chunk_size=29)
     generation = submit(rig, [1] * 70, 1)
     rig.turn()
     assert generation.sequences[0].computed == 16
 
 
 def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
-    rig = rig_of(target_itl_ms=2.0)
+    rig = make_rig(target_itl_ms=2.0)
     submit(rig, [1] * 5, 20)
     rig.turn()
-    long = submit(rig, [2] * 100, 2)
+    long_generation = submit(rig, [2] * 100, 2)
     rig.turn()
-    assert long.sequences[0].computed == 16
+    assert long_generation.sequences[0].computed == 16
 
 
 @pytest.mark.parametrize(("token_ms", "computed"), [(0.1, 200), (1.0, 64)])
 def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
     token_ms: float, computed: int
 ) -> None:
-    rig = rig_of(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
+    rig = make_rig(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
     submit(rig, [1] * 5, 20)
     rig.turn()
     rig.engine.times._weights = [20.0, 1.0, token_ms, 0.0]
-    long = submit(rig, [2] * 200, 2)
+    long_generation = submit(rig, [2] * 200, 2)
     rig.turn()
-    assert long.sequences[0].computed == computed
+    assert long_generation.sequences[0].computed == computed
 
 
 def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
-    rig = rig_of(speculative_decoding={"enabled": True})
+    rig = make_rig(speculative_decoding={"enabled": True})
     search = BeamSearch(3, 1.0, "false", [])
     for _ in range(2):
         submit(rig, [1] * 5, 9)
@@ -252,13 +259,16 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
 
 
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:
-    rig = rig_of(scheduling_policy="sjf", max_batch_size=2, max_wait_time_ms=50.0)
-    long = submit(rig, [1] * 40, 20)
+    rig = make_rig(scheduling_policy="sjf", max_batch_size=2, max_wait_time_ms=50.0)
+    long_generation = submit(rig, [1] * 40, 20)
     for turn in range(200):
         for _ in range(2):
             submit(rig, [2 + turn % 40], 3)
         rig.turn()
-        if long.sequences and long.sequences[0].status is SequenceStatus.RUNNING:
+        if (
+            long_generation.sequences
+            and long_generation.sequences[0].status is SequenceStatus.RUNNING
+        ):
             assert turn > 40
             break
     else:

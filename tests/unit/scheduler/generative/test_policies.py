@@ -19,8 +19,8 @@ def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -
     """Return a sequence that arrived before NOW and computes `tokens` tokens in all."""
     prompt = array("i", [1] * (tokens // 2))
     arrived = NOW - int(waited_s * S)
-    most = tokens - len(prompt)
-    generation: Generation[None] = Generation(None, number, arrived, prompt, most)
+    max_tokens = tokens - len(prompt)
+    generation: Generation[None] = Generation(None, number, arrived, prompt, max_tokens)
     generation.priority = priority
     return Sequence(number, generation, 0, prompt[:])
 
@@ -40,27 +40,38 @@ FIRST: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("policy", "first", "then"), FIRST)
+@pytest.mark.parametrize(("policy", "first_values", "second_values"), FIRST)
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
 def test_the_order_of_sequences(
-    policy: str, first: dict[str, Any], then: dict[str, Any], numbers: tuple[int, int]
+    policy: str,
+    first_values: dict[str, Any],
+    second_values: dict[str, Any],
+    numbers: tuple[int, int],
 ) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy}), NOW)
-    one, other = (
+    lower, higher = (
         sequence(number, **{"tokens": 9, **policy_value})
-        for number, policy_value in zip(numbers, (first, then), strict=True)
+        for number, policy_value in zip(numbers, (first_values, second_values), strict=True)
     )
-    assert rank(one) < rank(other)
+    assert rank(lower) < rank(higher)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 def test_ties_are_broken_by_arrival_then_by_number(policy: str) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy, "max_wait_time_ms": 1}), NOW)
-    first, then, last = sequence(3, 9, 2), sequence(1, 9, 1), sequence(2, 9, 1)
-    assert sorted([last, then, first], key=rank) == [first, then, last]
+    first_sequence, second_sequence, last_sequence = (
+        sequence(3, 9, 2),
+        sequence(1, 9, 1),
+        sequence(2, 9, 1),
+    )
+    assert sorted([last_sequence, second_sequence, first_sequence], key=rank) == [
+        first_sequence,
+        second_sequence,
+        last_sequence,
+    ]
 
 
-def learned(steps: int = 400) -> StepTimes:
+def learn_step_times(steps: int = 400) -> StepTimes:
     """Return estimates learned from steps of 4 ms, plus 1 ms per decoded and 0.25 ms per prompt
     token.
     """
@@ -72,7 +83,7 @@ def learned(steps: int = 400) -> StepTimes:
 
 
 def test_the_time_of_a_step_is_learned() -> None:
-    times = learned()
+    times = learn_step_times()
     assert times.expected_ms(StepWork(8, 0)) == pytest.approx(12, rel=0.05)
     assert times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
 
@@ -108,11 +119,11 @@ def test_similar_steps_do_not_distort_the_estimate() -> None:
     st.floats(0.5, 200),
 )
 def test_the_estimate_converges_to_repeated_observations(
-    before: list[tuple[int, int, int, float]], decoded: int, took_ms: float
+    observations: list[tuple[int, int, int, float]], decoded: int, took_ms: float
 ) -> None:
     times = StepTimes()
-    for *work, took in before:
-        times.observe(StepWork(*work), took)
+    for *step_work, observed_ms in observations:
+        times.observe(StepWork(*step_work), observed_ms)
     for _ in range(600):
         times.observe(StepWork(decoded), took_ms)
     assert times.expected_ms(StepWork(decoded)) == pytest.approx(took_ms, rel=0.05)
@@ -120,7 +131,7 @@ def test_the_estimate_converges_to_repeated_observations(
 
 
 def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
-    times = learned()
+    times = learn_step_times()
     assert times.fitting_tokens(StepWork(8, 0), 0, 31.0) == 64  # 19 ms remain, enough for 76 tokens
     assert times.fitting_tokens(StepWork(0, 0), 0, 33.0) == 112
     assert times.fitting_tokens(StepWork(8, 0), 0, 5.0) == 16
@@ -130,20 +141,20 @@ def test_a_chunk_fits_the_target_beside_decoding_sequences() -> None:
 def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
     """At the end of the prompt, attention costs as much as the linear layers, as on a CPU."""
 
-    def took_ms(load: StepWork) -> float:
+    def step_ms(load: StepWork) -> float:
         return 5 + load.decoded + load.prefilled / 5 + load.pairs * 20e-5
 
     times, chunks = StepTimes(), []
     for _ in range(2):  # the estimates are learned in the first round
         for keys in range(100, 200):
             load = StepWork(4, 0, 4 * keys)
-            times.observe(load, took_ms(load))
+            times.observe(load, step_ms(load))
         begin, steps = 0, []
         while begin < 900:
             count = times.fitting_tokens(StepWork(4, 0, 800), begin, 50.0)
             load = StepWork(4, count, 800 + count * (begin + count))
             begin += count
-            steps.append(took_ms(load))
+            steps.append(step_ms(load))
             times.observe(load, steps[-1])
             chunks.append(count)
     assert max(steps) < 53
@@ -152,7 +163,7 @@ def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
 
 
 def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
-    times = learned()
+    times = learn_step_times()
     for _ in range(100):
         times.observe_copies(10, 20.0)
     assert times.copy_ms == pytest.approx(2.0, rel=0.05)
@@ -161,7 +172,7 @@ def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
 
 
 def test_drafts_are_as_long_as_pays() -> None:
-    times = learned()
+    times = learn_step_times()
     for _ in range(100):
         times.observe_drafts(4, 0.4)
     assert times.draft_length(1, 0.9, 4) == 4
@@ -173,7 +184,7 @@ def test_drafts_are_as_long_as_pays() -> None:
 
 
 def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
-    times = learned()
+    times = learn_step_times()
     for _ in range(100):
         times.observe_drafts(4, 4.0)
     assert times.draft_ms == pytest.approx(1.0, rel=0.05)
@@ -194,9 +205,9 @@ def test_rejected_drafts_cause_a_pause() -> None:
 
 
 def test_drafts_after_a_rejected_one_are_not_observations() -> None:
-    once, refused = Acceptance(0.5), Acceptance(0.5)
-    once.observe(1, 0)
-    refused.observe(4, 0)
-    assert once.rate == refused.rate < 0.5
-    refused.observe(4, 4)
-    assert refused.rate > 0.5
+    one_draft, four_drafts = Acceptance(0.5), Acceptance(0.5)
+    one_draft.observe(1, 0)
+    four_drafts.observe(4, 0)
+    assert one_draft.rate == four_drafts.rate < 0.5
+    four_drafts.observe(4, 4)
+    assert four_drafts.rate > 0.5

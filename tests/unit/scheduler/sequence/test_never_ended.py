@@ -50,7 +50,7 @@ class Table:
         self.now += IDLE_NS
         self.sequences.expire_idle(self.now)
 
-    def kept(self) -> int:
+    def count_kept(self) -> int:
         """Return the number of sequences, slots and ids in the table."""
         table = self.sequences
         waiting = sum(1 for _ in table.backlog)
@@ -63,20 +63,20 @@ def test_each_of_many_runs_once_and_is_forgotten() -> None:
     """Each sequence has a slot until it has been idle for too long."""
     table = Table()
     greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
-    other: Client[ScheduledRequest] = Client(b"7002.a", print)
+    other_client: Client[ScheduledRequest] = Client(b"7002.a", print)
     opened = 0
     while opened < MANY:
         for _ in range(SLOTS):
             opened += 1
             table.submit(greedy, opened, START)
         if opened % (SLOTS * 1000) == 0:
-            mine = table.submit(other, -1, START | END)
+            submitted = table.submit(other_client, -1, START | END)
             table.turn()
             table.turn()  # the new request runs after the requests that were already queued
-            assert mine in table.executed
+            assert submitted in table.executed
         else:
             table.turn()
-        assert table.kept() <= 3 * SLOTS
+        assert table.count_kept() <= 3 * SLOTS
     with pytest.raises(InvalidArgument, match="must specify the START flag"):
         table.submit(greedy, 5, 0)
 
@@ -85,16 +85,16 @@ def test_of_many_that_find_no_slot_so_many_wait() -> None:
     """Further sequences are rejected and leave no state. Another client still has its turn."""
     table = Table()
     greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
-    other: Client[ScheduledRequest] = Client(b"7002.a", print)
-    refused = 0
+    other_client: Client[ScheduledRequest] = Client(b"7002.a", print)
+    refusal_count = 0
     for sequence in range(MANY):
         try:
             table.submit(greedy, sequence, START)
         except QueueFull:
-            refused += 1
-    assert refused == MANY - SLOTS - MOST
-    assert table.kept() == SLOTS + MOST + MOST
-    mine = table.submit(other, -1, START)
+            refusal_count += 1
+    assert refusal_count == MANY - SLOTS - MOST
+    assert table.count_kept() == SLOTS + MOST + MOST
+    submitted = table.submit(other_client, -1, START)
     for _ in range(2):
         table.turn()
-    assert mine in table.executed
+    assert submitted in table.executed

@@ -26,7 +26,7 @@ def rig(request: pytest.FixtureRequest) -> SequenceRig:
     return SequenceRig(request.param)
 
 
-def error(rig: Rig) -> str:
+def only_error(rig: Rig) -> str:
     """Return the only error since the last call."""
     (answer,) = rig.answers()
     assert isinstance(answer, m.Failed) and answer.code == "INVALID_ARG"
@@ -39,7 +39,7 @@ def error(rig: Rig) -> str:
 @pytest.mark.parametrize("sequence", [0, ""])
 def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
     rig.request(sequence, START)
-    assert error(rig) == (
+    assert only_error(rig) == (
         "inference request to model 'm' must specify a non-zero or non-empty correlation ID"
     )
 
@@ -47,7 +47,7 @@ def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
 @pytest.mark.parametrize("rows", [0, 2])
 def test_3_3_batch_size_must_be_one(rig: SequenceRig, rows: int) -> None:
     rig.request(1, START, batch_size=rows)
-    assert error(rig) == (
+    assert only_error(rig) == (
         "inference request to model 'm' must specify batch-size 1 due to requirements of sequence "
         "batcher"
     )
@@ -60,11 +60,11 @@ def test_3_3_the_first_needs_start(rig: SequenceRig) -> None:
     )
     for sequence in (7, "seven"):
         rig.request(sequence)
-        assert error(rig) == text.format(sequence)
+        assert only_error(rig) == text.format(sequence)
     rig.request(7, START | END)
     rig.answers()
     rig.request(7)
-    assert error(rig) == text.format(7)
+    assert only_error(rig) == text.format(7)
 
 
 def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
@@ -76,7 +76,7 @@ def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
         control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
         rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
         rig.request(sequence, START)
-        assert error(rig) == (
+        assert only_error(rig) == (
             f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{sent_value}',"
             f" but model 'm' expects '{expected}'"
         )
@@ -132,15 +132,15 @@ def test_3_3_the_backlog_is_first_in_first_out(rig: SequenceRig) -> None:
 def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: SequenceRig) -> None:
     for sequence in (1, 2):
         rig.request(sequence, START)
-    first = [rig.request(3, START), rig.request(3, END)]
-    second = rig.request(3, START)
+    first_sequence = [rig.request(3, START), rig.request(3, END)]
+    restarted = rig.request(3, START)
     rig.request(1, END)
     rig.request(2, END)
     order = []
     while rig.runs():
         rig.done()
         order += list(rig.outcomes())
-    assert order.index(first[0]) < order.index(first[1]) and second in order
+    assert order.index(first_sequence[0]) < order.index(first_sequence[1]) and restarted in order
 
 
 def test_3_3_a_start_on_a_live_id_restarts_in_its_slot(rig: SequenceRig) -> None:
@@ -180,7 +180,7 @@ def test_3_3_an_idle_sequence_is_evicted_without_a_call_of_the_model() -> None:
     assert rig.batches() == {0: [2]}
     rig.answers()
     rig.request(1)
-    assert "must specify the START flag" in error(rig)
+    assert "must specify the START flag" in only_error(rig)
 
 
 def test_3_3_who_runs_or_waits_is_not_idle() -> None:
@@ -200,13 +200,13 @@ def test_3_3_who_runs_or_waits_is_not_idle() -> None:
 def test_3_3_the_default_idle_time_is_a_second_and_the_backlog_waits() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
-    waits = rig.request(2, START)
+    backlogged = rig.request(2, START)
     rig.pass_time(60_000 * MS)
     rig.done()
     rig.outcomes()
     rig.pass_time(1000 * MS)
     rig.done()
-    assert rig.outcomes() == {waits: None}
+    assert rig.outcomes() == {backlogged: None}
 
 
 # --- 3.3: time and cancellation -------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
     text = Beginning("timeout of the corresponding sequence has been expired")
     assert rig.outcomes() == dict.fromkeys(numbers, text)
     rig.request(2)
-    assert "must specify the START flag" in error(rig)
+    assert "must specify the START flag" in only_error(rig)
     assert rig.report()["inference_stats"]["fail"]["count"] == 3
 
 
@@ -256,17 +256,17 @@ def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
 
 def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceRig) -> None:
     rig.request(1, START)
-    late = rig.request(1, timeout_ns=5 * MS)
-    behind = rig.request(1)
+    expired = rig.request(1, timeout_ns=5 * MS)
+    later = rig.request(1)
     rig.pass_time(6 * MS)
     outcomes = rig.outcomes()
-    assert outcomes[late] == EXPIRED
-    assert "an earlier request of the sequence" in outcomes[behind]
+    assert outcomes[expired] == EXPIRED
+    assert "an earlier request of the sequence" in outcomes[later]
     rig.done()
     assert not rig.runs()
     rig.answers()
     rig.request(1)
-    assert "must specify the START flag" in error(rig)
+    assert "must specify the START flag" in only_error(rig)
 
 
 @pytest.mark.parametrize("slots", [0, 1])
@@ -275,17 +275,17 @@ def test_3_10_cancelling_a_request_cancels_later_ones_of_its_sequence(slots: int
     rig = SequenceRig(rows=1)
     if not slots:
         rig.request(9, START)
-    first = rig.request(1, START)
-    second, third = rig.request(1), rig.request(1)
-    rig.client(m.Cancel(second))
+    first_request = rig.request(1, START)
+    second_request, third_request = rig.request(1), rig.request(1)
+    rig.client(m.Cancel(second_request))
     outcomes = rig.outcomes()
-    assert set(outcomes) == {second, third}
+    assert set(outcomes) == {second_request, third_request}
     if not slots:
         rig.request(9, END)
         rig.done()
         rig.done()
     rig.done()
-    assert first in rig.outcomes()
+    assert first_request in rig.outcomes()
     # The slot is free again.
     rig.request(5, START)
     assert rig.batches()[0] == [5]
@@ -293,22 +293,22 @@ def test_3_10_cancelling_a_request_cancels_later_ones_of_its_sequence(slots: int
 
 def test_3_5_after_a_cancellation_the_next_start_is_a_new_sequence(rig: SequenceRig) -> None:
     rig.request(1, START)
-    second = rig.request(1)
-    again = rig.request(1, START)
-    rig.client(m.Cancel(second))
-    assert set(rig.outcomes()) == {second}
+    second_request = rig.request(1)
+    restarted = rig.request(1, START)
+    rig.client(m.Cancel(second_request))
+    assert set(rig.outcomes()) == {second_request}
     rig.done()
     assert [row.flags for row in rig.rows()] == [START]
     rig.done()
-    assert again in rig.outcomes()
+    assert restarted in rig.outcomes()
 
 
 def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -> None:
-    other = b"7001.ab"
+    other_client = b"7001.ab"
     rig.request(1, START)
-    rig.request(2, START, peer=other)
-    rig.request(3, START, peer=other)
-    rig.request(3, peer=other)
+    rig.request(2, START, peer=other_client)
+    rig.request(3, START, peer=other_client)
+    rig.request(3, peer=other_client)
     rig.supervisor(ProcessExited(7001, ""))
     while rig.runs():
         rig.done()
@@ -323,12 +323,12 @@ def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> 
     rig.done()
     rig.supervisor(Drain())
     rig.outcomes()
-    refused = [rig.request(1, START), rig.request(2, START)]
+    refused_starts = [rig.request(1, START), rig.request(2, START)]
     assert all("stopped accepting" in text for text in rig.outcomes().values())
-    assert len(refused) == 2
-    goes_on = rig.request(1)
+    assert len(refused_starts) == 2
+    continuing = rig.request(1)
     rig.done()
-    assert rig.outcomes() == {goes_on: None}
+    assert rig.outcomes() == {continuing: None}
 
 
 def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
@@ -362,19 +362,19 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     runs = rig.request(1, START)
     rig.request(2, START)
     rig.done(1)
-    waits = rig.request(1)
-    fresh = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
+    waiting = rig.request(1)
+    unstarted = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
     rig.outcomes()
     rig.die(0)
     outcomes = rig.outcomes()
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
-    assert text in outcomes.pop(runs) and text in outcomes.pop(waits) and not outcomes
+    assert text in outcomes.pop(runs) and text in outcomes.pop(waiting) and not outcomes
     rig.request(1)
-    assert "the state of this one was lost when the model's worker died" in error(rig)
+    assert "the state of this one was lost when the model's worker died" in only_error(rig)
     # The other instance runs it at once.
     assert rig.batches()[1] == [None, 3]
     rig.done(1)
-    assert rig.outcomes() == {fresh: None}
+    assert rig.outcomes() == {unstarted: None}
     rig.peers[0] = rig.start(0, 200)
     rig.request(1, START)
     assert rig.batches() == {0: [1]}
@@ -396,21 +396,21 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.done()
     for sequence in range(2, 16_384 + 4):
-        rig.scheduler.from_client(b"7009.ab", submitted(sequence), rig.now)
+        rig.scheduler.from_client(b"7009.ab", submit_message(sequence), rig.now)
     refusals = [answer for answer in rig.answers() if isinstance(answer, m.Failed)]
     assert len(refusals) == 1 and refusals[0].retry_after_s
     assert refusals[0].message == (
         "16384 sequences of this client wait for a slot of model 'm', and no more are allowed"
     )
-    mine, new = rig.request(1), rig.request(1_000_000, START)
+    open_request, new_start = rig.request(1), rig.request(1_000_000, START)
     outcomes = rig.outcomes()
-    while new not in outcomes:
+    while new_start not in outcomes:
         # Slots become free when idle sequences lose them. The clients take turns.
         while rig.runs():
             rig.done()
         rig.pass_time(1000 * MS)
         outcomes |= rig.outcomes()
-    assert outcomes[mine] is None and outcomes[new] is None
+    assert outcomes[open_request] is None and outcomes[new_start] is None
     assert len(outcomes) < 10
 
 
@@ -418,17 +418,17 @@ def test_connections_of_a_gateway_take_turns() -> None:
     """Sequences of other connections run between those of a connection that opens many."""
     rig = SequenceRig(rows=1)
     greedy = [rig.request(number, START | END, source=7) for number in range(1, 7)]
-    other = [rig.request(number, START | END, source=8) for number in (11, 12)]
-    ran: list[Any] = []
+    other_requests = [rig.request(number, START | END, source=8) for number in (11, 12)]
+    executed: list[Any] = []
     while rig.runs():
-        ran += rig.batches()[0]
+        executed += rig.batches()[0]
         rig.done()
     # Sequence 2 had the slot, and 3 was next before 11 arrived.
-    assert ran == [1, 2, 3, 11, 4, 12, 5, 6]
-    assert rig.outcomes() == dict.fromkeys([*greedy, *other])
+    assert executed == [1, 2, 3, 11, 4, 12, 5, 6]
+    assert rig.outcomes() == dict.fromkeys([*greedy, *other_requests])
 
 
-def submitted(sequence: int) -> m.Submit:
+def submit_message(sequence: int) -> m.Submit:
     return m.Submit(sequence, schema_of(), [b"w"], 0, 0, 0, 0, "", START, sequence, "")
 
 
@@ -448,12 +448,12 @@ def test_3_5_iterative_requests_have_an_id_and_are_rescheduled(strategy: str) ->
     rig.done()
     assert rig.outcomes() == {number: None}
     # The sequence has ended, so its slot is free at once.
-    other = rig.request(0)
+    cancelled = rig.request(0)
     (row,) = rig.rows()
     assert (row.correlation_id, row.flags, row.slot) == (2, START, 0)
-    rig.client(m.Cancel(other))
+    rig.client(m.Cancel(cancelled))
     rig.done(0, m.Reply(row.key, m.RESCHEDULED, ""))
-    assert rig.outcomes() == {other: "request cancelled"}
+    assert rig.outcomes() == {cancelled: "request cancelled"}
     assert not rig.runs()
 
 
@@ -516,7 +516,7 @@ def ended_slots(rig: SequenceRig) -> list[list[int]]:
     return [message.slots for _, message in sent if isinstance(message, m.EndSequences)]
 
 
-def begun(rig: SequenceRig, flags: int = START) -> None:
+def begin_sequence(rig: SequenceRig, flags: int = START) -> None:
     """Begin sequence 1 and complete its request."""
     rig.request(1, flags)
     rig.done()
@@ -524,15 +524,15 @@ def begun(rig: SequenceRig, flags: int = START) -> None:
 
 
 def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
-    begun(rig, START | END)
+    begin_sequence(rig, START | END)
     assert ended_slots(rig) == []
 
 
 def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
-    begun(rig)
+    begin_sequence(rig)
     rig.request(1)
-    second = rig.request(1, END)
-    rig.client(m.Cancel(second))
+    ending = rig.request(1, END)
+    rig.client(m.Cancel(ending))
     assert ended_slots(rig) == []  # the last request of the sequence still runs
     rig.done()
     assert ended_slots(rig) == [[0]]
@@ -541,7 +541,7 @@ def test_3_5_the_worker_is_notified_of_an_end_that_does_not_run(rig: SequenceRig
 
 
 def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: SequenceRig) -> None:
-    begun(rig)
+    begin_sequence(rig)
     rig.request(2, START)  # keeps the instance busy
     rig.request(1)
     rig.client(m.Cancel(rig.request(1)))
@@ -553,7 +553,7 @@ def test_3_5_the_worker_is_notified_if_the_last_request_was_not_the_end(rig: Seq
 
 def test_3_5_the_worker_is_notified_of_idle_sequences_before_the_next_begins() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
-    begun(rig)
+    begin_sequence(rig)
     rig.request(2, START)
     rig.pass_time(5000 * US)
     sent = [type(message) for _, message in rig.workers.take()]

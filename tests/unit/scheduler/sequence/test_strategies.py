@@ -46,9 +46,9 @@ def test_the_worked_example_of_one_instance() -> None:
     rig.request(1)
     rig.request(2, START)
     rig.done()
-    both = rig.rows()
-    assert [row.key > 0 for row in both] == [True, True]  # both rows have the control READY
-    assert [row.flags & START for row in both] == [0, 1]
+    rows = rig.rows()
+    assert [row.key > 0 for row in rows] == [True, True]  # both rows have the control READY
+    assert [row.flags & START for row in rows] == [0, 1]
 
 
 def test_3_4_rows_are_slots_up_to_the_highest_with_a_request() -> None:
@@ -101,7 +101,7 @@ def test_3_4_the_next_batch_is_made_when_the_last_has_returned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "waits"),
+    ("fields", "must_wait"),
     [
         ({"max_queue_delay_microseconds": 5000, "minimum_slot_utilization": 1.0}, True),
         ({"max_queue_delay_microseconds": 5000, "minimum_slot_utilization": 0.5}, False),
@@ -110,12 +110,12 @@ def test_3_4_the_next_batch_is_made_when_the_last_has_returned() -> None:
     ],
 )
 def test_3_4_delay_and_minimum_utilization_only_together(
-    fields: dict[str, float], waits: bool
+    fields: dict[str, float], must_wait: bool
 ) -> None:
     rig = SequenceRig(rows=2, strategy_fields=fields)
     rig.request(1, START)
-    assert rig.batches() == ({} if waits else {0: [1]})
-    if waits:
+    assert rig.batches() == ({} if must_wait else {0: [1]})
+    if must_wait:
         assert rig.wake_ns == rig.now + 5000 * US + 1
         rig.pass_time(5000 * US)
         assert rig.batches() == {}

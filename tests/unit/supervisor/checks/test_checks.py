@@ -148,11 +148,13 @@ CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("judge", "facts", "state", "found"), CASES)
-def test_judgement(judge: Callable[[Any], Verdict], facts: Any, state: str, found: str) -> None:
-    verdict = judge(facts)
+@pytest.mark.parametrize(("judge", "inspected", "state", "expected_text"), CASES)
+def test_judgement(
+    judge: Callable[[Any], Verdict], inspected: Any, state: str, expected_text: str
+) -> None:
+    verdict = judge(inspected)
     assert verdict.state == state
-    assert found in verdict.found
+    assert expected_text in verdict.found
     assert bool(verdict.fix) == (state != OK)
     lines = doctor.text("systemd units", verdict).splitlines()
     # Only a command is longer than 80 columns, because it is never broken.
@@ -163,16 +165,16 @@ _UPGRADE = "pip install --upgrade 'aiohttp>=3.11' 'pyzmq>=26' 'numpy>=1.26'"
 
 
 @pytest.mark.parametrize(
-    ("fix", "shown"),
+    ("fix", "shown_lines"),
     [
         (f"chmod -R u=rX /{'a b/' * 30}", [f"chmod -R u=rX /{'a b/' * 30}"]),
         (f"{_UPGRADE}, then start it", [f"{_UPGRADE},", "then start it"]),
         ("end it, or choose another port", ["end it, or choose another port"]),
     ],
 )
-def test_a_command_is_never_broken(fix: str, shown: list[str]) -> None:
+def test_a_command_is_never_broken(fix: str, shown_lines: list[str]) -> None:
     _, *lines = doctor.text("ports", Verdict(WRONG, "found", fix)).splitlines()
-    assert [line[24:] for line in lines] == shown
+    assert [line[24:] for line in lines] == shown_lines
 
 
 def test_every_check_is_tried_on_facts() -> None:
@@ -189,9 +191,9 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
-        where = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
+        paths = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
         verdicts = {
-            check.name: verdict for check, verdict in table.run_checks(config(*flags, *where))
+            check.name: verdict for check, verdict in table.run_checks(config(*flags, *paths))
         }
     assert not [
         name for name, verdict in verdicts.items() if "cannot be inspected" in verdict.found
@@ -237,15 +239,15 @@ def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_directory_that_a_start_would_refuse(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
-    facts = access.gather_run_directory(config(f"--run-dir={tmp_path}/run"))
-    assert "has mode 0755; it must be 0700" in facts.problem
+    inspected = access.gather_run_directory(config(f"--run-dir={tmp_path}/run"))
+    assert "has mode 0755; it must be 0700" in inspected.problem
 
 
-def state_is(state: str) -> Callable[[ServerConfig], str]:
+def always_state(state: str) -> Callable[[ServerConfig], str]:
     return lambda _: state
 
 
-def verdict_of(state: str) -> Verdict:
+def make_verdict(state: str) -> Verdict:
     return Verdict(state, "x", "y")
 
 
@@ -254,7 +256,7 @@ def test_exit_status_is_the_worst(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, status: int
 ) -> None:
     checks = [
-        table.HostCheck(name, state_is(model_state), verdict_of)
+        table.HostCheck(name, always_state(model_state), make_verdict)
         for name, model_state in (("one", OK), ("two", state), ("three", OK))
     ]
     monkeypatch.setattr(table.run_checks, "__defaults__", (checks,))
@@ -265,17 +267,17 @@ def test_exit_status_is_the_worst(
 
 
 def test_the_command() -> None:
-    ran = run_command("doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0")
-    assert ran.returncode in (0, 1, 2), ran.stderr
-    lines = ran.stdout.splitlines()
+    completed = run_command("doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0")
+    assert completed.returncode in (0, 1, 2), completed.stderr
+    lines = completed.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     names = [line[8:24].strip() for line in lines if line[0] != " "]
     assert names == [check.name for check in table.CHECKS]
 
 
 def test_wrong_flags_are_reported() -> None:
-    ran = run_command("doctor", "--http-prot=0")
-    assert (ran.returncode, ran.stderr) == (
+    completed = run_command("doctor", "--http-prot=0")
+    assert (completed.returncode, completed.stderr) == (
         2,
         "shmserve: unknown flag --http-prot, did you mean --http-port?\n",
     )
@@ -286,9 +288,9 @@ def test_a_program_holds_a_port() -> None:
     code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], "
     code += "flush=True); input()"
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as other:
-        assert other.stdin and other.stdout
-        port = int(other.stdout.readline())
-        assert [pid for pid, _ in port_users(port)] == [other.pid]
-        other.communicate(b"\n")
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdin and holder.stdout
+        port = int(holder.stdout.readline())
+        assert [pid for pid, _ in port_users(port)] == [holder.pid]
+        holder.communicate(b"\n")
     assert port_users(port) == []

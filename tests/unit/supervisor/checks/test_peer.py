@@ -23,15 +23,21 @@ CONFIG = server.from_flags(
 )
 
 
-def elsewhere(*names: str) -> access.PeerFacts:
+def simulate_other_files(*names: str) -> access.PeerFacts:
     """Simulate a process that sees other files under the same paths."""
     return PEER._replace(identities={**SEES, **dict.fromkeys(names, (9, 9))})
 
 
 @pytest.mark.parametrize(
-    ("changed", "facts", "name", "state", "found"),
+    ("changed", "peer_facts", "name", "state", "expected_text"),
     [
-        ({}, elsewhere("/dev/shm"), "/dev/shm", WRONG, "cannot find regions by their keys"),
+        (
+            {},
+            simulate_other_files("/dev/shm"),
+            "/dev/shm",
+            WRONG,
+            "cannot find regions by their keys",
+        ),
         (
             {},
             PEER._replace(identities={**SEES, "/dev/shm": None}),
@@ -39,25 +45,31 @@ def elsewhere(*names: str) -> access.PeerFacts:
             WRONG,
             "cannot find",
         ),
-        ({}, elsewhere("user"), "user", WARNING, "user namespace"),
+        ({}, simulate_other_files("user"), "user", WARNING, "user namespace"),
         ({}, PEER._replace(uid=7), "user", WRONG, "uid 7, and the server has uid 1000"),
         ({"group": 50}, PEER._replace(uid=7), "user", WRONG, "may not open its objects"),
         ({"group": 50}, PEER._replace(uid=7, groups=frozenset({50})), "user", OK, "--shm-group"),
         ({"process": PEER._replace(uid=0)}, PEER, "user", OK, "can open all objects"),
-        ({}, elsewhere("run directory"), "run dir", WARNING, "cannot find it"),
+        ({}, simulate_other_files("run directory"), "run dir", WARNING, "cannot find it"),
         ({"runs": False}, PEER, "run dir", OK, "no server is running"),
-        ({}, elsewhere("net"), "network", WARNING, "127.0.0.1 does not reach"),
-        ({}, elsewhere("ipc", "pid"), "devices", WARNING, "different ipc and pid namespace"),
+        ({}, simulate_other_files("net"), "network", WARNING, "127.0.0.1 does not reach"),
+        (
+            {},
+            simulate_other_files("ipc", "pid"),
+            "devices",
+            WARNING,
+            "different ipc and pid namespace",
+        ),
         ({}, PEER._replace(visible_devices="1"), "devices", WARNING, "is 1, the server's None"),
-        ({"devices": 0}, elsewhere("ipc"), "devices", OK, "no CUDA device"),
+        ({"devices": 0}, simulate_other_files("ipc"), "devices", OK, "no CUDA device"),
     ],
 )
 def test_judgement(
-    changed: dict[str, Any], facts: access.PeerFacts, name: str, state: str, found: str
+    changed: dict[str, Any], peer_facts: access.PeerFacts, name: str, state: str, expected_text: str
 ) -> None:
-    verdict = dict(access.judge_peer(SERVER._replace(**changed), facts))[f"peer's {name}"]
+    verdict = dict(access.judge_peer(SERVER._replace(**changed), peer_facts))[f"peer's {name}"]
     assert verdict.state == state
-    assert found in verdict.found
+    assert expected_text in verdict.found
     assert bool(verdict.fix) == (state != OK)
 
 
@@ -66,10 +78,14 @@ def test_a_process_like_the_server() -> None:
 
 
 def test_a_process_of_ours() -> None:
-    ours, other = access.gather_peer(CONFIG, os.getppid())
-    assert not ours.runs
-    assert other.identities["/dev/shm"] == ours.process.identities["/dev/shm"] is not None
-    assert other.uid == os.getuid()
+    own_process, other_process = access.gather_peer(CONFIG, os.getppid())
+    assert not own_process.runs
+    assert (
+        other_process.identities["/dev/shm"]
+        == own_process.process.identities["/dev/shm"]
+        is not None
+    )
+    assert other_process.uid == os.getuid()
 
 
 def test_there_is_no_such_process() -> None:
@@ -83,12 +99,12 @@ def test_a_process_with_another_shm() -> None:
     script = "mount -t tmpfs tmpfs /dev/shm && echo there && read line"
     pipe = subprocess.PIPE
     command = ["unshare", "--mount", "--net", "bash", "-c", script]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as other:
-        assert other.stdin and other.stdout and other.stderr
-        if other.stdout.readline() != b"there\n":
-            pytest.skip(f"no namespace: {other.stderr.read().decode()}")
-        verdicts = dict(access.judge_peer(*access.gather_peer(CONFIG, other.pid)))
-        other.communicate(b"\n")
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as other_process:
+        assert other_process.stdin and other_process.stdout and other_process.stderr
+        if other_process.stdout.readline() != b"there\n":
+            pytest.skip(f"no namespace: {other_process.stderr.read().decode()}")
+        verdicts = dict(access.judge_peer(*access.gather_peer(CONFIG, other_process.pid)))
+        other_process.communicate(b"\n")
     states = {name.removeprefix("peer's "): verdict.state for name, verdict in verdicts.items()}
     assert states["/dev/shm"] == WRONG
     assert states["network"] == WARNING

@@ -27,17 +27,17 @@ from shmserve.supervisor.models.repository import find, version_fingerprint
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 
 
-def group(name: str, count: int, *gpus: int, **more: Any) -> dict[str, Any]:
+def group(name: str, count: int, *gpus: int, **fields: Any) -> dict[str, Any]:
     kind = "KIND_GPU" if gpus else "KIND_CPU"
-    return {"name": name, "kind": kind, "count": count, "gpus": list(gpus), **more}
+    return {"name": name, "kind": kind, "count": count, "gpus": list(gpus), **fields}
 
 
-def config(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {**CONFIG, "instance_group": list(groups), **more}
+def config(*groups: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {**CONFIG, "instance_group": list(groups), **fields}
 
 
-def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
-    return replace(plan(), config=ModelSpec.of(given), fingerprint=files)
+def spec(config_dict: dict[str, Any], files: str = "") -> VersionSpec:
+    return replace(plan(), config=ModelSpec.of(config_dict), fingerprint=files)
 
 
 # --- what is in place -------------------------------------------------------------------------
@@ -45,13 +45,15 @@ def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
 
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
     """Reference 2: nothing else avoids a full reload."""
-    old = spec(config(group("m_0", 1)))
-    assert differ_in_instances_only(old, spec(config(group("m_0", 2), group("g", 1, 0))))
-    assert differ_in_instances_only(old, spec(config(group("m_0", 1), version_policy={"all": {}})))
-    assert not differ_in_instances_only(old, spec(config(group("m_0", 2), max_batch_size=4)))
-    assert not differ_in_instances_only(old, spec(config(group("m_0", 2)), files="others"))
+    old_spec = spec(config(group("m_0", 1)))
+    assert differ_in_instances_only(old_spec, spec(config(group("m_0", 2), group("g", 1, 0))))
+    assert differ_in_instances_only(
+        old_spec, spec(config(group("m_0", 1), version_policy={"all": {}}))
+    )
+    assert not differ_in_instances_only(old_spec, spec(config(group("m_0", 2), max_batch_size=4)))
+    assert not differ_in_instances_only(old_spec, spec(config(group("m_0", 2)), files="others"))
     assert not differ_in_instances_only(
-        old, replace(spec(config(group("m_0", 2))), model_dir=Path("/other"))
+        old_spec, replace(spec(config(group("m_0", 2))), model_dir=Path("/other"))
     )
 
 
@@ -62,19 +64,19 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
         (folder / version / "model.py").write_text("x = 1\n")
     (folder / "configs").mkdir()
 
-    def look() -> str:
+    def read_fingerprint() -> str:
         versions = find([tmp_path], "m")
         assert versions is not None
         return version_fingerprint(versions, 1)
 
-    before = look()
+    fingerprint_before = read_fingerprint()
     for unrelated in ("config.pbtxt", "configs/other.pbtxt", "2/model.py"):
         (folder / unrelated).write_text("y = 2\n")
-        assert look() == before
+        assert read_fingerprint() == fingerprint_before
     for used in ("1/model.py", "labels.txt"):
         (folder / used).write_text("y = 23\n")
-        assert look() != before
-        before = look()
+        assert read_fingerprint() != fingerprint_before
+        fingerprint_before = read_fingerprint()
 
 
 # --- which instances --------------------------------------------------------------------------
@@ -86,13 +88,13 @@ def test_instances_that_both_ask_for_stay() -> None:
     """
     present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
     present[1].state = InstanceState.FAILED
-    added, leaving = find_changes(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
+    added, removed = find_changes(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
     assert [(i.index, i.name) for i in added] == [(4, "b_1")]
-    assert [i.name for i in leaving] == ["a_1", "g_gpu0_0"]
+    assert [i.name for i in removed] == ["a_1", "g_gpu0_0"]
     limited = group("b", 1, rate_limiter={"priority": 2})
-    added, leaving = find_changes(present[:1], ModelSpec.of(config(limited)))
+    added, removed = find_changes(present[:1], ModelSpec.of(config(limited)))
     assert [(i.index, i.name) for i in added] == [(1, "b_0")]
-    assert leaving == present[:1]
+    assert removed == present[:1]
 
 
 groups = st.lists(
@@ -108,7 +110,9 @@ groups = st.lists(
 
 
 @given(groups, groups)
-def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -> None:
+def test_afterwards_there_is_what_is_asked_for(
+    old_groups: list[Any], new_groups: list[Any]
+) -> None:
     """The result has as many instances of each kind and device as requested, by the fewest
     changes.
     """
@@ -116,20 +120,20 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
     def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
 
-    present = expand_instances(ModelSpec.of(config(*old)))
-    added, leaving = find_changes(present, ModelSpec.of(config(*new)))
-    after = [i for i in present if i not in leaving] + added
-    assert kinds_and_devices(after) == kinds_and_devices(
-        expand_instances(ModelSpec.of(config(*new)))
+    present = expand_instances(ModelSpec.of(config(*old_groups)))
+    added, removed = find_changes(present, ModelSpec.of(config(*new_groups)))
+    remaining = [i for i in present if i not in removed] + added
+    assert kinds_and_devices(remaining) == kinds_and_devices(
+        expand_instances(ModelSpec.of(config(*new_groups)))
     )
     assert len({i.index for i in present + added}) == len(present + added)
-    assert not set(kinds_and_devices(added)) & set(kinds_and_devices(leaving))
+    assert not set(kinds_and_devices(added)) & set(kinds_and_devices(removed))
 
 
 # --- processes --------------------------------------------------------------------------------
 
 
-async def serving(processes: Processes, count: int) -> ModelVersion:
+async def start_version(processes: Processes, count: int) -> ModelVersion:
     """Return a version with this number of instances."""
     version = processes.version(spec(config(group("m_0", count))))
     await version.start()
@@ -145,12 +149,12 @@ def update(version: ModelVersion, count: int) -> InstanceUpdate:
 async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests() -> None:
     ready, retiring = InstanceState.READY, InstanceState.RETIRING
     processes = Processes()
-    model = await serving(processes, 2)
-    seen = []
-    down = update(model, 1)
-    await model.instances.add(down)
-    model.commit(down)
-    seen.append(model.instances.states())
+    model = await start_version(processes, 2)
+    observed_states = []
+    reduced = update(model, 1)
+    await model.instances.add(reduced)
+    model.commit(reduced)
+    observed_states.append(model.instances.states())
     worker = model.instances.children()[1]
     model._on_scheduler_message(m.InstanceRetired(worker.pid + 1))
     await turns()
@@ -158,19 +162,19 @@ async def test_a_retiring_instance_ends_when_its_scheduler_reports_no_requests()
     model._on_scheduler_message(m.InstanceRetired(worker.pid))
     await turns()
     assert not worker.alive and model.ready
-    seen.append(model.instances.states())
-    same = model.update_to(spec(config(group("m_0", 1))))
-    assert same is not None and not same.config_differs
+    observed_states.append(model.instances.states())
+    same_update = model.update_to(spec(config(group("m_0", 1))))
+    assert same_update is not None and not same_update.config_differs
     await processes.end()
-    assert seen == [[ready, retiring], [ready]]
+    assert observed_states == [[ready, retiring], [ready]]
 
 
 async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
     processes = Processes()
-    model = await serving(processes, 2)
-    down = update(model, 1)
-    await model.instances.add(down)
-    model.commit(down)
+    model = await start_version(processes, 2)
+    reduced = update(model, 1)
+    await model.instances.add(reduced)
+    model.commit(reduced)
     model.instances.children()[1].kill()
     await turns()
     observed = len(processes.started), model.instances.states()
@@ -181,18 +185,18 @@ async def test_a_retiring_instance_that_dies_is_not_restarted() -> None:
 async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     """Given up while it loads, as an unload does: readiness and configuration stay."""
     processes = Processes()
-    model = await serving(processes, 1)
-    before = model.config
+    model = await start_version(processes, 1)
+    config_before = model.config
     processes.hanging = True
-    up = update(model, 3)
-    adding = asyncio.ensure_future(model.instances.add(up))
+    enlarged = update(model, 3)
+    adding = asyncio.ensure_future(model.instances.add(enlarged))
     await turns()
     assert model.ready and len(model.instances.states()) == 3
-    model.instances.retire(up.added)
+    model.instances.retire(enlarged.added)
     with pytest.raises(Unavailable, match="the model is unloaded"):
         await adding
     await turns()
-    assert model.ready and model.config is before
+    assert model.ready and model.config is config_before
     states = model.instances.states()
     await processes.end()
     assert states == [InstanceState.READY]

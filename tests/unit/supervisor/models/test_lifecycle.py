@@ -13,21 +13,21 @@ GIVEN_UP = "failed to load 'm', no version is available"
 
 
 @pytest.mark.parametrize("served", [True, False])
-@pytest.mark.parametrize("moment", range(4))
-def test_an_unload_at_every_moment_of_a_load(moment: int, served: bool) -> None:
+@pytest.mark.parametrize("event_count", range(4))
+def test_an_unload_at_every_moment_of_a_load(event_count: int, served: bool) -> None:
     """Each order is answered once, a finished load stays finished, and nothing remains."""
     rig = LifecycleRig()
     if served:
         rig.lifecycle.load("m")
         rig.happen(*EVENTS)
     load = rig.lifecycle.load("m")
-    for kind in EVENTS[:moment]:
+    for kind in EVENTS[:event_count]:
         rig.happen(kind)
     unload = rig.lifecycle.unload("m")
-    later = rig.lifecycle.load("m")
+    later_load = rig.lifecycle.load("m")
     rig.happen(*EVENTS)
-    assert load.error is unload.error is later.error is None
-    assert rig.answers[-3:] == [load, unload, later]
+    assert load.error is unload.error is later_load.error is None
+    assert rig.answers[-3:] == [load, unload, later_load]
     assert len(rig.answers) == (4 if served else 3)
     (version,) = rig.registry.models["m"].serving.values()
     assert rig.alive == [version]
@@ -44,20 +44,20 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     rig.lifecycle.load("m")
     rig.happen(*EVENTS)
     model = rig.registry.models["m"]
-    (old,) = model.serving.values()
+    (old_version,) = model.serving.values()
     load = rig.lifecycle.load("m")
     rig.happen("read", "start")
-    new: Any
-    (new,) = model.incoming.values()
-    new.ready = False
+    new_version: Any
+    (new_version,) = model.incoming.values()
+    new_version.ready = False
     rig.happen("known")
-    assert model.serving == {"1": old} and model.published == {"1": new}
-    new.ready = True
-    new.changed()
-    assert model.serving == {"1": new} and load.is_answered and load.error is None
+    assert model.serving == {"1": old_version} and model.published == {"1": new_version}
+    new_version.ready = True
+    new_version.changed()
+    assert model.serving == {"1": new_version} and load.is_answered and load.error is None
     load = rig.lifecycle.load("m")
     rig.happen(*EVENTS)
-    (new,) = model.serving.values()
+    (new_version,) = model.serving.values()
     load = rig.lifecycle.load("m")
     rig.happen("read", "start")
     broken: Any
@@ -65,13 +65,13 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     broken.ready = False
     broken.problem = "it broke"
     broken.changed()
-    assert model.published == {"1": new} and not load.is_answered, "it is to be known first"
+    assert model.published == {"1": new_version} and not load.is_answered, "it is to be known first"
     rig.happen("known", "end")
     assert load.error is not None
     assert load.error.message == (
         "load failed for model 'm': version 1 is at UNAVAILABLE state: Unavailable: it broke;\n"
     )
-    assert rig.alive == [new]
+    assert rig.alive == [new_version]
 
 
 def on_demand(*names: str) -> LifecycleRig:
@@ -83,30 +83,30 @@ def on_demand(*names: str) -> LifecycleRig:
 
 def test_a_model_on_demand_is_loaded_once_for_all_requests() -> None:
     rig = on_demand("m")
-    first = rig.lifecycle.load_on_demand("m")
-    assert first is not None and first is rig.lifecycle.load_on_demand("m")
+    first_load = rig.lifecycle.load_on_demand("m")
+    assert first_load is not None and first_load is rig.lifecycle.load_on_demand("m")
     rig.happen("read")
-    assert first is rig.lifecycle.load_on_demand("m")
+    assert first_load is rig.lifecycle.load_on_demand("m")
     rig.happen(*EVENTS)
-    assert first.is_answered and rig.answers == [first]
+    assert first_load.is_answered and rig.answers == [first_load]
     assert rig.lifecycle.load_on_demand("m") is None, "it serves"
     rig.lifecycle.unload("m", on_demand=True)
-    again = rig.lifecycle.load_on_demand("m")
-    assert again is not None and not again.is_answered, "it comes back when it has left"
+    second_load = rig.lifecycle.load_on_demand("m")
+    assert second_load is not None and not second_load.is_answered, "it comes back when it has left"
     rig.happen(*EVENTS)
-    assert again.is_answered and len(rig.alive) == 1
+    assert second_load.is_answered and len(rig.alive) == 1
 
 
 def test_a_failed_model_is_loaded_at_the_next_request() -> None:
     rig = on_demand("m")
     rig.broken = {"m"}
-    first = rig.lifecycle.load_on_demand("m")
+    first_load = rig.lifecycle.load_on_demand("m")
     rig.happen(*EVENTS)
-    assert first is not None and first.error is not None
+    assert first_load is not None and first_load.error is not None
     rig.broken = set()
-    second = rig.lifecycle.load_on_demand("m")
+    second_load = rig.lifecycle.load_on_demand("m")
     rig.happen(*EVENTS)
-    assert second is not None and second.error is None
+    assert second_load is not None and second_load.error is None
 
 
 def test_an_operators_order_holds_for_a_model_on_demand() -> None:
@@ -159,16 +159,16 @@ def ensemble(*loaded: str) -> LifecycleRig:
     return rig
 
 
-def ends(rig: LifecycleRig) -> list[str]:
+def pending_ends(rig: LifecycleRig) -> list[str]:
     return sorted(kind.split()[1] for kind, _ in rig.pending if kind.startswith("end"))
 
 
 def test_a_step_ends_after_its_ensemble_and_both_once_all_know() -> None:
     rig = ensemble("e")
     unload = rig.lifecycle.unload("s")
-    assert ends(rig) == []
+    assert pending_ends(rig) == []
     rig.happen("known")
-    assert not unload.is_answered and ends(rig) == ["e"]
+    assert not unload.is_answered and pending_ends(rig) == ["e"]
     rig.happen("end")
     assert unload.is_answered and not rig.alive
 
@@ -192,9 +192,9 @@ def test_generations_that_need_each_other_do_not_deadlock() -> None:
 
 def test_only_loads_that_have_not_begun_are_one() -> None:
     rig = LifecycleRig()
-    begun, waits, again = (rig.lifecycle.load("m") for _ in range(3))
-    assert begun is not waits is again
-    assert rig.lifecycle.load("m", LoadSource("another", {})) is not again
+    begun_load, queued_load, third_load = (rig.lifecycle.load("m") for _ in range(3))
+    assert begun_load is not queued_load is third_load
+    assert rig.lifecycle.load("m", LoadSource("another", {})) is not third_load
     rig.happen(*EVENTS)
     assert len(rig.answers) == 3
 
@@ -205,11 +205,11 @@ def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
     rig.lifecycle.load("m")
     rig.happen("read")
     rig.lifecycle.unload("m")
-    later = rig.lifecycle.load("m")
+    later_load = rig.lifecycle.load("m")
     rig.happen("known", "read")
-    assert later.phase is OrderPhase.QUEUED
+    assert later_load.phase is OrderPhase.QUEUED
     rig.happen(*EVENTS)
-    assert later.is_answered and later.error is None
+    assert later_load.is_answered and later_load.error is None
 
 
 @pytest.mark.parametrize(("sent", "broken"), [("", False), ("another", False), ("another", True)])
@@ -218,7 +218,7 @@ def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, br
     not fit is unavailable.
     """
     rig = ensemble("e")
-    (before,) = rig.registry.models["e"].serving.values()
+    (version_before,) = rig.registry.models["e"].serving.values()
     rig.broken = {"e"} if broken else set()
     load = rig.lifecycle.load("s", LoadSource(sent, {}))
     rig.happen("read", "start s", "known")
@@ -226,7 +226,7 @@ def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, br
     rig.happen(*EVENTS)
     assert load.is_answered and load.error is None
     serving = list(rig.registry.models["e"].serving.values())
-    assert serving == ([] if broken else rig.alive[-1:] if sent else [before])
+    assert serving == ([] if broken else rig.alive[-1:] if sent else [version_before])
     rig.broken = set()
     rig.lifecycle.load("s")
     rig.happen(*EVENTS)
@@ -236,19 +236,19 @@ def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, br
 def test_a_failed_load_leaves_no_ensemble_with_a_steps_old_shape() -> None:
     """The failed load was to determine the shape, and the load of the step waited only for it."""
     rig = ensemble("e")
-    (before,) = rig.registry.models["e"].serving.values()
+    (version_before,) = rig.registry.models["e"].serving.values()
     rig.lifecycle.load("s", LoadSource("another", {}))
     rig.happen("read", "start s")
     rig.broken = {"e"}
     load = rig.lifecycle.load("e", LoadSource("sent", {}))
     rig.happen("known")
     rig.happen("read", "start e")
-    assert load.error is not None and rig.registry.models["e"].serving == {"1": before}
+    assert load.error is not None and rig.registry.models["e"].serving == {"1": version_before}
     rig.broken = set()
     rig.happen(*EVENTS)
-    (after,) = rig.registry.models["e"].serving.values()
-    assert after is not before and load.is_answered
-    assert not after.config.source["parameters"]["sent"]["string_value"]
+    (version_after,) = rig.registry.models["e"].serving.values()
+    assert version_after is not version_before and load.is_answered
+    assert not version_after.config.source["parameters"]["sent"]["string_value"]
 
 
 def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
@@ -286,8 +286,8 @@ def test_an_error_about_one_model_stops_no_other(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(LifecycleRig, "read", fail)
-    broken, good = rig.lifecycle.load("m"), rig.lifecycle.load("n")
+    broken, valid_load = rig.lifecycle.load("m"), rig.lifecycle.load("n")
     rig.happen(*EVENTS)
     assert broken.is_answered and broken.error is not None
     assert broken.error.message == "internal error"
-    assert good.is_answered and good.error is None
+    assert valid_load.is_answered and valid_load.error is None

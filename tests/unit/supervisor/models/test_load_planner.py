@@ -15,14 +15,14 @@ UNREAD = "failed to load 'm', failed to poll from model repository: "
 FAILED = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "
 
 
-def planner(tmp_path: Path, config: str | None = None, *more: str) -> LoadPlanner:
+def planner(tmp_path: Path, config: str | None = None, *extra_flags: str) -> LoadPlanner:
     """Return a planner for a repository with version 1 of the model "m"."""
     folder = tmp_path / "repository" / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
     if config is not None:
         (folder / "config.pbtxt").write_bytes(config.encode())
-    flags = ["--model-repository", str(folder.parent), *more]
+    flags = ["--model-repository", str(folder.parent), *extra_flags]
     return LoadPlanner(from_flags(parse(flags), {}), tmp_path / "run", Accelerators("", 0))
 
 
@@ -60,8 +60,8 @@ def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
     )
     error = refusal(planner(tmp_path, "\r\n".join(lines)))
     assert isinstance(error, Internal)
-    found = error.message.removeprefix(UNREAD).splitlines()
-    assert found == [
+    error_lines = error.message.removeprefix(UNREAD).splitlines()
+    assert error_lines == [
         'm/config.pbtxt:4:1: max_batch: no such field; did you mean "max_batch_size"?',
         "m/config.pbtxt:6:26: input[0].data_type: unknown value TYPE_FLOAT; did you mean "
         '"TYPE_FP32"?',
@@ -151,11 +151,11 @@ def test_files_sent_with_what_cannot_be_planned_do_not_stay(
     refusal(plans, json.dumps(config), **{"1_model.py": b""})
     assert list((tmp_path / "run" / "overrides").iterdir()) == []
     sent = '{"backend": "python"}', {"1/model.py": b""}
-    (plan,), (other,) = plans.plan("m", *sent), plans.plan("m", *sent)
+    (plan,), (other_plan,) = plans.plan("m", *sent), plans.plan("m", *sent)
     assert plan.model_dir.is_dir()
     plans.discard(plan)
     assert not plan.model_dir.exists()
-    assert other.model_dir.is_dir()
+    assert other_plan.model_dir.is_dir()
 
 
 IO = (

@@ -75,19 +75,19 @@ async def test_only_the_process_is_killed_that_its_scheduler_means(
     processes = Processes()
     model = deployment(processes)
     await model.start()
-    first = processes.started[0]
-    first.kill()
+    first_process = processes.started[0]
+    first_process.kill()
     await turns(1)
     async with asyncio.timeout(10):
         await model.until_ready()
-    second = processes.started[-1]
+    second_process = processes.started[-1]
     monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
-    for child in (first, second):
+    for child in (first_process, second_process):
         model._on_scheduler_message(m.KillInstance(child.pid, "it takes too long"))
     await turns()
     await processes.end()
-    meant = second
-    assert signalled == [meant]
+    meant_process = second_process
+    assert signalled == [meant_process]
 
 
 async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_end(
@@ -103,22 +103,24 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     records: list[Any] = []
     monkeypatch.setattr(model.scheduler, "send", records.append)
     await model.start()
-    first = processes.started[0]
-    first.kill()
+    first_process = processes.started[0]
+    first_process.kill()
     await turns(1)
     async with asyncio.timeout(10):
         await model.until_ready()
-    second = processes.started[-1]
-    assert records == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
+    second_process = processes.started[-1]
+    assert records == [m.InstanceExpected(0, first_process.pid)] * 2 + [
+        m.InstanceExpected(0, second_process.pid)
+    ]
     records.clear()
     processes.at_start = lambda child: child.kill(signal.SIGABRT)
-    second.kill()
+    second_process.kill()
     await turns()
     text = "model 'm' failed: its instances are not restarted"
     assert records == [m.InstanceGone(0, text)] and model.instances.failure
     records.clear()
-    model.instances.introduce([second.pid])
-    assert records == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
+    model.instances.introduce([second_process.pid])
+    assert records == [ProcessExited(second_process.pid, ""), m.InstanceGone(0, text)]
     await processes.end()
 
 
@@ -129,25 +131,25 @@ async def test_an_instance_that_does_nothing_but_crash_stays_down(
     """An instance that has executed a request in between is restarted; each restart has a
     longer backoff.
     """
-    most = instance_processes._MAX_CRASHES
+    max_crashes = instance_processes._MAX_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
     text = "its process ended 10 times in a row (signal 6), and it executed no request in between"
     processes = Processes()
     model = deployment(processes)
     await model.start()
-    for death in range(most):
+    for death in range(max_crashes):
         async with asyncio.timeout(10):
             await model.until_ready()
         worker = processes.started[-1] if death else processes.started[0]
-        if serves and death == most // 2:
+        if serves and death == max_crashes // 2:
             model._on_scheduler_message(m.InstanceServed(worker.pid))
         worker.kill(signal.SIGABRT)
         await turns(1)
     await turns()
     await processes.end()
     assert (len(processes.started) - 1, model.problem) == (
-        (most + 1, "") if serves else (most, text)
+        (max_crashes + 1, "") if serves else (max_crashes, text)
     )
 
 
@@ -157,32 +159,32 @@ async def test_killed_workers_are_always_restarted(
 ) -> None:
     """A killed worker restarts after ever longer pauses, any number of times. A crash of the worker
     itself does not count as a kill, and a long run resets the pauses."""
-    most, pauses = instance_processes._MAX_CRASHES, list[float]()
+    max_crashes, pauses = instance_processes._MAX_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
     processes = Processes()
     model = deployment(processes)
     await model.start()
     paused = instance_processes.Instances._pause_s
 
-    def noted(*row: Any) -> float:
+    def note_pause(*row: Any) -> float:
         pauses.append(paused(*row))
         return 0.0
 
-    monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(noted))
+    monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(note_pause))
     processes.started[0].kill(signal.SIGABRT)
     await turns(1)
     async with asyncio.timeout(10):
         if at_load:
             processes.at_start = lambda child: child.kill()
-        while len(pauses) <= 2 * most:
+        while len(pauses) <= 2 * max_crashes:
             if not at_load:
                 await model.until_ready()
                 processes.started[-1].kill()
             await turns(1)
     await processes.end()
     assert model.problem == ""
-    assert pauses[: most - 1] == [0.0] * (most - 1)
-    assert pauses[most - 1 : 2 * most] == [1, 2, 4, 8, 16, *[30.0] * 6]
+    assert pauses[: max_crashes - 1] == [0.0] * (max_crashes - 1)
+    assert pauses[max_crashes - 1 : 2 * max_crashes] == [1, 2, 4, 8, 16, *[30.0] * 6]
 
 
 @pytest.mark.parametrize("serves", [False, True])
@@ -232,12 +234,12 @@ async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     monkeypatch.setattr(model.scheduler, "send", order.append)
     monkeypatch.setattr(processes, "flush", lambda: order.append("flushed"))
     monkeypatch.setattr(processes.context.local_clients, "broadcast", order.append)
-    lost = model.endpoint
+    lost_endpoint = model.endpoint
     model.scheduler.serving.child.kill()
     await turns(40)
     await processes.end()
     expected = m.InstanceExpected(0, processes.started[0].pid)
-    assert order == [expected, "flushed", SchedulerLost(lost, model.endpoint)]
+    assert order == [expected, "flushed", SchedulerLost(lost_endpoint, model.endpoint)]
 
 
 async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None:
@@ -250,8 +252,8 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
     waiting += [asyncio.ensure_future(model.kill())]
     await asyncio.sleep(0.001)
-    for waits in waiting:
-        waits.cancel()
+    for waiter in waiting:
+        waiter.cancel()
     await asyncio.wait(waiting)
     worker.exited.set_result("signal 9")
     await processes.end()
@@ -283,7 +285,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def steps_of(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
+def ensemble_steps(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
     """Return an ensemble over "a" and "b" whose outputs Y have labels; some of the models are
     ready.
     """
@@ -292,21 +294,21 @@ def steps_of(*ready: str, labels: dict[str, list[str]] | None = None) -> Ensembl
         instances = SimpleNamespace(labels={"Y": [name]})
         return SimpleNamespace(instances=instances, problem="", ready=name in ready)
 
-    folder, nothing = Path("/tmp"), MagicMock()
+    folder, unused = Path("/tmp"), MagicMock()
     spec = VersionSpec("e", "1", folder, folder, ModelSpec.of(CONFIG), labels or {})
-    parts = (nothing, spec, nothing, Lifetime(), nothing, lambda spec, completed: spec.config)
+    parts = (unused, spec, unused, Lifetime(), unused, lambda spec, completed: spec.config)
     return EnsembleInstances(*parts, find=find)
 
 
-@pytest.mark.parametrize(("own", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
+@pytest.mark.parametrize(("own_labels", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
 def test_an_output_has_the_labels_of_the_model_that_makes_it(
-    own: dict[str, list[str]], label: str
+    own_labels: dict[str, list[str]], label: str
 ) -> None:
-    steps = steps_of("a", "b", labels=own)
+    steps = ensemble_steps("a", "b", labels=own_labels)
     asyncio.run(steps.complete_config())
     assert steps.labels == {"Z": [label]}
 
 
 def test_an_ensemble_is_ready_while_all_its_models_are() -> None:
-    assert steps_of("a", "b").any_ready
-    assert not steps_of("a").any_ready
+    assert ensemble_steps("a", "b").any_ready
+    assert not ensemble_steps("a").any_ready

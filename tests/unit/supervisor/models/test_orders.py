@@ -26,7 +26,7 @@ from tests.rigs.process_rig import CONFIG, Processes, turns
 from tests.support.waiting import until_async
 
 
-def config_of(name: str, steps: list[str], note: str) -> ModelSpec:
+def make_config(name: str, steps: list[str], note: str) -> ModelSpec:
     """Return a model, or an ensemble of models; `note` makes configurations differ."""
     config: dict[str, Any] = {
         **CONFIG,
@@ -36,8 +36,8 @@ def config_of(name: str, steps: list[str], note: str) -> ModelSpec:
     if steps:
         config["instance_group"] = []
         step = [
-            {"model_name": each, "model_version": -1, "input_map": {}, "output_map": {}}
-            for each in steps
+            {"model_name": step_name, "model_version": -1, "input_map": {}, "output_map": {}}
+            for step_name in steps
         ]
         config["ensemble_scheduling"] = {"step": step}
     return ModelSpec.of(config)
@@ -65,7 +65,7 @@ class Repository:
         if name not in self.models:
             raise NotFound("there is no such model folder")
         steps, note = json.loads(override) if override else (self.models[name], "")
-        return config_of(name, steps, note)
+        return make_config(name, steps, note)
 
     def steps(self, name: str) -> list[StepModel]:
         if name not in self.models:
@@ -118,7 +118,7 @@ class Server(Processes):
         self.sent.append(make(0))
         return self.acknowledgements.begin(["gateway"] if self.deaf else [])
 
-    def hears_again(self) -> None:
+    def acknowledge_all(self) -> None:
         """Acknowledge all publications so far for the gateway."""
         self.deaf = False
         self.acknowledgements.exited("gateway")
@@ -148,14 +148,14 @@ class Server(Processes):
 def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
     """Run a scenario; fail if it does not end."""
 
-    async def limited() -> None:
+    async def run_limited() -> None:
         async with asyncio.timeout(10):
             await scenario()
 
-    asyncio.run(limited())
+    asyncio.run(run_limited())
 
 
-async def as_far_as_they_come() -> None:
+async def run_ready_tasks() -> None:
     """Run all tasks that wait for no external event, including those in threads."""
     for _ in range(50):
         await asyncio.to_thread(len, "")
@@ -174,7 +174,7 @@ def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
         load = asyncio.ensure_future(server.load("s"))
         await turns()
         assert not (unload.done() or load.done())
-        server.hears_again()
+        server.acknowledge_all()
         await asyncio.gather(unload, load)
         assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
         await server.end()
@@ -193,7 +193,7 @@ def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
         await until_async(lambda: server.registry.model("e").published)
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
-        server.hears_again()
+        server.acknowledge_all()
         await unload
         await asyncio.gather(load, return_exceptions=True)
         await until_async(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
@@ -212,7 +212,7 @@ def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step
         load = asyncio.ensure_future(server.load("f"))
         await until_async(lambda: server.registry.model("t").incoming)
         unload = asyncio.ensure_future(server.unload("s"))
-        await as_far_as_they_come()
+        await run_ready_tasks()
         assert not (load.done() or unload.done())
         server.load_held()
         await load
@@ -236,13 +236,13 @@ def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
             server.hanging = True
             loading.append(asyncio.ensure_future(server.load("t")))
             await until_async(
-                lambda: any(each.title.startswith("worker t") for each in server.started)
+                lambda: any(child.title.startswith("worker t") for child in server.started)
             )
         loads = [
             asyncio.ensure_future(server.load("e", ["t"], "first")),
             asyncio.ensure_future(server.load("e", ["s"], "second")),
         ]
-        await as_far_as_they_come()
+        await run_ready_tasks()
         server.load_held()
         await asyncio.gather(*loading, *loads)
         assert server.note("e") == "second"
@@ -352,10 +352,10 @@ def test_nothing_is_published_that_does_not_differ() -> None:
 
     async def scenario() -> None:
         server = Server(s=[])
-        two = {"name": "s_0", "kind": "KIND_CPU", "count": 2}
+        two_instances = {"name": "s_0", "kind": "KIND_CPU", "count": 2}
         planner: Any = server.repository
         planner._config = lambda name, override: ModelSpec.of(
-            {**CONFIG, "name": "s", "instance_group": [two]}
+            {**CONFIG, "name": "s", "instance_group": [two_instances]}
         )
         await server.load("s")
         server.sent.clear()
@@ -397,7 +397,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
             (m.ModelPublished, "2"),
         ]
         assert [update.latest for update in snapshot] == [False, True]
-        server.hears_again()
+        server.acknowledge_all()
         await load
         snapshot = list(server.publications.snapshot())
         assert [type(update) for update in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
@@ -422,7 +422,7 @@ def test_a_version_that_flaps_during_its_announcement_takes_over_in_the_end() ->
             server.worker("s").kill()
             await until_async(lambda: version.ready)
         assert not load.done()
-        server.hears_again()
+        server.acknowledge_all()
         await load
         assert server.note("s") == "new"
         await server.end()
@@ -444,9 +444,9 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
         server.at_start = lambda child: None
         await server.poller.update("s", True)
         assert server.state("s") == ("READY", "")
-        before = len(server.started)
+        started_before = len(server.started)
         await server.poller.update("s", True)
-        assert len(server.started) == before
+        assert len(server.started) == started_before
         server.at_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="ended while loading"):
             await server.load("s", [], "by a request")
@@ -475,8 +475,8 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
         server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await until_async(lambda: server.state("s")[0] == "UNAVAILABLE")
-        first, *later_pauses = [call.args[0] for call in backoff.pause_s.call_args_list]
-        assert first >= 3600
+        first_pause, *later_pauses = [call.args[0] for call in backoff.pause_s.call_args_list]
+        assert first_pause >= 3600
         assert later_pauses == [0.0] * 4
         await server.end()
 
@@ -496,30 +496,30 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
         server = Server(s=[])
         server.repository.versions = ["1", "2"]
         await server.load("s")
-        before, kept = pids(server, "s"), server.registry.model("s").serving["1"]
+        pids_before, kept_version = pids(server, "s"), server.registry.model("s").serving["1"]
         server.repository.versions = ["1", "2", "3", "4"]
         server.repository.files = {"2": "touched"}
         server.sent.clear()
         await server.load("s")
-        after = pids(server, "s")
-        assert list(after) == ["1", "2", "3", "4"]
-        assert after["1"] == before["1"] and after["2"] != before["2"]
-        assert server.registry.model("s").serving["1"] is kept
+        pids_after = pids(server, "s")
+        assert list(pids_after) == ["1", "2", "3", "4"]
+        assert pids_after["1"] == pids_before["1"] and pids_after["2"] != pids_before["2"]
+        assert server.registry.model("s").serving["1"] is kept_version
         published = [
             update.version for update in server.sent if isinstance(update, m.ModelPublished)
         ]
         assert sorted(published) == ["2", "3", "4"]
         server.repository.versions = ["1", "3"]
         await server.load("s")
-        assert pids(server, "s") == {version: after[version] for version in "13"}
+        assert pids(server, "s") == {version: pids_after[version] for version in "13"}
         await until_async(lambda: server.state("s", "2") == ("UNAVAILABLE", "unloaded"))
         await server.end()
 
     run_scenario(scenario)
 
 
-@pytest.mark.parametrize("written", [True, False])
-def test_a_reload_of_what_does_not_differ(written: bool) -> None:
+@pytest.mark.parametrize("is_rewritten", [True, False])
+def test_a_reload_of_what_does_not_differ(is_rewritten: bool) -> None:
     """Rewritten files with the same content change nothing; an explicit load restarts
     everything.
     """
@@ -527,11 +527,11 @@ def test_a_reload_of_what_does_not_differ(written: bool) -> None:
     async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
-        before = pids(server, "s")
-        if written:
+        pids_before = pids(server, "s")
+        if is_rewritten:
             server.repository.files = {"another": "version"}
         await server.load("s")
-        assert (pids(server, "s") == before) is written
+        assert (pids(server, "s") == pids_before) is is_rewritten
         await server.end()
 
     run_scenario(scenario)
@@ -543,12 +543,12 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
     async def scenario() -> None:
         server = Server(s=[])
         await server.load("s")
-        before = pids(server, "s")
+        pids_before = pids(server, "s")
         server.repository.versions = ["1", "2"]
         server.at_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="version 2 is at UNAVAILABLE state"):
             await server.load("s")
-        assert pids(server, "s") == before
+        assert pids(server, "s") == pids_before
         assert server.state("s") == ("READY", "")
         await server.end()
 
@@ -584,15 +584,15 @@ def test_an_abandoned_load_cancels_its_steps_loads(
         server.hanging = True
         load = asyncio.ensure_future(server.load("e"))
         await until_async(lambda: server.registry.model("s").incoming)
-        more = [asyncio.ensure_future(server.load(name)) for name in more_names]
-        await as_far_as_they_come()
+        other_loads = [asyncio.ensure_future(server.load(name)) for name in more_names]
+        await run_ready_tasks()
         await server.unload("e")
         with pytest.raises(InvalidArgument, match="failed to load 'e', no version is available"):
             await load
-        await as_far_as_they_come()
+        await run_ready_tasks()
         assert any(child.alive for child in server.started) is bool(more_names)
         server.load_held()
-        await asyncio.gather(*more)
+        await asyncio.gather(*other_loads)
         assert ("s", "1") not in server.registry.states() or server.registry.all_ready()
         assert bool(server.registry.model("s").serving) is bool(more_names)
         await server.end()
@@ -604,13 +604,13 @@ def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
     async def scenario() -> None:
         server = Server(s=[])
         server.hanging = True
-        before = [asyncio.ensure_future(server.load("s", [], note)) for note in "ab"]
+        earlier_loads = [asyncio.ensure_future(server.load("s", [], note)) for note in "ab"]
         await until_async(lambda: server._held)
         unload = asyncio.ensure_future(server.unload("s"))
-        after = asyncio.ensure_future(server.load("s", [], "c"))
-        await as_far_as_they_come()
+        later_load = asyncio.ensure_future(server.load("s", [], "c"))
+        await run_ready_tasks()
         server.load_held()
-        outcomes = await asyncio.gather(*before, unload, after, return_exceptions=True)
+        outcomes = await asyncio.gather(*earlier_loads, unload, later_load, return_exceptions=True)
         text = "failed to load 's', no version is available"
         assert [getattr(outcome, "message", None) for outcome in outcomes] == [
             None,
@@ -641,5 +641,5 @@ def test_an_ensemble_without_its_step_is_unavailable() -> None:
 
 def test_a_repository_that_is_polled_every_0_seconds_is_not_polled() -> None:
     context: Any = SimpleNamespace(config=SimpleNamespace(repository_poll_s=0))
-    nothing: Any = None
-    asyncio.run(asyncio.wait_for(RepositoryPoller(context, nothing, nothing, nothing).run(), 1))
+    unused: Any = None
+    asyncio.run(asyncio.wait_for(RepositoryPoller(context, unused, unused, unused).run(), 1))

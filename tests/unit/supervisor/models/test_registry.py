@@ -39,53 +39,53 @@ class Version:
     problem: str = ""
 
 
-def model(**facts: Any) -> ModelEntry:
-    return ModelEntry("m", **facts)
+def model(**fields: Any) -> ModelEntry:
+    return ModelEntry("m", **fields)
 
 
-def serving(version: Version, **more: Any) -> ModelEntry:
-    return model(serving={"1": version}, **more)
+def serving_entry(version: Version, **fields: Any) -> ModelEntry:
+    return model(serving={"1": version}, **fields)
 
 
-def offered(facts: ModelEntry) -> ModelEntry:
-    order = Order(facts, OrderKind.LOAD)
+def offered_entry(entry: ModelEntry) -> ModelEntry:
+    order = Order(entry, OrderKind.LOAD)
     order.phase = OrderPhase.OFFERED
-    facts.orders.append(order)
-    return facts
+    entry.orders.append(order)
+    return entry
 
 
-def leaving() -> list[Any]:
+def retiring_versions() -> list[Any]:
     return [SimpleNamespace(spec=SimpleNamespace(version="1"))]
 
 
 RESTARTING = "a process is being restarted"
 # (facts, state, reason, whether all of it serves that should)
 TABLE = [
-    (serving(Version()), "READY", "", True),
-    (serving(Version(ready=False)), "LOADING", RESTARTING, False),
-    (serving(Version(ready=False, problem="it broke")), "UNAVAILABLE", "it broke", False),
-    (serving(Version(), incoming={"1": Version(ready=False)}), "READY", "", True),
-    (serving(Version(), retiring=leaving()), "READY", "", True),
-    (serving(Version(), outcomes={"1": LoadOutcome("no")}), "READY", "", True),
-    (model(incoming={"1": Version()}, retiring=leaving()), "LOADING", "", False),
-    (offered(model(incoming={"1": Version()})), "LOADING", "", False),
-    (model(retiring=leaving(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
+    (serving_entry(Version()), "READY", "", True),
+    (serving_entry(Version(ready=False)), "LOADING", RESTARTING, False),
+    (serving_entry(Version(ready=False, problem="it broke")), "UNAVAILABLE", "it broke", False),
+    (serving_entry(Version(), incoming={"1": Version(ready=False)}), "READY", "", True),
+    (serving_entry(Version(), retiring=retiring_versions()), "READY", "", True),
+    (serving_entry(Version(), outcomes={"1": LoadOutcome("no")}), "READY", "", True),
+    (model(incoming={"1": Version()}, retiring=retiring_versions()), "LOADING", "", False),
+    (offered_entry(model(incoming={"1": Version()})), "LOADING", "", False),
+    (model(retiring=retiring_versions(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
     (model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
     (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", DUPLICATE_MODEL, True),
     (model(outcomes={"1": LoadOutcome("no memory")}), "UNAVAILABLE", "no memory", False),
     (model(on_demand=True, outcomes={"1": UNLOADED}), "ON_DEMAND", "", True),
     (model(on_demand=True, outcomes={"1": LoadOutcome("no")}), "UNAVAILABLE", "no", True),
     (model(on_demand=True, incoming={"1": Version()}), "LOADING", "", True),
-    (serving(Version(ready=False), on_demand=True), "LOADING", RESTARTING, True),
+    (serving_entry(Version(ready=False), on_demand=True), "LOADING", RESTARTING, True),
 ]
 
 
-@pytest.mark.parametrize(("facts", "state", "reason", "ready"), TABLE)
+@pytest.mark.parametrize(("entry", "state", "reason", "ready"), TABLE)
 def test_a_status_is_the_first_that_holds(
-    facts: ModelEntry, state: str, reason: str, ready: bool
+    entry: ModelEntry, state: str, reason: str, ready: bool
 ) -> None:
-    assert statuses(facts) == {"1": (state, reason)}
-    assert is_ready(facts) is ready
+    assert statuses(entry) == {"1": (state, reason)}
+    assert is_ready(entry) is ready
 
 
 def test_an_unloaded_model_on_demand_has_no_version() -> None:
@@ -98,25 +98,25 @@ def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
     unloaded, failed = (
         model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
     )
-    shown = [
-        [row["reason"] for row in index_rows("m", statuses(facts), memory_range, ready_only=False)]
-        for facts in (unloaded, failed)
+    shown_reasons = [
+        [row["reason"] for row in index_rows("m", statuses(entry), memory_range, ready_only=False)]
+        for entry in (unloaded, failed)
         for memory_range in (folder, None)
     ]
-    assert shown == [["unloaded"], [], ["broken"], ["broken"]]
+    assert shown_reasons == [["unloaded"], [], ["broken"], ["broken"]]
 
 
 def test_a_successor_is_shown_instead_of_the_serving_version() -> None:
-    facts = offered(serving(Version(), incoming={"1": Version(ready=False)}))
-    assert statuses(facts) == {"1": ("LOADING", RESTARTING)}
+    entry = offered_entry(serving_entry(Version(), incoming={"1": Version(ready=False)}))
+    assert statuses(entry) == {"1": ("LOADING", RESTARTING)}
 
 
 PROGRESS = [
     (model(), "loading"),
-    (offered(model(incoming={"1": Version()})), "loading"),
-    (serving(Version()), "ready"),
-    (serving(Version(ready=False)), "loading"),
-    (serving(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),
+    (offered_entry(model(incoming={"1": Version()})), "loading"),
+    (serving_entry(Version()), "ready"),
+    (serving_entry(Version(ready=False)), "loading"),
+    (serving_entry(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),
     (model(outcomes={"": LoadOutcome("no such folder")}), "failed: no such folder"),
     (model(outcomes={"": DUPLICATE}), f"failed: {DUPLICATE_MODEL}"),
     (
@@ -126,20 +126,20 @@ PROGRESS = [
 ]
 
 
-@pytest.mark.parametrize(("facts", "text"), PROGRESS)
-def test_the_progress_of_a_load_is_a_view_of_its_statuses(facts: ModelEntry, text: str) -> None:
-    assert progress(facts) == text
+@pytest.mark.parametrize(("entry", "text"), PROGRESS)
+def test_the_progress_of_a_load_is_a_view_of_its_statuses(entry: ModelEntry, text: str) -> None:
+    assert progress(entry) == text
 
 
 def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    seen: dict[str, str] = {}
+    current_states: dict[str, str] = {}
     observers: list[Callable[[], None]] = []
-    report = StartupReport(lambda: dict(seen), observers)
+    report = StartupReport(lambda: dict(current_states), observers)
 
-    def messages_after(**now: str) -> list[tuple[str, str]]:
+    def messages_after(**new_states: str) -> list[tuple[str, str]]:
         caplog.clear()
-        seen.update(now)
+        current_states.update(new_states)
         for notify in observers:
             notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
@@ -204,13 +204,13 @@ async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(registry, "PATIENCE_S", 0.01)
     sent: list[CheckReady] = []
     check = ReadinessCheck(lambda pid, message: sent.append(message))
-    together = await asyncio.gather(*(check.check([1]) for _ in range(3)))
-    late = await check.check([1])
+    concurrent_checks = await asyncio.gather(*(check.check([1]) for _ in range(3)))
+    later_check = await check.check([1])
     monkeypatch.setattr(registry, "PATIENCE_S", 60.0)
     joined = asyncio.ensure_future(check.check([1]))
     await asyncio.sleep(0)
     check.checked(1, ReadyChecked(sent[0].id, True))
-    assert [*together, late, await joined] == [False, False, False, False, True]
+    assert [*concurrent_checks, later_check, await joined] == [False, False, False, False, True]
     assert len(sent) == 1
 
 
@@ -228,8 +228,8 @@ async def test_a_worker_that_ends_is_not_waited_for(other_pids: list[int]) -> No
     assert (await check_task) is bool(other_pids)
 
 
-def spec_of(name: str, *inputs: dict[str, Any], **more: Any) -> ModelSpec:
-    return ModelSpec.of({"name": name, "input": list(inputs), **more})
+def spec_of(name: str, *inputs: dict[str, Any], **fields: Any) -> ModelSpec:
+    return ModelSpec.of({"name": name, "input": list(inputs), **fields})
 
 
 PIXELS = {"name": "image", "data_type": "TYPE_FP32", "dims": [-1, 2]}
@@ -262,5 +262,5 @@ def test_the_table_of_models_wraps_the_reason_of_a_failure() -> None:
     table = model_table(rows)
     assert {len(line) for line in table} == {len(table[0])}
     assert len(table[0]) <= 105
-    shown = " ".join(line.split("|")[3].strip() for line in table[4:-1])
-    assert shown == " ".join(reason.split())
+    shown_reason = " ".join(line.split("|")[3].strip() for line in table[4:-1])
+    assert shown_reason == " ".join(reason.split())

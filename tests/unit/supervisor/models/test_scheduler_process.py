@@ -28,39 +28,39 @@ class Scheduler:
 
 
 def test_a_base_is_passed_on_through_all_that_follow() -> None:
-    first, second, third = Scheduler(), Scheduler(), Scheduler()
-    first.counters.pass_to(second.counters)
-    assert second.base == {}  # nothing was counted yet
-    first.count(2, responses=[[1] * 12])
-    assert second.base == {"success": 2}
-    second.counters.pass_to(third.counters)
-    assert third.base == {"success": 2}  # the second has not reported anything yet
-    second.count(3)
-    assert third.base == {"success": 5}
-    first.count(4)  # the draining scheduler completes its requests
-    assert (second.base, third.base) == ({"success": 4}, {"success": 7})
+    first_scheduler, second_scheduler, third_scheduler = Scheduler(), Scheduler(), Scheduler()
+    first_scheduler.counters.pass_to(second_scheduler.counters)
+    assert second_scheduler.base == {}  # nothing was counted yet
+    first_scheduler.count(2, responses=[[1] * 12])
+    assert second_scheduler.base == {"success": 2}
+    second_scheduler.counters.pass_to(third_scheduler.counters)
+    assert third_scheduler.base == {"success": 2}  # the second has not reported anything yet
+    second_scheduler.count(3)
+    assert third_scheduler.base == {"success": 5}
+    first_scheduler.count(4)  # the draining scheduler completes its requests
+    assert (second_scheduler.base, third_scheduler.base) == ({"success": 4}, {"success": 7})
 
 
 def test_a_former_successor_receives_no_counts() -> None:
-    first, second = Scheduler(), Scheduler()
-    first.counters.pass_to(second.counters)
-    first.count(1)
-    first.counters.pass_to(None)
-    first.count(2)
-    assert second.base == {"success": 1}
+    first_scheduler, second_scheduler = Scheduler(), Scheduler()
+    first_scheduler.counters.pass_to(second_scheduler.counters)
+    first_scheduler.count(1)
+    first_scheduler.counters.pass_to(None)
+    first_scheduler.count(2)
+    assert second_scheduler.base == {"success": 1}
 
 
 def test_a_successor_restores_the_snapshot_and_receives_the_base() -> None:
-    first, second = Scheduler(), Scheduler()
-    first.count(2)
-    first.counters.pass_to(second.counters)
-    second.count(1, responses=[[1]])
-    second.count(3)
-    statistics, _ = second.counters.snapshot
+    first_scheduler, second_scheduler = Scheduler(), Scheduler()
+    first_scheduler.count(2)
+    first_scheduler.counters.pass_to(second_scheduler.counters)
+    second_scheduler.count(1, responses=[[1]])
+    second_scheduler.count(3)
+    statistics, _ = second_scheduler.counters.snapshot
     assert (statistics["success"], statistics["responses"]) == (3, [[1]])
-    second.base = {}
-    second.counters.send_base()
-    assert second.base == {"success": 2}
+    second_scheduler.base = {}
+    second_scheduler.counters.send_base()
+    assert second_scheduler.base == {"success": 2}
 
 
 async def test_a_scheduler_receives_the_share_of_the_cache_that_changed_while_it_started(
@@ -83,4 +83,6 @@ async def test_a_scheduler_receives_the_share_of_the_cache_that_changed_while_it
     spec = replace(plan(), config=ModelSpec.of({**CONFIG, "response_cache": {"enable": True}}))
     await processes.version(spec).start()
     await processes.end()
-    assert [each for each in sent if isinstance(each, ResizeCache)][-1:] == [ResizeCache(500)]
+    assert [sent_message for sent_message in sent if isinstance(sent_message, ResizeCache)][
+        -1:
+    ] == [ResizeCache(500)]

@@ -34,10 +34,10 @@ def make_object(size: int = 8192) -> None:
 def key() -> Iterator[str]:
     make_object()
     gc.collect()  # objects of earlier tests are finalized now and not during this test
-    before = len(os.listdir("/proc/self/fd"))
+    fds_before = len(os.listdir("/proc/self/fd"))
     yield KEY
     posix_ipc.unlink_shared_memory(KEY)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
 async def test_register_and_unregister(key: str) -> None:
@@ -129,12 +129,12 @@ async def test_a_restarted_client_takes_over_its_name(key: str) -> None:
     posix_ipc.unlink_shared_memory(key)
     make_object()
     await office.registry.register("r", key, 0, 8192, ME)
-    before, withdrawn, draining, now = office.published
-    assert withdrawn == RegionWithdrawn("r", unpack_range(before.memory_range).memory.id, 1)
-    assert draining == replace(before, draining=True)
+    old_region, withdrawn, draining, new_region = office.published
+    assert withdrawn == RegionWithdrawn("r", unpack_range(old_region.memory_range).memory.id, 1)
+    assert draining == replace(old_region, draining=True)
     assert (
-        unpack_range(before.memory_range).memory.inode
-        != unpack_range(now.memory_range).memory.inode
+        unpack_range(old_region.memory_range).memory.inode
+        != unpack_range(new_region.memory_range).memory.inode
     )
     office.registry.draining.gateway_exited(7)
     assert len(office.workers) == 1

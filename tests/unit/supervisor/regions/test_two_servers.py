@@ -20,11 +20,11 @@ ME = Peer(os.getuid(), tuple(os.getgroups()))
 SIZE = 4096
 
 
-class Side(RegionOffice):
+class RegionServer(RegionOffice):
     """A server with one gateway, at one end of a link."""
 
-    def __init__(self, end: socket.socket, most: int = 100) -> None:
-        super().__init__(policy(max_regions=most, max_regions_per_uid=most))
+    def __init__(self, end: socket.socket, max_regions: int = 100) -> None:
+        super().__init__(policy(max_regions=max_regions, max_regions_per_uid=max_regions))
         self.link = HandoverLink(end, self.registry.apply)
         self.kept.mirror_to(self.link)
 
@@ -41,104 +41,120 @@ class Side(RegionOffice):
 
 
 @contextlib.asynccontextmanager
-async def sides(most: int = 100) -> AsyncIterator[tuple[Side, Side]]:
+async def linked_servers(
+    max_regions: int = 100,
+) -> AsyncIterator[tuple[RegionServer, RegionServer]]:
     """Return the two servers; the second one may have a lower limit of regions."""
-    before = len(os.listdir("/proc/self/fd"))
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    one, two = Side(ends[0]), Side(ends[1], most)
-    yield one, two
-    for side in (one, two):
-        side.registry.close()
-    one.link.close()
-    await two.link.ended
-    two.link.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    fds_before = len(os.listdir("/proc/self/fd"))
+    link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    first_server, second_server = (
+        RegionServer(link_ends[0]),
+        RegionServer(link_ends[1], max_regions),
+    )
+    yield first_server, second_server
+    for server in (first_server, second_server):
+        server.registry.close()
+    first_server.link.close()
+    await second_server.link.ended
+    second_server.link.close()
+    assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
 def test_each_has_what_the_other_has() -> None:
-    async def steps() -> None:
-        async with sides() as (one, two):
-            await one.register("a", objects[0].key)
-            await two.register("b", objects[1].key)
-            assert one.names() == two.names() == ["a", "b"]
-            first, second = (side.registry.active()[0] for side in (one, two))
-            assert first.shared is not None and second.shared is not None
-            assert first.shared.inode == second.shared.inode
-            assert (first.key, first.owner) == (second.key, second.owner)
-            assert [type(message) for message in two.published] == [RegionPublished] * 2
+    async def scenario() -> None:
+        async with linked_servers() as (first_server, second_server):
+            await first_server.register("a", objects[0].key)
+            await second_server.register("b", objects[1].key)
+            assert first_server.names() == second_server.names() == ["a", "b"]
+            first_region, second_region = (
+                server.registry.active()[0] for server in (first_server, second_server)
+            )
+            assert first_region.shared is not None and second_region.shared is not None
+            assert first_region.shared.inode == second_region.shared.inode
+            assert (first_region.key, first_region.owner) == (
+                second_region.key,
+                second_region.owner,
+            )
+            assert [type(message) for message in second_server.published] == [RegionPublished] * 2
             # An equal registration at either server is accepted.
-            await two.register("a", objects[0].key)
-            await two.unregister("a")
-            assert one.names() == two.names() == ["b"]
-            await one.register("a", objects[1].key)
-            assert two.names() == ["b", "a"]
+            await second_server.register("a", objects[0].key)
+            await second_server.unregister("a")
+            assert first_server.names() == second_server.names() == ["b"]
+            await first_server.register("a", objects[1].key)
+            assert second_server.names() == ["b", "a"]
 
     with SharedObject(SIZE) as a, SharedObject(SIZE) as b:
         objects = a, b
-        asyncio.run(steps())
+        asyncio.run(scenario())
 
 
 def test_at_the_same_time() -> None:
     """The servers do not wait for each other for ever; a name registered at both is one region."""
 
-    async def steps() -> None:
-        async with sides() as (one, two):
-            registrations = [side.register("same", shared.key) for side in (one, two)]
-            registrations += [one.register(f"{number}", shared.key) for number in range(20)]
-            registrations += [two.register(f"{number}", shared.key) for number in range(20, 40)]
+    async def scenario() -> None:
+        async with linked_servers() as (first_server, second_server):
+            registrations = [
+                server.register("same", shared.key) for server in (first_server, second_server)
+            ]
+            registrations += [
+                first_server.register(f"{number}", shared.key) for number in range(20)
+            ]
+            registrations += [
+                second_server.register(f"{number}", shared.key) for number in range(20, 40)
+            ]
             await asyncio.wait_for(asyncio.gather(*registrations), 20)
-            assert sorted(one.names()) == sorted(two.names())
-            assert len(one.names()) == 41
-            await one.unregister("")
-            assert one.names() == two.names() == []
+            assert sorted(first_server.names()) == sorted(second_server.names())
+            assert len(first_server.names()) == 41
+            await first_server.unregister("")
+            assert first_server.names() == second_server.names() == []
 
     with SharedObject(SIZE) as shared:
-        asyncio.run(steps())
+        asyncio.run(scenario())
 
 
 def test_a_server_cannot_take_a_region_of_another_server() -> None:
     """The other server keeps it."""
 
-    async def steps() -> None:
-        async with sides(most=1) as (one, two):
+    async def scenario() -> None:
+        async with linked_servers(max_regions=1) as (first_server, second_server):
             for name in "ab":
-                await one.register(name, shared.key)
-            assert (one.names(), two.names()) == (["a", "b"], ["a"])
+                await first_server.register(name, shared.key)
+            assert (first_server.names(), second_server.names()) == (["a", "b"], ["a"])
 
     with SharedObject(SIZE) as shared:
-        asyncio.run(steps())
+        asyncio.run(scenario())
 
 
 def test_the_other_one_ends() -> None:
     """The remaining server does not wait for it."""
 
-    async def steps() -> None:
-        async with sides() as (one, two):
-            two.link.close()
-            await one.link.ended
-            await one.register("a", shared.key)
-            assert (one.names(), two.names()) == (["a"], [])
-            one.link.ask("anything")
+    async def scenario() -> None:
+        async with linked_servers() as (first_server, second_server):
+            second_server.link.close()
+            await first_server.link.ended
+            await first_server.register("a", shared.key)
+            assert (first_server.names(), second_server.names()) == (["a"], [])
+            first_server.link.ask("anything")
 
     with SharedObject(SIZE) as shared:
-        asyncio.run(steps())
+        asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("successor_exits", [False, True])
 def test_the_first_one_waits_until_the_other_uses_the_run_directory(successor_exits: bool) -> None:
     """Otherwise it would remove the directory, and both servers would end."""
 
-    async def steps() -> None:
-        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    async def scenario() -> None:
+        link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         received, uses_directory = asyncio.Event(), asyncio.Event()
 
         async def accept(*_: object) -> None:
             received.set()
             await uses_directory.wait()
 
-        successor = HandoverLink(ends[1], accept)
+        successor = HandoverLink(link_ends[1], accept)
         handover = cast("Any", Handover.__new__(Handover))
-        handover._successor = HandoverLink(ends[0], accept)
+        handover._successor = HandoverLink(link_ends[0], accept)
         waiting = asyncio.ensure_future(handover.let_successor_accept())
         await received.wait()
         assert not waiting.done()
@@ -150,4 +166,4 @@ def test_the_first_one_waits_until_the_other_uses_the_run_directory(successor_ex
         for link in (successor, handover._successor):
             link.close()
 
-    asyncio.run(steps())
+    asyncio.run(scenario())

@@ -16,10 +16,10 @@ def one_thread() -> Iterator[None]:
     """Compute with one thread, which is faster for small tensors."""
     import torch
 
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads_before)
 
 
 @pytest.fixture(scope="session")
@@ -32,13 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     folders: dict[str, Path] = {}
 
-    def of(family: str = "llama", **more: Any) -> Path:
-        key = repr((family, sorted(more.items())))
+    def write(family: str = "llama", **options: Any) -> Path:
+        key = repr((family, sorted(options.items())))
         if key not in folders:
-            folders[key] = write_folder(root / str(len(folders)), family, **more)
+            folders[key] = write_folder(root / str(len(folders)), family, **options)
         return folders[key]
 
-    return of
+    return write
 
 
 @functools.cache
@@ -50,12 +50,12 @@ def reference(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def generated(path: Path, prompt: list[int], **more: Any) -> list[int]:
+def generate(path: Path, prompt: list[int], **options: Any) -> list[int]:
     """Return the tokens that transformers' `generate` appends to a prompt."""
     import torch
 
     ids = torch.tensor([prompt])
-    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **more}
+    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **options}
     with torch.inference_mode():
         generated = reference(path).generate(ids, attention_mask=torch.ones_like(ids), **settings)
     tokens: list[int] = generated[0, len(prompt) :].tolist()

@@ -21,7 +21,7 @@ from shmserve.workers.backends.llm import texts
 from shmserve.workers.backends.llm.token_texts import Detokenizer, StopStrings, TokenTexts
 from tests.rigs.llm_rig import Scheduler, llm_rig
 from tests.support.hf_folders import END, tokenizer_text
-from tests.unit.workers.backends.llm.conftest import generated, reference
+from tests.unit.workers.backends.llm.conftest import generate, reference
 
 Folder = Callable[..., Path]
 PROMPT = [5, 77, 130, 200]
@@ -35,8 +35,8 @@ def scheduler(folder: Folder, tmp_path: Path) -> Iterator[Scheduler]:
         yield engine_rig
 
 
-def greedy(folder: Folder, count: int) -> list[int]:
-    return generated(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
+def greedy_tokens(folder: Folder, count: int) -> list[int]:
+    return generate(folder(), PROMPT, max_new_tokens=count, eos_token_id=-1)
 
 
 def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) -> None:
@@ -44,8 +44,8 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
     scheduler.run()
     responses = scheduler.responses[1]
     assert len(responses) > 8
-    assert scheduler.tokens(1) == greedy(folder, 24)
-    assert scheduler.text(1) == TOKENIZER.decode(greedy(folder, 24))
+    assert scheduler.tokens(1) == greedy_tokens(folder, 24)
+    assert scheduler.text(1) == TOKENIZER.decode(greedy_tokens(folder, 24))
     assert [response["finish_reason"] for response in responses[:-1]] == [[""]] * (
         len(responses) - 1
     )
@@ -58,13 +58,18 @@ def test_a_stream_sends_each_text_at_once(scheduler: Scheduler, folder: Folder) 
 
 
 @pytest.mark.parametrize(
-    ("given", "echoed"),
+    ("request_fields", "echoed"),
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
 def test_a_text_begins_with_its_prompt_as_triton_has_it(
-    scheduler: Scheduler, given: dict[str, Any], echoed: bool
+    scheduler: Scheduler, request_fields: dict[str, Any], echoed: bool
 ) -> None:
-    settings = {"exclude_input_in_output": None, "temperature": 0, "max_tokens": 3, **given}
+    settings = {
+        "exclude_input_in_output": None,
+        "temperature": 0,
+        "max_tokens": 3,
+        **request_fields,
+    }
     scheduler.add(1, text_input="the quick", outputs=["text_output"], **settings)
     scheduler.run()
     assert scheduler.responses[1][0].keys() == {"text_output"}
@@ -79,8 +84,8 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
         {"prompt_logprobs": 0},
         {"return_token_ids": True},
     )
-    for key, more in enumerate(expected):
-        scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **more)
+    for key, options in enumerate(expected):
+        scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **options)
     scheduler.run()
     keys = [scheduler.responses[key][0].keys() for key in range(len(expected))]
     scored = {"text_output", "logprobs"}
@@ -104,35 +109,38 @@ def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
     scheduler.step()
     scheduler.add(2, **settings)
     scheduler.run()
-    (together,) = scheduler.responses[2]
-    assert together["index"] == [0, 1, 2]
-    assert [scheduler.text(1, index) for index in range(3)] == together["text_output"]
-    assert len(set(together["text_output"])) == 3
-    assert together["usage"][0]["samples"] == [10, 10, 10]
+    (joint_response,) = scheduler.responses[2]
+    assert joint_response["index"] == [0, 1, 2]
+    assert [scheduler.text(1, index) for index in range(3)] == joint_response["text_output"]
+    assert len(set(joint_response["text_output"])) == 3
+    assert joint_response["usage"][0]["samples"] == [10, 10, 10]
 
 
 def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder) -> None:
-    whole = TOKENIZER.decode(greedy(folder, 30))
-    pairs = [whole[index : index + 2] for index in range(2, len(whole) - 2)]
-    stop = next(pair for pair in pairs if "\ufffd" not in pair)
-    ways: list[dict[str, Any]] = [{}, {"stream": True}, {"include_stop_str_in_output": True}]
-    for key, more in enumerate(ways, 1):
-        scheduler.add(key, max_tokens=30, stop=[stop, "never"], **GREEDY, **more)
+    full_text = TOKENIZER.decode(greedy_tokens(folder, 30))
+    pairs = [full_text[index : index + 2] for index in range(2, len(full_text) - 2)]
+    stop_string = next(pair for pair in pairs if "\ufffd" not in pair)
+    option_sets: list[dict[str, Any]] = [{}, {"stream": True}, {"include_stop_str_in_output": True}]
+    for key, options in enumerate(option_sets, 1):
+        scheduler.add(key, max_tokens=30, stop=[stop_string, "never"], **GREEDY, **options)
     scheduler.run()
-    end = whole.index(stop)
-    assert [scheduler.text(1), scheduler.text(2)] == [whole[:end]] * 2
-    assert scheduler.text(3) == whole[: end + len(stop)]
+    end = full_text.index(stop_string)
+    assert [scheduler.text(1), scheduler.text(2)] == [full_text[:end]] * 2
+    assert scheduler.text(3) == full_text[: end + len(stop_string)]
     for key in (1, 2, 3):
-        last = scheduler.responses[key][-1]
-        assert (last["finish_reason"], last["stop_reason"]) == (["stop"], [stop])
-        assert last["usage"][0]["completion_tokens"] < 30
+        last_response = scheduler.responses[key][-1]
+        assert (last_response["finish_reason"], last_response["stop_reason"]) == (
+            ["stop"],
+            [stop_string],
+        )
+        assert last_response["usage"][0]["completion_tokens"] < 30
 
 
 def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Folder) -> None:
     """As in vLLM, the tokenizer's end token is not reported as a stop reason; other end tokens
     are.
     """
-    token = greedy(folder, 2)[1]
+    token = greedy_tokens(folder, 2)[1]
     path = shutil.copytree(folder(), tmp_path / "ends")
     settings = {"eos_token_id": [0, token]}
     (path / "generation_config.json").write_text(json.dumps(settings))
@@ -146,8 +154,8 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
         ({"max_tokens": 1}, None),
     ]
     with llm_rig(tmp_path / "stops", path) as scheduler:
-        for key, (more, _) in enumerate(cases):
-            scheduler.add(key, **{**GREEDY, "max_tokens": 5, **more})
+        for key, (options, _) in enumerate(cases):
+            scheduler.add(key, **{**GREEDY, "max_tokens": 5, **options})
         scheduler.run()
         reasons = [scheduler.responses[key][-1]["stop_reason"] for key in range(len(cases))]
     assert reasons == [[reason] for _, reason in cases]
@@ -170,7 +178,7 @@ def test_a_client_that_reads_nothing_delays_no_other_request(
     scheduler.rig.instance.link.receive()
     scheduler.finish()
     assert len(responses) == 33
-    assert scheduler.tokens(1) == greedy(folder, 120)
+    assert scheduler.tokens(1) == greedy_tokens(folder, 120)
 
 
 def test_a_request_without_a_reader_fails_while_other_requests_generate(
@@ -219,7 +227,7 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, s
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
     scheduler.run()
-    whole = [scheduler.text(1, index) for index in range(2)]
+    full_texts = [scheduler.text(1, index) for index in range(2)]
     tokens = [
         [
             t
@@ -236,7 +244,7 @@ def test_a_successor_continues_the_text_of_a_lost_worker(scheduler: Scheduler, s
     scheduler.add(2, resumed, **settings)
     assert len(scheduler.running) == 1
     scheduler.run()
-    assert [scheduler.text(2, index) for index in range(2)] == [text[sent:] for text in whole]
+    assert [scheduler.text(2, index) for index in range(2)] == [text[sent:] for text in full_texts]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
@@ -249,11 +257,13 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     settings |= {"ignore_eos": True, "logprobs": 1, "echo": True, "exclude_input_in_output": None}
     scheduler.add(1, **settings, seed=3)
     scheduler.run()
-    whole = [pieces(scheduler, 1, index) for index in (0, 1)]
-    tokens = [[entry["token_id"] for entry in content] for _, content in whole]
-    first = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][:count] * stream
-    characters = sum(len(entry["text_output"][0]) for entry in first)
-    sent = sum(len(entry["token_ids"]) for entry in first)
+    full_pieces = [text_and_entries(scheduler, 1, index) for index in (0, 1)]
+    tokens = [[entry["token_id"] for entry in content] for _, content in full_pieces]
+    first_entries = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][
+        :count
+    ] * stream
+    characters = sum(len(entry["text_output"][0]) for entry in first_entries)
+    sent = sum(len(entry["token_ids"]) for entry in first_entries)
     resumed = [
         g.Resumed(0, np.array(tokens[0][4 : 4 + 12], np.int32).tobytes(), characters, "", False,
                   sent),
@@ -261,24 +271,29 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     ]  # fmt: skip
     scheduler.add(2, resumed, **settings, seed=5)
     scheduler.run()
-    text, content = pieces(scheduler, 2, 0)
-    content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first)
+    text, content = text_and_entries(scheduler, 2, 0)
+    content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first_entries)
     known_text = TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")
     assert text.startswith(known_text[characters:])
-    known = [*content[: 16 - content_count]]
-    assert [entry["token_id"] for entry in known] == tokens[0][content_count:16]
-    expected = [entry["logprob"] for entry in whole[0][1][content_count:16]]
-    assert [entry["logprob"] for entry in known] == pytest.approx(expected, abs=1e-4)
-    assert [entry["text_offset"] for entry in known] == [
-        entry["text_offset"] for entry in whole[0][1][content_count:16]
+    known_entries = [*content[: 16 - content_count]]
+    assert [entry["token_id"] for entry in known_entries] == tokens[0][content_count:16]
+    expected = [entry["logprob"] for entry in full_pieces[0][1][content_count:16]]
+    assert [entry["logprob"] for entry in known_entries] == pytest.approx(expected, abs=1e-4)
+    assert [entry["text_offset"] for entry in known_entries] == [
+        entry["text_offset"] for entry in full_pieces[0][1][content_count:16]
     ]
     assert len(content) == 24 - content_count
-    ended = pieces(scheduler, 2, 1)
-    assert ended[0] == whole[1][0] and [entry["token_id"] for entry in ended[1]] == tokens[1]
+    ended_pieces = text_and_entries(scheduler, 2, 1)
+    assert (
+        ended_pieces[0] == full_pieces[1][0]
+        and [entry["token_id"] for entry in ended_pieces[1]] == tokens[1]
+    )
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
 
 
-def pieces(scheduler: Scheduler, key: int, index: int) -> tuple[str, list[dict[str, Any]]]:
+def text_and_entries(
+    scheduler: Scheduler, key: int, index: int
+) -> tuple[str, list[dict[str, Any]]]:
     """Return the text of a sample and the reported entries of its tokens."""
     content = [
         token
@@ -301,9 +316,9 @@ def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> No
     with torch.inference_mode():
         expected = reference(folder())(torch.tensor([tokens])).logits[0].log_softmax(-1)
     assert responses["prompt"][0] is None
-    for index, found in enumerate([*responses["prompt"][1:], *responses["content"]], 1):
-        assert found["token_id"] == tokens[index]
-        assert found["logprob"] == pytest.approx(
+    for index, token_entry in enumerate([*responses["prompt"][1:], *responses["content"]], 1):
+        assert token_entry["token_id"] == tokens[index]
+        assert token_entry["logprob"] == pytest.approx(
             expected[index - 1, tokens[index]].item(), abs=1e-3
         )
     assert [len(entry["top_logprobs"]) for entry in responses["content"]] == [2] * 4
@@ -321,24 +336,24 @@ def test_a_repeated_prompt_is_scored_with_its_text(
     scheduler.add(1, max_tokens=5, text_input=text, **settings)
     scheduler.add(2, max_tokens=5, input_ids=tokens, **settings)
     scheduler.run()
-    whole = [*tokens, *generated(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
+    all_tokens = [*tokens, *generate(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
     with torch.inference_mode():
-        expected = reference(folder())(torch.tensor([whole])).logits[0].log_softmax(-1)
+        expected = reference(folder())(torch.tensor([all_tokens])).logits[0].log_softmax(-1)
     for key in (1, 2):
         for index in (0, 1):
-            assert scheduler.text(key, index) == TOKENIZER.decode(whole)
+            assert scheduler.text(key, index) == TOKENIZER.decode(all_tokens)
             texts = [
                 token
                 for response in scheduler.responses[key]
                 if index in response["index"]
                 for token in response["logprobs"][response["index"].index(index)]["content"]
             ]
-            assert [response["token_id"] for response in texts] == whole
+            assert [response["token_id"] for response in texts] == all_tokens
             assert (texts[0]["logprob"], texts[0]["top_logprobs"]) == (None, None)
             for position, response in enumerate(texts[1:], 1):
-                mine = expected[position - 1, whole[position]]
-                assert response["logprob"] == pytest.approx(mine.item(), abs=1e-3)
-                assert response["rank"] == (expected[position - 1] > mine).sum() + 1
+                own_logprob = expected[position - 1, all_tokens[position]]
+                assert response["logprob"] == pytest.approx(own_logprob.item(), abs=1e-3)
+                assert response["rank"] == (expected[position - 1] > own_logprob).sum() + 1
             characters = text.encode()
             for response in texts[: len(tokens)]:
                 assert characters.startswith(bytes(response["bytes"]))
@@ -380,12 +395,12 @@ def test_beams_have_candidates_and_their_texts_are_chosen(
     (beams,) = scheduler.prepared[1].beams
     assert (beams.width, beams.end_tokens, beams.early_stopping) == (2, [0], "false")
     root = scheduler.enter(1, 0, PROMPT)
-    (first,) = scheduler.step()
+    (first_result,) = scheduler.step()
     with torch.inference_mode():
         expected = reference(folder())(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1).topk(4)
-    assert first.candidates == expected.indices.tolist()
-    assert first.scores == pytest.approx(expected.values.tolist(), abs=1e-4)
-    children = [scheduler.fork(root, 0, token) for token in first.candidates[:2]]
+    assert first_result.candidates == expected.indices.tolist()
+    assert first_result.scores == pytest.approx(expected.values.tolist(), abs=1e-4)
+    children = [scheduler.fork(root, 0, token) for token in first_result.candidates[:2]]
     scheduler.release(root.number)
     for child, result in zip(children, scheduler.step(), strict=True):
         with torch.inference_mode():
@@ -413,7 +428,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("request_fields", "message"),
     [
         ({"text_input": "a", "temperature": -1}, "temperature: -1 is not a number from 0.0"),
         ({}, "exactly one of text_input, input_ids, messages is required, got none"),
@@ -442,9 +457,9 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
     ],
 )
 def test_an_error_ends_only_its_own_request(
-    scheduler: Scheduler, given: dict[str, Any], message: str
+    scheduler: Scheduler, request_fields: dict[str, Any], message: str
 ) -> None:
-    scheduler.add(1, **given)
+    scheduler.add(1, **request_fields)
     code, text = scheduler.errors[1]
     assert code == "INVALID_ARG" and message in text
     scheduler.add(2, max_tokens=1, **GREEDY)
@@ -494,7 +509,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
-def of_property(schema: Any) -> dict[str, Any]:
+def property_schema(schema: Any) -> dict[str, Any]:
     configuration = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
     return json_schema({**configuration, "additionalProperties": False})
 
@@ -510,7 +525,7 @@ def of_property(schema: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_annotations_of_a_schema_restrict_nothing(scheduler: Scheduler, schema: Any) -> None:
-    scheduler.add(1, input_ids=PROMPT, max_tokens=90, seed=1, **of_property(schema))
+    scheduler.add(1, input_ids=PROMPT, max_tokens=90, seed=1, **property_schema(schema))
     scheduler.run()
     assert list(json.loads(scheduler.text(1))) == ["v"]
 
@@ -519,15 +534,15 @@ def test_white_space_between_parts_is_bounded(scheduler: Scheduler) -> None:
     bias = {str(token): 100 for token in range(320) if TOKENIZER.decode([token]) in (" ", "\n")}
     schema = {"type": "integer", "minimum": 0, "maximum": 9}
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 200, "logit_bias": bias}
-    scheduler.add(1, temperature=0, **settings, **of_property(schema))
+    scheduler.add(1, temperature=0, **settings, **property_schema(schema))
     scheduler.run()
     assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
     assert list(json.loads(scheduler.text(1))) == ["v"]
 
 
-@pytest.mark.parametrize("more", [{"min_tokens": 10}, {"ignore_eos": True}])
-def test_a_text_ends_with_its_grammar(scheduler: Scheduler, more: dict[str, Any]) -> None:
-    scheduler.add(1, input_ids=PROMPT, max_tokens=20, temperature=0, regex="[0-9]{3}", **more)
+@pytest.mark.parametrize("options", [{"min_tokens": 10}, {"ignore_eos": True}])
+def test_a_text_ends_with_its_grammar(scheduler: Scheduler, options: dict[str, Any]) -> None:
+    scheduler.add(1, input_ids=PROMPT, max_tokens=20, temperature=0, regex="[0-9]{3}", **options)
     scheduler.run()
     assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
     assert re.fullmatch("[0-9]{3}", scheduler.text(1))
@@ -565,7 +580,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(tokenizer_text())
 
 
-def detokenized(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+def detokenize(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     detokenizer = Detokenizer(TokenTexts(tokenizer), True)
     return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
@@ -574,7 +589,7 @@ def test_texts_are_whole_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         tokens = tokenizer.encode(text).ids
         for end in range(len(tokens) + 1):
-            pieces = detokenized(tokenizer, tokens[:end])
+            pieces = detokenize(tokenizer, tokens[:end])
             assert "".join(pieces) == tokenizer.decode(tokens[:end])
             assert not any("\ufffd" in piece for piece in pieces[:-1])
 
@@ -584,13 +599,13 @@ def test_any_tokens_are_streamed_as_they_are_decoded(tokenizer: Tokenizer) -> No
     differ = 0
     for _ in range(300):
         tokens = [chance.randrange(320) for _ in range(chance.randrange(1, 40))]
-        differ += "".join(detokenized(tokenizer, tokens)) != tokenizer.decode(tokens)
+        differ += "".join(detokenize(tokenizer, tokens)) != tokenizer.decode(tokens)
     assert differ == 0
 
 
 def test_bytes_without_a_character_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
     broken = tokenizer.encode("é").ids[:1] * 40
-    assert sum(map(bool, detokenized(tokenizer, broken)[:-1])) >= 2
+    assert sum(map(bool, detokenize(tokenizer, broken)[:-1])) >= 2
 
 
 def test_no_part_of_a_stop_string_is_sent() -> None:
@@ -601,20 +616,20 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         stops = ["".join(chance.choice("abc") for _ in range(chance.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         included = chance.random() < 0.5
-        filtered, given, emitted, memory_range = StopStrings(stops, included), "", "", 0
+        filtered, given_text, emitted, memory_range = StopStrings(stops, included), "", "", 0
         while memory_range < len(text) and not emitted:
             size = chance.randrange(1, 4)
             piece, emitted = filtered.add(text[memory_range : memory_range + size])
-            given += piece
+            given_text += piece
             memory_range += size
-        given += filtered.flush()
-        assert (given, emitted) == expected(text, stops, included), (text, stops)
+        given_text += filtered.flush()
+        assert (given_text, emitted) == expected_text(text, stops, included), (text, stops)
 
 
-def expected(text: str, stops: list[str], included: bool) -> tuple[str, str]:
+def expected_text(text: str, stops: list[str], included: bool) -> tuple[str, str]:
     """Return the text up to the stop string that is completed first, and that stop string."""
     for end in range(1, len(text) + 1):
-        for stop in stops:
-            if text[:end].endswith(stop):
-                return text[: end if included else end - len(stop)], stop
+        for stop_string in stops:
+            if text[:end].endswith(stop_string):
+                return text[: end if included else end - len(stop_string)], stop_string
     return text, ""

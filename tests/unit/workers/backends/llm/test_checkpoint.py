@@ -28,33 +28,33 @@ TRAINED = "original_max_position_embeddings"
 Folder = Callable[..., Path]
 
 
-def edit(path: Path, name: str, **more: Any) -> None:
+def edit(path: Path, name: str, **fields: Any) -> None:
     """Change a JSON file of a folder."""
     file = path / name
     settings = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**settings, **more}))
+    file.write_text(json.dumps({**settings, **fields}))
 
 
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
-    drawn = weights(config())
-    del drawn["model.norm.weight"]
-    drawn["lm_head.weight"] = torch.zeros(320, 31)
-    save_weights(path, drawn)
+    drawn_weights = weights(config())
+    del drawn_weights["model.norm.weight"]
+    drawn_weights["lm_head.weight"] = torch.zeros(320, 31)
+    save_weights(path, drawn_weights)
     (path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
     for part in (
         "weights are missing: model.norm.weight",
         "lm_head.weight has the shape [320, 31], expected [320, 32]",
         "tokenizer_config.json is not JSON",
     ):
-        assert part in raised.value.message
-    assert str(tmp_path) not in raised.value.message
+        assert part in caught.value.message
+    assert str(tmp_path) not in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("fields", "message"),
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
@@ -96,17 +96,17 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_checkpoints_are_refused(
-    tmp_path: Path, more: dict[str, Any], message: str
+    tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     path = write_folder(tmp_path / "m")
-    edit(path, "config.json", **more)
-    with pytest.raises(InvalidArgument) as raised:
+    edit(path, "config.json", **fields)
+    with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
-    assert message in raised.value.message
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "expected"),
+    ("family", "overrides", "expected"),
     [
         ("llama", {"max_position_embeddings": ...}, {"positions": 2048}),
         ("qwen2", {"max_position_embeddings": ...}, {"positions": 32768}),
@@ -134,10 +134,10 @@ def test_unknown_checkpoints_are_refused(
     ],
 )
 def test_fields_have_the_effects_and_defaults_of_transformers(
-    family: str, more: dict[str, Any], expected: dict[str, Any]
+    family: str, overrides: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     fields = {
-        name: setting for name, setting in config(family, **more).items() if setting is not ...
+        name: setting for name, setting in config(family, **overrides).items() if setting is not ...
     }
     problems: list[str] = []
     architecture = Architecture.of(fields, problems)
@@ -146,10 +146,10 @@ def test_fields_have_the_effects_and_defaults_of_transformers(
 
 
 def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(tmp_path)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        assert f"{name} is missing" in raised.value.message
+        assert f"{name} is missing" in caught.value.message
 
 
 def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None:
@@ -161,11 +161,11 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     rendered = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
     assert rendered == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
-    own = Checkpoint.open(path)
-    assert ChatTemplate(own.templates, {}).render(chat_request) == '"ä"'
-    outside = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
+    own_checkpoint = Checkpoint.open(path)
+    assert ChatTemplate(own_checkpoint.templates, {}).render(chat_request) == '"ä"'
+    template = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
     with pytest.raises(InvalidArgument, match="chat template rejects them"):
-        outside.render(chat_request)
+        template.render(chat_request)
 
 
 def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
@@ -178,13 +178,13 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
         spec = ModelSpec.of(completed)
         assert spec.decoupled and spec.max_batch_size == 0
         assert {tensor.name for tensor in spec.input if not tensor.optional} == set()
-        found = EngineSettings.read(spec.parameters["engine"])
-        assert (found.kv_cache_blocks, found.max_model_len) == (2 * 64, 512)
+        found_settings = EngineSettings.read(spec.parameters["engine"])
+        assert (found_settings.kv_cache_blocks, found_settings.max_model_len) == (2 * 64, 512)
         # Tokens * (keys and values) * layers * heads * head size * bytes per element.
         block_bytes = 8 * 2 * 2 * 2 * 8 * 4
-        assert found.swap_blocks == 1_000_000 // block_bytes
-        again = LlmBackend(model_rig.context).complete_config(completed)
-        assert again["parameters"] == completed["parameters"]
+        assert found_settings.swap_blocks == 1_000_000 // block_bytes
+        completed_again = LlmBackend(model_rig.context).complete_config(completed)
+        assert completed_again["parameters"] == completed["parameters"]
         (model_rig.context.model_dir / "engine.yaml").write_text("[1")
         with pytest.raises(InvalidArgument, match=r"engine.yaml:1:3: it is not YAML"):
             LlmBackend(model_rig.context).complete_config({"name": "m", "backend": "llm"})
@@ -216,7 +216,7 @@ def test_instances_on_one_device_share_its_memory(
 
 
 @pytest.mark.parametrize(
-    ("engine", "more", "message"),
+    ("engine", "fields", "message"),
     [
         ({}, {"max_batch_size": 4}, "max_batch_size: 4 is not 0"),
         ({"draft_model": "nothing"}, {}, "'nothing' is neither a model in the repository nor"),
@@ -224,7 +224,7 @@ def test_instances_on_one_device_share_its_memory(
     ],
 )
 def test_the_error_names_a_checkpoint_that_cannot_be_loaded(
-    folder: Folder, tmp_path: Path, engine: dict[str, Any], more: dict[str, Any], message: str
+    folder: Folder, tmp_path: Path, engine: dict[str, Any], fields: dict[str, Any], message: str
 ) -> None:
     write_folder(tmp_path / "other" / "2", vocab_size=330)
     with rig(tmp_path) as model_rig:
@@ -234,7 +234,7 @@ def test_the_error_names_a_checkpoint_that_cannot_be_loaded(
             engine = {"speculative_decoding": {"enabled": True, "method": "draft", **engine}}
         (model_rig.context.model_dir / "engine.yaml").write_text(yaml.safe_dump(engine))
         backend = LlmBackend(model_rig.context)
-        completed = backend.complete_config({"name": "m", "backend": "llm", **more})
-        with pytest.raises(InvalidArgument) as raised:
+        completed = backend.complete_config({"name": "m", "backend": "llm", **fields})
+        with pytest.raises(InvalidArgument) as caught:
             backend.load(ModelSpec.of(completed))
-        assert message in raised.value.message
+        assert message in caught.value.message

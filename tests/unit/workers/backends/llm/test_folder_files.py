@@ -26,7 +26,7 @@ from tests.support.hf_folders import (
     write_folder,
 )
 from tests.support.pages import GUIDE
-from tests.unit.workers.backends.llm.conftest import generated
+from tests.unit.workers.backends.llm.conftest import generate
 from tests.unit.workers.backends.llm.test_checkpoint import edit
 
 Folder = Callable[..., Path]
@@ -35,12 +35,12 @@ SIZE = 320  # number of tokens of the tokenizer
 MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "model", "content": "é"}]
 
 
-def token(content: str, **more: Any) -> dict[str, Any]:
+def token(content: str, **fields: Any) -> dict[str, Any]:
     flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
-    return {"content": content, **dict.fromkeys(flags, False), **more}
+    return {"content": content, **dict.fromkeys(flags, False), **fields}
 
 
-def spaced() -> str:
+def spaced_tokenizer() -> str:
     """Return a tokenizer.json that represents spaces by U+2581, like that of Llama 2."""
     pieces = ["<unk>", "<s>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"thefox", "th", "the", "▁the", "fo", "fox", "▁fox"]
@@ -188,22 +188,25 @@ SHOWN = "".join(f"{{{{ {name} is defined and {name} }}}} " for name in NAMES)
 def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files: str) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
-        (path / "tokenizer.json").write_text(spaced())
-    for name, more in (SPACED if spaces else FILES)[files].items():
-        edit(path, name, **more)
-    reference, mine = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
+        (path / "tokenizer.json").write_text(spaced_tokenizer())
+    for name, fields in (SPACED if spaces else FILES)[files].items():
+        edit(path, name, **fields)
+    reference, checkpoint = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
     for text in TEXTS:
         for special in (False, True):
             ids = reference.encode(text, add_special_tokens=special)
-            assert mine.tokenizer.encode(text, add_special_tokens=special).ids == ids
-            shown = reference.decode(ids, skip_special_tokens=special)
-            assert mine.tokenizer.decode(ids, skip_special_tokens=special) == shown
+            assert checkpoint.tokenizer.encode(text, add_special_tokens=special).ids == ids
+            decoded = reference.decode(ids, skip_special_tokens=special)
+            assert checkpoint.tokenizer.decode(ids, skip_special_tokens=special) == decoded
     reference.chat_template = SHOWN
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
-    assert ChatTemplate({"default": SHOWN}, mine.special).render({"messages": MESSAGES}) == expected
+    assert (
+        ChatTemplate({"default": SHOWN}, checkpoint.special).render({"messages": MESSAGES})
+        == expected
+    )
 
 
-def unigram() -> str:
+def unigram_tokenizer() -> str:
     """Return the tokenizer.json of a Unigram model, like that of T5."""
     pieces = [
         ("<unk>", 0.0),
@@ -230,7 +233,7 @@ def test_classes_that_replace_other_parts_are_refused(
     tmp_path: Path, name: str, problem: str
 ) -> None:
     path = write_folder(tmp_path / "m")
-    (path / "tokenizer.json").write_text(unigram())
+    (path / "tokenizer.json").write_text(unigram_tokenizer())
     edit(path, SETTINGS, tokenizer_class=name)
     if problem:
         with pytest.raises(InvalidArgument, match=f"tokenizer_class: {problem}"):
@@ -249,7 +252,7 @@ def test_each_field_in_the_guide_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "ends"),
+    ("files", "end_tokens"),
     [
         ({}, (0,)),
         ({"generation_config.json": {"eos_token_id": [2, 1]}}, (2, 1, 0)),
@@ -263,12 +266,12 @@ def test_each_field_in_the_guide_is_tested() -> None:
     ],
 )
 def test_end_tokens_come_from_the_model_and_the_tokenizer(
-    tmp_path: Path, files: dict[str, dict[str, Any]], ends: tuple[int, ...]
+    tmp_path: Path, files: dict[str, dict[str, Any]], end_tokens: tuple[int, ...]
 ) -> None:
     path = write_folder(tmp_path / "m")
-    for name, more in files.items():
-        edit(path, name, **more)
-    assert Checkpoint.open(path).end_tokens == ends
+    for name, fields in files.items():
+        edit(path, name, **fields)
+    assert Checkpoint.open(path).end_tokens == end_tokens
 
 
 def test_settings_without_effect_are_logged(
@@ -293,18 +296,18 @@ def test_max_new_tokens_limits_chats_that_set_no_limit(tmp_path: Path) -> None:
     edit(path, "generation_config.json", max_new_tokens=3)
     with llm_rig(tmp_path / "rig", path) as scheduler:
         limits: tuple[dict[str, Any], ...] = ({}, {"max_tokens": 1 << 24}, {"max_tokens": 5})
-        for key, more in enumerate(limits):
-            scheduler.prepare(key, text_input="the", **more)
+        for key, options in enumerate(limits):
+            scheduler.prepare(key, text_input="the", **options)
             assert scheduler.prepared[key].max_tokens == (3, 3, 5)[key]
 
 
 def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m")
     prompt = [9, 8, 7]
-    expected = generated(folder(), prompt, max_new_tokens=30)
-    stop = expected[12]
-    memory_range = expected.index(stop)
-    text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop)
+    expected = generate(folder(), prompt, max_new_tokens=30)
+    stop_token = expected[12]
+    memory_range = expected.index(stop_token)
+    text = Tokenizer.from_str(tokenizer_text()).id_to_token(stop_token)
     edit(path, SETTINGS, additional_special_tokens=[text])
     with llm_rig(tmp_path / "rig", path) as scheduler:
         scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=30, stop=[text])
@@ -334,7 +337,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
 def test_the_end_of_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, spaces: bool) -> None:
     path = write_folder(tmp_path / "m")
     if spaces:
-        (path / "tokenizer.json").write_text(spaced())
+        (path / "tokenizer.json").write_text(spaced_tokenizer())
     reference = AutoTokenizer.from_pretrained(path)
     words, unbroken = "the fox, it was 12 times " * 2000, "the" * 20_000
     with llm_rig(tmp_path / "rig", path) as scheduler:
@@ -425,16 +428,16 @@ TEMPLATES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
-    template, messages, more = TEMPLATES[name]
-    reference, mine = AutoTokenizer.from_pretrained(folder()), Checkpoint.open(folder())
-    prompted = not more.get("continue_final_message")
+    template, messages, options = TEMPLATES[name]
+    reference, checkpoint = AutoTokenizer.from_pretrained(folder()), Checkpoint.open(folder())
+    prompted = not options.get("continue_final_message")
     expected = reference.apply_chat_template(
-        messages, chat_template=template, tokenize=False, add_generation_prompt=prompted, **more
+        messages, chat_template=template, tokenize=False, add_generation_prompt=prompted, **options
     )
-    variables = {"messages": messages, **more}
-    assert ChatTemplate({"default": template}, mine.special).render(variables) == expected
-    nested = {"messages": messages, "chat_template_kwargs": more}
-    assert ChatTemplate({"default": template}, mine.special).render(nested) == expected
+    variables = {"messages": messages, **options}
+    assert ChatTemplate({"default": template}, checkpoint.special).render(variables) == expected
+    nested = {"messages": messages, "chat_template_kwargs": options}
+    assert ChatTemplate({"default": template}, checkpoint.special).render(nested) == expected
 
 
 def test_a_text_is_a_part_where_a_template_takes_only_parts() -> None:
@@ -462,7 +465,7 @@ NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": 
 
 
 @pytest.mark.parametrize(
-    ("files", "more", "text"),
+    ("files", "options", "text"),
     [
         ({SETTINGS: NAMED}, {}, "D"),
         ({SETTINGS: NAMED}, {"tools": TOOLS}, "T"),
@@ -480,7 +483,7 @@ NAMED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": 
     ],
 )
 def test_one_of_several_templates_is_used(
-    tmp_path: Path, files: dict[str, Any], more: dict[str, Any], text: str
+    tmp_path: Path, files: dict[str, Any], options: dict[str, Any], text: str
 ) -> None:
     path = write_folder(tmp_path / "m")
     for name, content in files.items():
@@ -491,7 +494,7 @@ def test_one_of_several_templates_is_used(
             (path / name).write_text(content)
     checkpoint = Checkpoint.open(path)
     chat = ChatTemplate(checkpoint.templates, checkpoint.special)
-    assert chat.render({"messages": MESSAGES, **more}) == text
+    assert chat.render({"messages": MESSAGES, **options}) == text
 
 
 @pytest.mark.parametrize(
@@ -526,35 +529,35 @@ def test_one_of_several_templates_is_used(
 def test_messages_that_a_template_refuses_are_an_error(
     template: str, messages: list[dict[str, Any]], more: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as caught:
         ChatTemplate({"default": template}, {}).render({"messages": messages, **more})
-    assert message in raised.value.message
+    assert message in caught.value.message
 
 
 def test_a_single_file_precedes_shards(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m", shards=2)
-    drawn = weights(config(), seed=9)
-    save_weights(path, drawn)
+    drawn_weights = weights(config(), seed=9)
+    save_weights(path, drawn_weights)
     checkpoint = Checkpoint.open(path)
-    assert torch.equal(checkpoint.weight("model.norm.weight"), drawn["model.norm.weight"])
+    assert torch.equal(checkpoint.weight("model.norm.weight"), drawn_weights["model.norm.weight"])
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
     configuration = config(tie_word_embeddings=True)
-    drawn = weights(configuration)
-    embedding = drawn["model.embed_tokens.weight"]
+    drawn_weights = weights(configuration)
+    embedding = drawn_weights["model.embed_tokens.weight"]
     head = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(3)) * 0.2
     cases = {
-        "both": {**drawn, "lm_head.weight": head},
-        "head": {**drawn, "lm_head.weight": embedding},
-        "base": {name.removeprefix("model."): weight for name, weight in drawn.items()},
+        "both": {**drawn_weights, "lm_head.weight": head},
+        "head": {**drawn_weights, "lm_head.weight": embedding},
+        "base": {name.removeprefix("model."): weight for name, weight in drawn_weights.items()},
     }
     del cases["head"]["model.embed_tokens.weight"]
     for name, tensors in cases.items():
         path = write_folder(tmp_path / name, tie_word_embeddings=True)
         save_weights(path, tensors)
         prompt = [5, 6, 7]
-        expected = generated(path, prompt, max_new_tokens=8, eos_token_id=None)
+        expected = generate(path, prompt, max_new_tokens=8, eos_token_id=None)
         with llm_rig(tmp_path / f"rig-{name}", path) as scheduler:
             scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=8, ignore_eos=True)
             scheduler.run()

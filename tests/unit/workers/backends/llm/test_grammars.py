@@ -23,7 +23,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("names", "right", "wrong"),
+    ("names", "valid_names", "invalid_names"),
     [
         ({"enum": ["x.y", "b c"]}, ["x.y", "b c"], ["xay", "x.yb"]),
         ({"const": "x", "title": "The name"}, ["x"], ["y", "xx"]),
@@ -41,7 +41,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
     ],
 )
 def test_names_of_properties_follow_their_schema(
-    names: Any, right: list[str], wrong: list[str]
+    names: Any, valid_names: list[str], invalid_names: list[str]
 ) -> None:
     colours = {"Colour": {"enum": ["red", "blue"], "type": "string"}}
     part = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
@@ -51,12 +51,12 @@ def test_names_of_properties_follow_their_schema(
          lambda inner_schema: {"propertyNames": inner_schema}),
         ({"anyOf": [part, {"type": "null"}]}, lambda inner_schema: inner_schema),
     ):  # fmt: skip
-        whole = {**schema, "$defs": colours}
-        assert accepts(whole, wrap(dict.fromkeys(right, 1)))
-        assert accepts(whole, wrap({}))
-        assert not accepts(whole, wrap({right[0]: "a"}))
-        for name in wrong:
-            assert not accepts(whole, wrap({name: 1})), name
+        full_schema = {**schema, "$defs": colours}
+        assert accepts(full_schema, wrap(dict.fromkeys(valid_names, 1)))
+        assert accepts(full_schema, wrap({}))
+        assert not accepts(full_schema, wrap({valid_names[0]: "a"}))
+        for name in invalid_names:
+            assert not accepts(full_schema, wrap({name: 1})), name
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any
     texts = TokenTexts(test_tokenizer)
     grammars = Grammars(texts, test_tokenizer.get_vocab_size() + 5, (1,))
     matcher = grammars.matcher(("regex", "(a|b| ?the)+ x"))
-    allowed = matcher.compute_bitmask()
+    bitmask = matcher.compute_bitmask()
     bits = [
         token
         for token in range(test_tokenizer.get_vocab_size())
-        if allowed[token // 8] >> token % 8 & 1
+        if bitmask[token // 8] >> token % 8 & 1
     ]
-    begins = ("a", "b", "t", " ")
-    assert bits and all(texts.bytes_of(token).decode().startswith(begins) for token in bits)
+    first_letters = ("a", "b", "t", " ")
+    assert bits and all(texts.bytes_of(token).decode().startswith(first_letters) for token in bits)

@@ -46,14 +46,16 @@ def test_one_row_of_each_sequence(folder: Callable[..., Path], family: str) -> N
     assert torch.equal(logits[-1], logits[-2])  # the padding rows repeat the last row
 
 
-@pytest.mark.parametrize(("most", "longest"), [(1, 10), (32, 2048), (5, 300), (64, 1 << 17)])
+@pytest.mark.parametrize(
+    ("max_batch_size", "longest"), [(1, 10), (32, 2048), (5, 300), (64, 1 << 17)]
+)
 def test_every_pass_within_the_bounds_has_a_graph(
-    folder: Callable[..., Path], most: int, longest: int
+    folder: Callable[..., Path], max_batch_size: int, longest: int
 ) -> None:
     cache = KvCache(Checkpoint.open(folder()).architecture, 16, 1 << 14, 0)
-    sizes = set(_graph_sizes(most, longest, cache))
+    sizes = set(_graph_sizes(max_batch_size, longest, cache))
     assert all(rows * blocks * 16 <= 1 << 17 for rows, blocks in sizes)
-    for rows in range(1, most + 1):
+    for rows in range(1, max_batch_size + 1):
         for length in (1, 16, 17, 255, 256, 257, longest):
             if length <= longest and 2 * rows * max(length, 256) * 2 <= 1 << 17:
                 assert _graph_size(rows, -(-length // 16), 16) in sizes

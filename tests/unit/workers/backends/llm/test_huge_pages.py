@@ -12,7 +12,7 @@ from shmserve.workers.backends.llm.model.transformer import moved_to_huge_pages,
 
 MIB = 1 << 20
 _ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
-    lambda ends: list(zip(*[iter(sorted(ends))] * 2, strict=False))
+    lambda bounds: list(zip(*[iter(sorted(bounds))] * 2, strict=False))
 )
 
 
@@ -20,8 +20,8 @@ _ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
 def test_the_difference_of_address_ranges(
     ranges: list[tuple[int, int]], removed: list[tuple[int, int]]
 ) -> None:
-    def addresses(of: list[tuple[int, int]]) -> set[int]:
-        return {address for begin, end in of for address in range(begin, end)}
+    def addresses(bounds_list: list[tuple[int, int]]) -> set[int]:
+        return {address for begin, end in bounds_list for address in range(begin, end)}
 
     remaining = list(subtract_ranges(ranges, removed))
     assert addresses(remaining) == addresses(ranges) - addresses(removed)
@@ -37,11 +37,11 @@ def test_memory_allocated_during_a_move_is_moved() -> None:
     size = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
     if not size.exists() or int(size.read_text(encoding="ascii")) > 2 * MIB:
         pytest.skip("no huge pages of 2 MiB here")
-    earlier = torch.ones(16 * MIB)
-    before = _huge_bytes()
+    earlier_tensor = torch.ones(16 * MIB)
+    bytes_before = _huge_bytes()
     with moved_to_huge_pages():
-        kept = torch.arange(16 * MIB)
-    moved = _huge_bytes() - before
-    assert kept.nbytes - 8 * MIB <= moved <= kept.nbytes + 8 * MIB
-    assert torch.equal(kept[::4096], torch.arange(0, 16 * MIB, 4096))
-    assert earlier.sum() == 16 * MIB
+        kept_tensor = torch.arange(16 * MIB)
+    moved_bytes = _huge_bytes() - bytes_before
+    assert kept_tensor.nbytes - 8 * MIB <= moved_bytes <= kept_tensor.nbytes + 8 * MIB
+    assert torch.equal(kept_tensor[::4096], torch.arange(0, 16 * MIB, 4096))
+    assert earlier_tensor.sum() == 16 * MIB

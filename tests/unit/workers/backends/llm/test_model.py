@@ -18,7 +18,7 @@ from shmserve.workers.backends.llm.model.attention import (
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
-from tests.unit.workers.backends.llm.conftest import generated, reference
+from tests.unit.workers.backends.llm.conftest import generate, reference
 
 Folder = Callable[..., Path]
 LLAMA3 = {
@@ -65,7 +65,7 @@ def prompt(size: int, seed: int = 0) -> list[int]:
     return [random.Random(seed + index).randrange(3, 320) for index in range(size)]
 
 
-class Lone:
+class LoneModel:
     """A model with a cache that computes one sequence in chunks."""
 
     def __init__(self, path: Path, block_size: int = 4, blocks: int = 128) -> None:
@@ -74,15 +74,15 @@ class Lone:
         self.attention = make_attention(self.cache, self.model.architecture, "cpu")
         assert isinstance(self.attention, SparseAttention)
 
-    def chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
+    def run_chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
         """Return the logits of all tokens, computed in chunks."""
         logits = [
-            self.together([(tokens[begin : begin + size], begin, table)])
+            self.run_pass([(tokens[begin : begin + size], begin, table)])
             for begin in range(0, len(tokens), size)
         ]
         return torch.cat(logits)
 
-    def together(
+    def run_pass(
         self, rows: list[tuple[list[int], int, list[int]]], drafted: bool = False
     ) -> torch.Tensor:
         """Return the logits of all rows of one pass.
@@ -96,32 +96,32 @@ class Lone:
         return self.model.forward(forward_pass, self.cache, self.attention, expected)
 
 
-@pytest.mark.parametrize(("family", "more"), VARIANTS)
+@pytest.mark.parametrize(("family", "fields"), VARIANTS)
 def test_logits_equal_those_of_transformers(
-    folder: Folder, family: str, more: dict[str, Any]
+    folder: Folder, family: str, fields: dict[str, Any]
 ) -> None:
-    path = folder(family, **more)
+    path = folder(family, **fields)
     tokens = prompt(90)
     with torch.inference_mode():
         expected = reference(path)(torch.tensor([tokens])).logits[0]
-    lone = Lone(path)
+    lone_model = LoneModel(path)
     shuffled = random.Random(1).sample(range(128), 128)
-    whole, halves = list(range(128)), [*range(10), *range(60, 128)]
-    for size, table in ((90, whole), (90, halves), (16, shuffled), (7, shuffled), (1, halves)):
-        chunks = lone.chunks(tokens, size, table)
+    all_blocks, halves = list(range(128)), [*range(10), *range(60, 128)]
+    for size, table in ((90, all_blocks), (90, halves), (16, shuffled), (7, shuffled), (1, halves)):
+        chunks = lone_model.run_chunks(tokens, size, table)
         assert torch.allclose(chunks, expected, atol=1e-4), (size, (chunks - expected).abs().max())
 
 
 def test_a_wrong_block_is_seen(folder: Folder) -> None:
     """A wrong block changes the logits, so the other tests would detect it."""
-    lone = Lone(folder())
+    lone_model = LoneModel(folder())
     tokens = prompt(41)
-    right = lone.chunks(tokens[:40], 16, list(range(20)))
-    assert right.argmax(-1).unique().numel() > 20
-    before = lone.together([(tokens[40:], 40, list(range(20)))])
-    lone.cache.copy([], [], [9, 3])
-    after = lone.together([(tokens[40:], 40, list(range(20)))])
-    assert (before - after).abs().max() > 0.01
+    correct_logits = lone_model.run_chunks(tokens[:40], 16, list(range(20)))
+    assert correct_logits.argmax(-1).unique().numel() > 20
+    logits_before = lone_model.run_pass([(tokens[40:], 40, list(range(20)))])
+    lone_model.cache.copy([], [], [9, 3])
+    logits_after = lone_model.run_pass([(tokens[40:], 40, list(range(20)))])
+    assert (logits_before - logits_after).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -156,23 +156,23 @@ def test_greedy_texts_equal_those_of_transformers(
                 break
         scheduler.finish()
         for key, tokens in prompts.items():
-            assert scheduler.tokens(key) == generated(path, tokens, max_new_tokens=12)
+            assert scheduler.tokens(key) == generate(path, tokens, max_new_tokens=12)
 
 
 def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     if not transformer.can_pack():
         pytest.fail("packed linears do not work here")
-    lone = Lone(folder())
+    lone_model = LoneModel(folder())
     tokens = prompt(48)
     tables = [list(range(16 * index, 16 * index + 16)) for index in range(8)]
-    alone = lone.chunks(tokens, 48, tables[0])
+    lone_logits = lone_model.run_chunks(tokens, 48, tables[0])
     for size in (16, 32):
-        assert torch.equal(lone.chunks(tokens, size, tables[1]), alone)
+        assert torch.equal(lone_model.run_chunks(tokens, size, tables[1]), lone_logits)
     shuffled = random.Random(2).sample(range(32, 128), 96)
-    assert torch.equal(lone.chunks(tokens, 48, shuffled), alone)
-    single = lone.together([([7], 48, tables[0])])
+    assert torch.equal(lone_model.run_chunks(tokens, 48, shuffled), lone_logits)
+    single = lone_model.run_pass([([7], 48, tables[0])])
     other_rows = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
-    in_company = lone.together([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
+    in_company = lone_model.run_pass([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
     memory_range = sum(len(row[0]) for row in other_rows)
     assert torch.equal(in_company[memory_range : memory_range + 1], single)
 
@@ -181,66 +181,72 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
 def test_logits_of_a_long_prompt_are_the_same_bits_wherever_it_is_cut(
     folder: Folder, size: int
 ) -> None:
-    lone = Lone(folder(), 16, 40)
+    lone_model = LoneModel(folder(), 16, 40)
     tokens, table = prompt(400), list(range(7, 32))
-    assert torch.equal(lone.chunks(tokens, size, table), lone.chunks(tokens, 400, table))
+    assert torch.equal(
+        lone_model.run_chunks(tokens, size, table), lone_model.run_chunks(tokens, 400, table)
+    )
 
 
 def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
-    lone = Lone(folder(), 16)
+    lone_model = LoneModel(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
-    every = lone.together([(part, 0, table) for part, table in zip(parts, tables, strict=True)])
+    every = lone_model.run_pass(
+        [(part, 0, table) for part, table in zip(parts, tables, strict=True)]
+    )
     rows = Pass(16)
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
     for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
         first_rows = rows.select(list(range(124)))
-        logits = lone.model.forward(first_rows, lone.cache, lone.attention, expected)
+        logits = lone_model.model.forward(
+            first_rows, lone_model.cache, lone_model.attention, expected
+        )
         assert torch.equal(logits, every[expected])
 
 
 def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
     """The rows of longer and shorter sequences in the same pass are bit-identical, too."""
-    lone = Lone(folder(), block_size=2, blocks=1024)
+    lone_model = LoneModel(folder(), block_size=2, blocks=1024)
     lengths = [1, 15, 16, 17, 130, 300, 301, 40]
     shuffled = random.Random(3).sample(range(1024), 1024)
     tables = [shuffled[128 * index : 128 * index + 128] for index in range(8)]
     tables[5] += tables[7][64:]
     tables[6] += tables[0][64:]
     texts = [prompt(length, length) for length in lengths]
-    alone = []
+    lone_logits = []
     for text, table in zip(texts, tables, strict=True):
-        lone.chunks(text, 512, table)
+        lone_model.run_chunks(text, 512, table)
         rows = [([7 + index], len(text) + index, table) for index in range(3)]
-        alone.append(torch.cat([lone.together([row]) for row in rows]))
+        lone_logits.append(torch.cat([lone_model.run_pass([row]) for row in rows]))
     drafted = [([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)]
-    assert torch.equal(lone.together(drafted, drafted=True), torch.cat(alone))
+    assert torch.equal(lone_model.run_pass(drafted, drafted=True), torch.cat(lone_logits))
 
 
 def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
-    lone = Lone(folder())
+    lone_model = LoneModel(folder())
     tokens = prompt(38)
     table = list(range(10))
-    lone.chunks(tokens, 16, table)
-    expected = lone.together([([7], 38, table)])
+    lone_model.run_chunks(tokens, 16, table)
+    expected = lone_model.run_pass([([7], 38, table)])
     pairs = [block for memory_range in table for block in (memory_range, memory_range + 3)]
-    lone.cache.copy(pairs, [], [])
-    lone.cache.pool.zero_()
+    lone_model.cache.copy(pairs, [], [])
+    lone_model.cache.pool.zero_()
     swapped_out = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
     swapped_in = [
         block
         for memory_range, target in zip(table, swapped_out, strict=True)
         for block in (memory_range + 3, target)
     ]
-    lone.cache.copy([], swapped_in, [])
-    assert torch.equal(lone.together([([7], 38, swapped_out)]), expected)
-    lone.cache.copy([], [], [10, 60])
-    assert torch.equal(lone.together([([7], 38, [*swapped_out[:-1], 60])]), expected)
+    lone_model.cache.copy([], swapped_in, [])
+    assert torch.equal(lone_model.run_pass([([7], 38, swapped_out)]), expected)
+    lone_model.cache.copy([], [], [10, 60])
+    assert torch.equal(lone_model.run_pass([([7], 38, [*swapped_out[:-1], 60])]), expected)
 
 
 def test_one_step_copies_out_then_back_then_within(folder: Folder) -> None:
-    cache = Lone(folder(), block_size=1, blocks=4).cache
+    cache = LoneModel(folder(), block_size=1, blocks=4).cache
     cache.pool[:] = torch.arange(4.0).view(1, 1, 1, 4, 1)
     cache.copy([0, 5], [], [])
     cache.copy([1, 6], [5, 1], [1, 2, 3, 0])

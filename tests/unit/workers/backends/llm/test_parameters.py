@@ -101,9 +101,9 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
     ],
 )  # fmt: skip
 def test_invalid_parameters_are_named(parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidArgument) as raised:
+    with pytest.raises(InvalidArgument) as caught:
         settings(**parameters)
-    assert message in raised.value.message
+    assert message in caught.value.message
 
 
 def test_a_model_has_defaults_and_seeds_differ() -> None:

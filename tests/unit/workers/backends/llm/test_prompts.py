@@ -14,15 +14,15 @@ from shmserve.workers.backends.llm.prompts import PromptReader, read_ending, rea
 
 
 @pytest.mark.parametrize("text", ["abc" * 50, "é" * 70, "a" + "東京" * 40, "🐙x" * 33, "a", ""])
-@pytest.mark.parametrize("most", [1, 5, 16, 17, 1000])
+@pytest.mark.parametrize("max_length", [1, 5, 16, 17, 1000])
 @pytest.mark.parametrize("slice_size", [4, 7, 16, 1 << 17])
 def test_the_ending_of_a_text(
-    monkeypatch: pytest.MonkeyPatch, text: str, most: int, slice_size: int
+    monkeypatch: pytest.MonkeyPatch, text: str, max_length: int, slice_size: int
 ) -> None:
     monkeypatch.setattr(prompts, "_SLICE_BYTES", slice_size)
-    for each in (text, memoryview(text.encode())):
-        assert read_ending("text_input", each, most) == (text[-most:], len(text))
-        assert read_whole("text_input", each) == text
+    for text_input in (text, memoryview(text.encode())):
+        assert read_ending("text_input", text_input, max_length) == (text[-max_length:], len(text))
+        assert read_whole("text_input", text_input) == text
 
 
 @pytest.mark.parametrize("raw", [b"\xff" + b"a" * 99, b"a" * 99 + b"\xff", b"a" * 99 + b"\xe6\x9d"])
@@ -36,8 +36,8 @@ def test_a_text_is_decoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     text = "a" * (10 * prompts._SLICE_BYTES)
-    ending = read_ending("text_input", memoryview(text.encode()), 3)
-    assert ending == ("aaa", len(text))
+    text_end = read_ending("text_input", memoryview(text.encode()), 3)
+    assert text_end == ("aaa", len(text))
     assert pauses == [0] * 10
 
 
@@ -66,16 +66,16 @@ def test_a_long_conversation_is_rendered_in_a_process_like_a_short_one(
     text = json.dumps({"messages": [{"role": "user", "content": "é\U0001f419"}], **chat})
     long_text = memoryview(text.encode())
     if error:
-        for each in (text, long_text):
+        for conversation in (text, long_text):
             with pytest.raises(InvalidArgument, match=error):
-                reader._render(each)
+                reader._render(conversation)
         return
     expected = reader._render(text)
     monkeypatch.setattr(ChatTemplate, "render", None)  # Only the process renders.
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    found = reader._render(long_text)
-    assert found[:2] == expected[:2]
-    assert read_whole("messages", found.text) == expected.text
+    rendered = reader._render(long_text)
+    assert rendered[:2] == expected[:2]
+    assert read_whole("messages", rendered.text) == expected.text
     imported = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
     assert {"jinja2", "shmserve.errors"} <= imported
     assert not {"torch", "numpy", "shmserve.workers"} & imported

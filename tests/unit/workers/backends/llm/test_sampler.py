@@ -39,13 +39,13 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def new_row(**more: Any) -> sampler.SampledRow:
+def new_row(**fields: Any) -> sampler.SampledRow:
     """Return a row with these settings."""
-    parameters = GenerationParameters(**{"seed": 1, **more})
+    parameters = GenerationParameters(**{"seed": 1, **fields})
     return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED], len(PROMPT), (2,))
 
 
-def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
+def expected_probabilities(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
     """Return the probabilities that transformers' processors compute."""
     steps = LogitsProcessorList()
     if parameters.logit_bias:
@@ -54,9 +54,9 @@ def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Te
     if parameters.repetition_penalty != 1.0:
         steps.append(RepetitionPenaltyLogitsProcessor(parameters.repetition_penalty))
     if parameters.min_tokens:
-        ends = [2, *parameters.stop_token_ids]
-        least = parameters.min_tokens
-        steps.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), least, ends))
+        end_tokens = [2, *parameters.stop_token_ids]
+        min_tokens = parameters.min_tokens
+        steps.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), min_tokens, end_tokens))
     steps.append(TemperatureLogitsWarper(parameters.temperature))
     if parameters.top_k:
         steps.append(TopKLogitsWarper(parameters.top_k))
@@ -73,7 +73,9 @@ def test_distributions_equal_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(SETTINGS), VOCABULARY, generator=generator) * 2
     rows = [new_row(**settings) for settings in SETTINGS]
-    targets = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
+    targets = [
+        expected_probabilities(line, row.parameters) for line, row in zip(logits, rows, strict=True)
+    ]
     sampler.process(logits, rows)
     probabilities = sampler.distribution(logits, rows)  # all rows in one call
     for index, settings in enumerate(SETTINGS):
@@ -101,9 +103,9 @@ def test_only_allowed_tokens_are_sampled() -> None:
 def test_draws_depend_only_on_seed_sample_and_position() -> None:
     logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
     rows = [new_row(seed=seed, temperature=1.5) for seed in range(8)]
-    together, _ = sampler.sample(logits, rows)
-    alone = [sampler.sample(logits[n : n + 1], rows[n : n + 1])[0][0] for n in range(8)]
-    assert together == alone
+    batched_tokens, _ = sampler.sample(logits, rows)
+    single_tokens = [sampler.sample(logits[n : n + 1], rows[n : n + 1])[0][0] for n in range(8)]
+    assert batched_tokens == single_tokens
     numbers = {new_row(seed=seed).draw(purpose) for seed in range(50) for purpose in range(3)}
     for sample in range(50):
         row = new_row()
@@ -124,17 +126,19 @@ def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.zeros(3, 50)
     logits[:, 7] = 30.0
-    mixed = [new_row(temperature=0.0), new_row(), new_row(temperature=0.0)]
-    assert sampler.sample(logits, mixed)[0] == [7] * 3
+    mixed_rows = [new_row(temperature=0.0), new_row(), new_row(temperature=0.0)]
+    assert sampler.sample(logits, mixed_rows)[0] == [7] * 3
 
 
 def test_logprobs_are_computed_from_the_models_logits() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
-    first, second = sampler.logprobs(logits, [4, 5], 3)
+    first_entry, second_entry = sampler.logprobs(logits, [4, 5], 3)
     expected = logits.log_softmax(-1)
-    assert first.logprob == pytest.approx(expected[0, 4].item())
-    best = expected[1].topk(3)
-    assert second.top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    assert first_entry.logprob == pytest.approx(expected[0, 4].item())
+    top_values = expected[1].topk(3)
+    assert second_entry.top == list(
+        zip(top_values.indices.tolist(), top_values.values.tolist(), strict=True)
+    )
     tokens, scores = sampler.candidates(logits[0], 4)
     assert scores == sorted(scores, reverse=True) and len(tokens) == 4
 
@@ -147,35 +151,35 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the calls of functions that only grammars need."""
     counted: Counter[str] = Counter()
 
-    def count(where: Any, name: str) -> None:
-        real = getattr(where, name)
+    def count_calls(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-        def counting(*given: Any) -> Any:
+        def call_counted(*arguments: Any) -> Any:
             counted[name] += 1
-            return real(*given)
+            return original(*arguments)
 
-        monkeypatch.setattr(where, name, counting)
+        monkeypatch.setattr(owner, name, call_counted)
 
-    for where, name in (
+    for owner, name in (
         (engine, "allowed_tokens"),
         (grammars, "_bitmask"),
         (grammars.Grammars, "matcher"),
         (sampler, "_mask"),
     ):
-        count(where, name)
+        count_calls(owner, name)
     return counted
 
 
 def test_requests_without_a_grammar_pay_nothing(
     folder: Folder, tmp_path: Path, calls: Counter[str]
 ) -> None:
-    plain: dict[str, Any] = {"input_ids": [5, 6, 7], "max_tokens": 9, "ignore_eos": True}
+    fields: dict[str, Any] = {"input_ids": [5, 6, 7], "max_tokens": 9, "ignore_eos": True}
     with llm_rig(tmp_path / "rig", folder()) as scheduler:
         for key in range(1, 5):
-            scheduler.add(key, **plain, n=2)
+            scheduler.add(key, **fields, n=2)
         scheduler.run()
         assert not calls
-        scheduler.add(5, **plain)
+        scheduler.add(5, **fields)
         scheduler.add(6, input_ids=[5, 6, 7], max_tokens=9, regex="[ab]{4}")
         scheduler.run()
         rows = len(scheduler.tokens(6))
@@ -218,21 +222,21 @@ EXTREMES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e4, 1e30])
 @pytest.mark.parametrize("name", EXTREMES)
-@pytest.mark.parametrize("side", [0, 1])
-def test_extremes_give_a_distribution(name: str, side: int, scale: float) -> None:
-    value = EXTREMES[name][side]
+@pytest.mark.parametrize("bound_index", [0, 1])
+def test_extremes_give_a_distribution(name: str, bound_index: int, scale: float) -> None:
+    value = EXTREMES[name][bound_index]
     parameters = parse({name: value}, {}, VOCABULARY)
     logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0)) * scale
     logits[0, 5:7] = -torch.inf
-    best = int(logits.argmax())
-    row = sampler.SampledRow(parameters, 0, [*PROMPT, 9, best], len(PROMPT), (2,))
+    best_token = int(logits.argmax())
+    row = sampler.SampledRow(parameters, 0, [*PROMPT, 9, best_token], len(PROMPT), (2,))
     if "penalty" in name:
         sampler.process(logits, [row])
     chances = sampler.distribution(logits, [row])[0]
     assert chances.isfinite().all() and float(chances.sum()) == pytest.approx(1, abs=1e-4)
     assert not chances[5:7].any()
-    alone = {("temperature", 0), ("top_p", 0), ("top_k", 0), ("min_p", 1)}
-    if (name, side) in alone and (scale >= 1 or name in ("top_k", "min_p")):
-        assert float(chances[best]) == pytest.approx(1)
+    greedy_settings = {("temperature", 0), ("top_p", 0), ("top_k", 0), ("min_p", 1)}
+    if (name, bound_index) in greedy_settings and (scale >= 1 or name in ("top_k", "min_p")):
+        assert float(chances[best_token]) == pytest.approx(1)
     assert 0 <= row.draw() < 1
     assert 0 <= sampler.pick(chances.unsqueeze(0), [row.draw()])[0] < VOCABULARY

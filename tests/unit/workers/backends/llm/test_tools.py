@@ -41,9 +41,9 @@ NOW: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>")
 
 
-def function(name: str, schema: Any = None, **more: Any) -> dict[str, Any]:
+def function(name: str, schema: Any = None, **fields: Any) -> dict[str, Any]:
     """Return a tool in the format of OpenAI's API."""
-    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+    return {"type": "function", "function": {"name": name, "parameters": schema, **fields}}
 
 
 GIVEN = [function("weather", SCHEMA), function("now", NOW)]
@@ -60,21 +60,21 @@ def tokenizer(*special: str) -> Tokenizer:
 def grammar(
     family: str,
     model_tokenizer: Tokenizer,
-    given: list[dict[str, Any]] = GIVEN,
+    given_tools: list[dict[str, Any]] = GIVEN,
     reasoning: str = "none",
     prompt: str = "",
     **choice: Any,
 ) -> tuple[Any, Any]:
     """Return the matcher of a request's grammar, and the format of its messages."""
-    request = tools.take_tools({"tools": given, **choice})
+    request = tools.take_tools({"tools": given_tools, **choice})
     formats = tools.MessageFormats(family, reasoning, model_tokenizer)
     formatted = formats.make_format(request, prompt)
     assert formatted is not None
     text = formats.grammar(request, formatted, body=False)
-    ends = [model_tokenizer.token_to_id(END)]
+    end_tokens = [model_tokenizer.token_to_id(END)]
     wrapped: Any = llguidance.LLTokenizer
     library = wrapped(
-        model_tokenizer.to_str(), n_vocab=model_tokenizer.get_vocab_size(), eos_token=ends
+        model_tokenizer.to_str(), n_vocab=model_tokenizer.get_vocab_size(), eos_token=end_tokens
     )
     matcher: Any = llguidance.LLMatcher(library, text)
     assert not matcher.get_error(), (matcher.get_error(), text)
@@ -82,14 +82,14 @@ def grammar(
 
 
 def random_text(
-    matcher: Any, model_tokenizer: Tokenizer, draw: random.Random, most: int = 400
+    matcher: Any, model_tokenizer: Tokenizer, draw: random.Random, max_tokens: int = 400
 ) -> str:
-    """Return a random text of a grammar, or "" if it is longer than `most` tokens."""
+    """Return a random text of a grammar, or "" if it is longer than `max_tokens`."""
     tokens: list[int] = []
-    while not matcher.is_stopped() and len(tokens) < most:
+    while not matcher.is_stopped() and len(tokens) < max_tokens:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-        token = draw.choice(allowed)
+        allowed_tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        token = draw.choice(allowed_tokens)
         matcher.consume_token(token)
         if token == model_tokenizer.token_to_id(END):
             break
@@ -98,29 +98,29 @@ def random_text(
     return text if matcher.is_stopped() else ""
 
 
-def calls_of(text: str, found: Any) -> tuple[str, list[tuple[str, Any]]]:
-    parser = MessageParser(found, stream=True)
+def parse_calls(text: str, message_format: Any) -> tuple[str, list[tuple[str, Any]]]:
+    parser = MessageParser(message_format, stream=True)
     parser.feed(text, ended=True)
-    taken = parser.take()
-    calls = [(call["name"], json.loads(call["arguments"])) for call in taken.get("tool_calls", ())]
-    return taken.get("content", ""), calls
+    delta = parser.take()
+    calls = [(call["name"], json.loads(call["arguments"])) for call in delta.get("tool_calls", ())]
+    return delta.get("content", ""), calls
 
 
 @pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_required_calls_always_parse_and_validate(family: str, special: tuple[str, ...]) -> None:
-    test_tokenizer, draw, seen = tokenizer(*special), random.Random(5), 0
+    test_tokenizer, draw, weather_count = tokenizer(*special), random.Random(5), 0
     matcher, tools = grammar(family, test_tokenizer, tool_choice="required")
     for _ in range(60):
         text = random_text(matcher.deep_copy(), test_tokenizer, draw)
         if not text:
             continue
-        content, calls = calls_of(text, tools)
+        content, calls = parse_calls(text, tools)
         assert calls and not content, text
         for name, arguments in calls:
             jsonschema_rs.validate({"weather": SCHEMA, "now": NOW}[name], arguments)
-            seen += name == "weather"
-    assert seen
+            weather_count += name == "weather"
+    assert weather_count
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,7 +129,7 @@ def test_one_named_call(family: str) -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
     assert not tools.parallel
-    assert calls_of(random_text(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
+    assert parse_calls(random_text(matcher, test_tokenizer, draw), tools) == ("", [("now", {})])
 
 
 EXAMPLES = {
@@ -149,7 +149,7 @@ def test_strict_calls_follow_a_grammar_from_their_tag_on(
     test_tokenizer = tokenizer(*special)
     matcher, _ = grammar(family, test_tokenizer, [function("now", NOW, strict=True)])
 
-    def accepted(text: str) -> bool:
+    def is_accepted(text: str) -> bool:
         tokens = [
             *test_tokenizer.encode(text, add_special_tokens=False).ids,
             test_tokenizer.token_to_id(END),
@@ -157,11 +157,11 @@ def test_strict_calls_follow_a_grammar_from_their_tag_on(
         return bool(matcher.deep_copy().try_consume_tokens(tokens) == len(tokens))
 
     call = EXAMPLES[family]
-    assert accepted("some < text { of [ any kind")
-    assert accepted(f"Look: {call.replace('NAME', 'now')}")
-    assert not accepted(f"Look: {call.replace('NAME', 'now')[:-2]}")
+    assert is_accepted("some < text { of [ any kind")
+    assert is_accepted(f"Look: {call.replace('NAME', 'now')}")
+    assert not is_accepted(f"Look: {call.replace('NAME', 'now')[:-2]}")
     if family != "pythonic":  # in the format "pythonic", any list may be content
-        assert not accepted(f"Look: {call.replace('NAME', 'other')}")
+        assert not is_accepted(f"Look: {call.replace('NAME', 'other')}")
 
 
 @pytest.mark.parametrize("special", [(), MARKERS], ids=["text", "tokens"])
@@ -172,11 +172,11 @@ def test_calls_follow_the_reasoning(special: tuple[str, ...]) -> None:
         matcher, tools = grammar(
             "hermes", test_tokenizer, [function("now", NOW)], prompt=prompt, **settings
         )
-        thought = f"{begin}a < b\n</think>\n\n" if begin or prompt else ""
-        tokens = test_tokenizer.encode(thought, add_special_tokens=False).ids
+        reasoning_text = f"{begin}a < b\n</think>\n\n" if begin or prompt else ""
+        tokens = test_tokenizer.encode(reasoning_text, add_special_tokens=False).ids
         assert matcher.try_consume_tokens(tokens) == len(tokens)
         texts = (random_text(matcher.deep_copy(), test_tokenizer, draw) for _ in range(40))
-        _, calls = calls_of(thought + next(filter(None, texts)), tools)
+        _, calls = parse_calls(reasoning_text + next(filter(None, texts)), tools)
         assert calls and {name for name, _ in calls} == {"now"}
 
 
@@ -206,14 +206,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    "allowed",
+    "allowed_tools",
     [None, 3, "now", [3], {}, {"mode": "required"}]
-    + [{"mode": "auto", "tools": each} for each in (None, 3, "now", [], [None], {"name": "now"})]
+    + [
+        {"mode": "auto", "tools": wrong_tools}
+        for wrong_tools in (None, 3, "now", [], [None], {"name": "now"})
+    ]
     + [{"mode": "often", "tools": [{"type": "function", "function": {"name": "now"}}]}]
     + [{"mode": "auto", "tools": [{"type": "function", "function": {"name": 3}}]}],
 )
-def test_malformed_allowed_tools(allowed: Any) -> None:
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+def test_malformed_allowed_tools(allowed_tools: Any) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": allowed_tools}
     with pytest.raises(InvalidArgument, match="tool_choice: "):
         tools.take_tools({"tools": GIVEN, "tool_choice": choice})
 
@@ -251,9 +254,9 @@ NO_SCHEMAS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", NO_SCHEMAS)
 def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
     schema, message = NO_SCHEMAS[case]
-    given = [GIVEN[1], function("f", schema)]
+    given_tools = [GIVEN[1], function("f", schema)]
     with pytest.raises(InvalidArgument, match=rf"tools\[1\].function.parameters: .*{message}"):
-        tools.take_tools({"tools": given, "tool_choice": choice})
+        tools.take_tools({"tools": given_tools, "tool_choice": choice})
 
 
 @pytest.mark.parametrize(
@@ -277,9 +280,9 @@ def test_parameters_that_are_schemas(schema: Any) -> None:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_errors_name_the_field(case: str) -> None:
-    given, message = WRONG[case]
+    body, message = WRONG[case]
     with pytest.raises(InvalidArgument, match=message):
-        tools.take_tools(given)
+        tools.take_tools(body)
 
 
 def test_choices() -> None:
@@ -289,15 +292,15 @@ def test_choices() -> None:
     free = tools.take_tools(conversation)
     assert free is not None and not free.constrained and not free.parallel
     assert conversation == {"tools": GIVEN}
-    some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    some_tools = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
     for choice in (
-        {"type": "allowed_tools", "allowed_tools": some},
-        {"type": "allowed_tools", **some},
+        {"type": "allowed_tools", "allowed_tools": some_tools},
+        {"type": "allowed_tools", **some_tools},
     ):
         conversation = {"tools": GIVEN, "tool_choice": choice}
-        taken = tools.take_tools(conversation)
-        assert taken is not None and taken.required
-        assert [tool.name for tool in taken.tools] == ["now"]
+        taken_tools = tools.take_tools(conversation)
+        assert taken_tools is not None and taken_tools.required
+        assert [tool.name for tool in taken_tools.tools] == ["now"]
         assert conversation == {"tools": GIVEN[1:]}
 
 
