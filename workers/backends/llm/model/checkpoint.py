@@ -147,13 +147,13 @@ class Checkpoint:
     def open(cls, path: Path) -> Self:
         """Return the checkpoint in a folder. Raises InvalidArgument with all problems."""
         problems: list[str] = []
-        config = _read_json(path / "config.json", problems)
+        config = read_json(path / "config.json", problems)
         architecture = Architecture.of(config, problems) if config else None
-        settings = _read_json(path / "tokenizer_config.json", problems, optional=True)
+        settings = read_json(path / "tokenizer_config.json", problems, optional=True)
         tokenizer = _read_tokenizer(path, settings, config, problems)
         stored = _read_headers(path, problems)
         quantisation = Quantisation.of(_quantisation_config(path, config, problems), problems)
-        defaults = _read_json(path / "generation_config.json", problems, optional=True)
+        defaults = read_json(path / "generation_config.json", problems, optional=True)
         preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
         end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         if architecture is not None:
@@ -202,7 +202,8 @@ class Checkpoint:
         self._handles.clear()
 
 
-def _read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
         if not optional:
             problems.append(f"{path.name} is missing")
@@ -237,8 +238,8 @@ def _read_tokenizer(
         return None
     added_tokens = {}
     if "added_tokens_decoder" not in settings:
-        settings |= _read_json(path / "special_tokens_map.json", problems, optional=True)
-        added_tokens = _read_json(path / "added_tokens.json", problems, optional=True)
+        settings |= read_json(path / "special_tokens_map.json", problems, optional=True)
+        added_tokens = read_json(path / "added_tokens.json", problems, optional=True)
     try:
         tokenizer = Tokenizer.from_file(str(file))
         if tokenizer.padding:
@@ -373,7 +374,7 @@ def _quantisation_config(path: Path, config: dict[str, Any], problems: list[str]
     settings = config.get("quantization_config") or config.get("compression_config")
     for name, method in _QUANTISATION_FILES.items():
         if not settings:
-            document = _read_json(path / name, problems, optional=True)
+            document = read_json(path / name, problems, optional=True)
             settings = {"quant_method": method, **document} if document else {}
     return settings or {}
 
@@ -386,7 +387,7 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
     if (path / _SINGLE_FILE).exists():
         shards = [_SINGLE_FILE]
     elif (path / _INDEX_FILE).exists():
-        weight_map = _read_json(path / _INDEX_FILE, problems).get("weight_map", {})
+        weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in weight_map.values()})
     else:
         problems.append(f"{_SINGLE_FILE} is missing")
@@ -465,7 +466,7 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
             problems.append(f"{file.name} is not UTF-8 text")
     setting = settings.get("chat_template")
     if not templates and not setting:
-        document = _read_json(path / "chat_template.json", problems, optional=True)
+        document = read_json(path / "chat_template.json", problems, optional=True)
         setting = document.get("chat_template")
     if not templates and isinstance(setting, list):
         setting = {template.get("name"): template.get("template") for template in setting}
